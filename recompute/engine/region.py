@@ -1,0 +1,339 @@
+"""Regions: spans of forward whose saved tensors are dropped, and how one run of such a span, a frame, is run again.
+
+The invariants of the engine; code that depends on one cites its number.
+
+1. Exact: gradients equal those without the policy, bit for bit.
+2. A saved tensor is never written into, nor is any buffer this code did not allocate.
+3. A storage is known by its StorageImpl, held weakly, never by an address or an id that can be reused.
+4. What is not provably regenerable is kept.
+5. Versions are checked: a tensor mutated after it was saved is kept as it was, or refused with an error that names it.
+6. Random state is captured when, and only when, a region draws, for every generator it draws from, and put back.
+7. Parameters, buffers and inputs that live anyway are neither copied nor counted as savings.
+8. Memory is released by reference count: nothing here forms a cycle.
+9. Regions compose: nested, inside or around other saved-tensor hooks and torch's checkpoint, on several threads.
+10. The cost is bounded: microseconds a region and a saved tensor.
+
+A frame keeps everything until it ends. Then it is decided: if it changed its own inputs it stays as it is (4, 5); otherwise
+what autograd saved in it is dropped, but for what lives anyway (7).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
+
+from recompute.engine.context import Autocast, Inputs, ModuleState
+from recompute.engine.recipe import (
+    Handle,
+    Kept,
+    Owner,
+    Recipe,
+    RecipeBook,
+    Saved,
+    hold_through,
+    local,
+    open_book,
+    storage_key,
+    top_hooks,
+    unpack_saved,
+)
+from recompute.engine.rng import RngState, is_source
+from recompute.errors import PolicyWarning, RegenerationError
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.spans: list[Frame | _Replay] = []  # the frames being run and replayed on this thread, innermost last
+
+
+_local = _Local()
+
+
+def is_recording() -> bool:
+    """Whether saved tensors are worth thinking about: gradients are on, and no compiler or functional transform runs."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class Scope:
+    """The span in which the outputs that recipes give back are dropped, wherever they are saved.
+
+    Innermost scopes share the book of the outermost one, so that a consumer in any of them finds the recipe.
+    """
+
+    def __init__(self, owner: Owner):
+        self._owner = owner
+        self._hooks = top_hooks()
+        self._book: RecipeBook | None = open_book() or RecipeBook()
+
+    def __enter__(self) -> None:
+        local.books.append(self._book)
+        _push_hooks(self._pack, unpack_saved)
+
+    def __exit__(self, *error: object) -> None:
+        _pop_hooks()
+        local.books.pop()
+        self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        handle = self._book.handle(tensor) if self._book is not None else None
+        return handle or hold_through(self._hooks, tensor, self._owner.name)
+
+
+class KeepSpan(Scope):
+    """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops."""
+
+    def __enter__(self) -> None:
+        self._book = None
+        super().__enter__()
+
+
+class Region:
+    """A module's forward or a function that is run under ``action: recompute`` or ``checkpoint``.
+
+    Both drop all that autograd saves inside. ``recompute`` also lets the outputs be dropped by whoever saves them in the
+    enclosing scope, which is right where running the region again is cheap.
+    """
+
+    def __init__(self, owner: Owner, *, drops_outputs: bool, sources: Collection[Any] = (), tensors: Collection[Tensor] = ()):
+        self.owner = owner
+        self.drops_outputs = drops_outputs
+        self.sources = sources
+        self.tensors = tensors
+        self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
+
+    def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
+        """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
+        frame = Frame(self, function, modules, args, kwargs)
+        with frame:
+            result = function(*args, **kwargs)
+        frame.decide(result)
+        return result
+
+
+class Frame(Recipe):
+    """One run of a region. Slots 0, 1, … are what autograd saved, in order; slots -1, -2, … are the outputs' tensors."""
+
+    __slots__ = ("_autocast", "_function", "_inputs", "_pins", "_region", "_rng", "_shapes", "_state", "count")
+
+    def __init__(
+        self, region: Region, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict
+    ):
+        super().__init__(region.owner)
+        region.owner.frames += 1
+        self._region = region
+        self._function = function
+        self._inputs = Inputs((args, kwargs), region.owner.name)
+        self._state = ModuleState(modules, region.tensors, region.learned)
+        self._rng: RngState | None = RngState([*region.sources, *filter(is_source, self._inputs.others)])
+        self._autocast = Autocast()
+        self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of what was dropped, by slot
+        self._pins: list[Kept] = []
+        self.count = 0  # tensors that autograd saved
+
+    def __enter__(self) -> None:
+        local.books.append(None)
+        _local.spans.append(self)
+        _push_hooks(self._pack, unpack_saved)
+
+    def __exit__(self, *error: object) -> None:
+        _pop_hooks()
+        _local.spans.pop()
+        local.books.pop()
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        slot = self.count
+        self.count += 1
+        return self.handle(slot, Kept(tensor, self.owner.name))
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Have every replay use ``tensor`` here, whatever it calculates."""
+        self._pins.append(Kept(tensor.detach(), self.owner.name))
+        return tensor
+
+    def pinned(self, index: int, tensor: Tensor) -> Tensor:
+        if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
+            raise RegenerationError(
+                f"in {self.owner.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "
+                f"passed others (number {index} has shape {tuple(tensor.shape)})."
+            )
+        return self._pins[index].get().detach().requires_grad_(tensor.requires_grad)
+
+    def decide(self, result: Any) -> None:
+        """Drop what comes back by running the frame again: everything, unless the frame changed what it started from."""
+        self._state.settle()
+        changed = self._inputs.changed() or self._state.changed()
+        alive = {storage_key(tensor) for tensor in (*self._inputs.settle(), *self._state.tensors())}
+        alive.update(storage_key(pin.tensor) for pin in self._pins)
+        alive.add(None)
+        saved: dict[int, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
+        for handle in [handle for ref in self._handles if (handle := ref()) is not None]:
+            assert handle.kept is not None, "nothing is dropped before the frame ends"
+            tensor = handle.kept.tensor
+            if (key := storage_key(tensor)) not in alive:
+                saved[key] = tensor.untyped_storage().nbytes()  # type: ignore[index]
+                if changed is None:
+                    self._shapes[handle.slot] = tensor.shape, tensor.dtype
+                    handle.kept = None
+        if changed is not None:
+            self.owner.kept_nbytes += sum(saved.values())
+            self._state.unlearn()
+            _warn_kept(self._region, changed)
+            return
+        self.owner.dropped_tensors += len(saved)
+        self.owner.dropped_nbytes += sum(saved.values())
+        assert self._rng is not None
+        self._rng = self._rng.drawn()
+        book = open_book()
+        if self._region.drops_outputs and book is not None:
+            for index, output in enumerate(tree_leaves(result)):
+                if isinstance(output, Tensor) and (key := storage_key(output)) not in alive:
+                    self._shapes[-1 - index] = output.shape, output.dtype
+                    book.enter(output, self, -1 - index, counted=key in saved)
+
+    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+        replay = _Replay(self, wanted)
+        self._run(replay)
+        if replay.mismatch is not None:  # run again to learn which op it was, for the message
+            replay = _Replay(self, wanted)
+            with _OpNames(replay):
+                self._run(replay)
+        missing = len(wanted) - len(replay.values)
+        if replay.mismatch is not None or missing:
+            raise RegenerationError(
+                f"{self.owner.name} did not run the same way twice: "
+                + (replay.mismatch or f"it saved {self.count} tensors in forward, {replay.count} when run again")
+                + ". Look for state that forward changes (a cache, a counter), an op that is not deterministic, or "
+                "control flow that depends on one; or leave the module out of the policy."
+            )
+        return replay.values
+
+    def _run(self, replay: _Replay) -> None:
+        args, kwargs = self._inputs.restore()
+        with (
+            self._state.replayed(self.owner.name),
+            nullcontext() if self._rng is None else self._rng.replayed(),
+            self._autocast.replayed(),
+            torch.enable_grad(),
+            replay,
+        ):
+            try:
+                result = self._function(*args, **kwargs)
+            except _Stop:
+                return
+        for index, output in enumerate(tree_leaves(result)):
+            if -1 - index in replay.wanted:
+                replay.receive(-1 - index, output.detach())
+
+    def expected(self, slot: int) -> tuple[torch.Size, torch.dtype]:
+        return self._shapes[slot]
+
+    @property
+    def draws(self) -> bool:
+        return self._rng is not None
+
+
+class _Stop(Exception):
+    """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
+
+
+class _Replay:
+    """A frame being run again, to collect the values of the slots in ``wanted``."""
+
+    def __init__(self, frame: Frame, wanted: Collection[int]):
+        self.frame = frame
+        self.wanted = wanted
+        self.values: dict[int, Saved] = {}
+        self.count = 0
+        self.mismatch: str | None = None
+        self.op = "an op"
+        self._pins = 0
+
+    def __enter__(self) -> None:
+        local.books.append(None)
+        _local.spans.append(self)
+        _push_hooks(self._pack, unpack_saved)
+
+    __exit__ = Frame.__exit__
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        slot = self.count
+        self.count += 1
+        if self._complete():
+            raise _Stop
+        saved = Kept(tensor, self.frame.owner.name)
+        if slot in self.wanted:
+            self.receive(slot, tensor)
+            # An op may fill what it saves only afterwards; the one that does, RReLU's noise, draws random numbers.
+            if self._complete() and not self.frame.draws:
+                raise _Stop
+        return saved
+
+    def receive(self, slot: int, tensor: Tensor) -> None:
+        shape, dtype = self.frame.expected(slot)
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            which = f"tensor {slot} that autograd saved" if slot >= 0 else f"output {-1 - slot}"
+            self.mismatch = (
+                f"{which}, a {dtype} of shape {tuple(shape)} in forward, is a {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}, from {self.op}, when run again"
+            )
+            raise _Stop
+        self.values[slot] = Kept(tensor, self.frame.owner.name)
+
+    def _complete(self) -> bool:
+        return len(self.values) == len(self.wanted)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        self._pins += 1
+        return self.frame.pinned(self._pins - 1, tensor)
+
+
+class _OpNames(TorchFunctionMode):
+    """Tells a replay which function is running."""
+
+    def __init__(self, replay: _Replay):
+        super().__init__()
+        self._replay = replay
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._replay.op = resolve_name(function) or getattr(function, "__name__", str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """Pin ``tensor``: under any policy it is kept, and a region that runs again uses it instead of calculating it anew.
+
+    Call it inside a module's forward, on what must not come out differently the second time, such as a router's logits;
+    returns ``tensor``. Outside of every region it does nothing.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"recompute.keep takes a tensor, got {type(tensor).__name__}")
+    for span in _local.spans:
+        tensor = span.pin(tensor)
+    if (book := open_book()) is not None:
+        book.forget(tensor)
+    return tensor
+
+
+def _warn_kept(region: Region, what: str) -> None:
+    warnings.warn(
+        f"{re.sub('[0-9]+', '*', region.owner.name)} changes {what}, in place while it runs, so it cannot be run again "
+        "and nothing is dropped there. Replace the in-place operation, or let it change a clone.",
+        PolicyWarning,
+        stacklevel=4,
+    )
