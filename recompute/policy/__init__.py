@@ -1,0 +1,1 @@
+"""What to do with which module: plain data, no torch."""

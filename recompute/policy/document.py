@@ -1,0 +1,333 @@
+"""Reads one YAML document into a pydantic model; every mistake becomes an error that says where it is."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import functools
+import io
+import os
+import re
+import reprlib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import RoundTripRepresenter
+
+from recompute.errors import PolicyError
+
+Model = TypeVar("Model", bound=BaseModel)
+KeyPath = tuple[str | int, ...]
+
+_EXPECTED = {
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "invalid_key": "a string as key",
+}
+
+
+class _Constructor(SafeConstructor):
+    """YAML's safe constructor, except that what looks like a date stays the text that was written."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+class _Representer(RoundTripRepresenter):
+    """ruamel.yaml's, except that every control character is escaped: it writes \\x85 bare, a line break."""
+
+    def represent_str(self, data: str) -> ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
+def load_document(
+    model_class: type[Model], source: str | os.PathLike[str], *, kind: str = "document"
+) -> Model:
+    """Read the YAML file at path ``source`` (UTF-8, one document) as a ``model_class``.
+
+    ``kind`` is what error texts call such a file. Raises ``PolicyError`` with one line for each mistake:
+    ``file:line:column: dotted.key[0]: what was expected; what was found``.
+    """
+    label = os.fspath(source)
+    try:
+        content = Path(source).read_bytes()
+    except OSError as error:
+        raise PolicyError(f"{label}: cannot be read as a {kind} file: {error.strerror}") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        found = f"byte 0x{content[error.start]:02x}"
+        raise PolicyError(f"{label}:{line}: expected UTF-8 text; found {found}") from error
+    return parse_document(model_class, text, label=label, kind=kind)
+
+
+def parse_document(
+    model_class: type[Model], text: str, *, label: str = "<text>", kind: str = "document"
+) -> Model:
+    """Read YAML ``text`` as a ``model_class``; error texts name it by ``label``. Raises ``PolicyError``."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
+    try:
+        root = _only_document(list(yaml.compose_all(text)), label, kind)
+        _refuse_duplicate_keys(root, label)
+        data = yaml.constructor.construct_document(root)
+    except MarkedYAMLError as error:
+        raise PolicyError(_syntax_error(error, label)) from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        found = f"the control character {chr(error.character)!r}"
+        raise PolicyError(f"{label}:{line}: not valid YAML: {found} has to be escaped") from error
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{label}: a value cannot be read: {error}") from error
+    return validate(model_class, data, label=label, root=root)
+
+
+def validate(model_class: type[Model], data: Any, *, label: str, root: Node | None = None) -> Model:
+    """Check plain ``data`` against ``model_class``; ``root`` is the YAML node it was read from, if any.
+
+    Raises ``PolicyError`` with one line for each mistake, each starting with ``label``.
+    """
+    try:
+        return model_class.model_validate(data)
+    except ValidationError as error:
+        raise PolicyError(_report(error, model_class, data, label, root)) from None
+
+
+def raises_policy_error(model_class: type[Model]) -> type[Model]:
+    """Class decorator: a wrong value given to the constructor raises ``PolicyError``, as it does in a file.
+
+    pydantic fills nested models without calling their ``__init__``, so it is the outermost call that reports,
+    with the whole dotted key.
+    """
+    construct = model_class.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: BaseModel, **values: Any) -> None:
+        try:
+            construct(self, **values)
+        except ValidationError as error:
+            raise PolicyError(_report(error, model_class, values, model_class.__name__, None)) from None
+
+    model_class.__init__ = __init__  # type: ignore[method-assign, assignment]
+    return model_class
+
+
+def dump_document(data: Mapping[str, Any]) -> str:
+    """Write plain ``data`` as YAML in its own order. Reading the text gives ``data`` back."""
+    yaml = YAML(typ="rt", pure=True)
+    yaml.Representer = _Representer
+    yaml.default_flow_style = False
+    yaml.width = 110
+    text = io.StringIO()
+    yaml.dump(dict(data), text)
+    return text.getvalue()
+
+
+def show(value: Any) -> str:
+    """``value`` as error texts show it: short, and spelled as in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return _shortened.repr(value)
+
+
+def nearest(word: Any, candidates: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the candidate that most resembles ``word``, or ``""`` if none does."""
+    close = difflib.get_close_matches(str(word), list(candidates), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = 80
+
+
+def _only_document(documents: Sequence[Node], label: str, kind: str) -> Node:
+    if not documents:
+        raise PolicyError(f"{label}: expected a {kind}; found an empty file")
+    if len(documents) > 1:
+        where = _position(label, documents[1])
+        raise PolicyError(f"{where}: expected one {kind} a file; found a second document, which starts here")
+    root = documents[0]
+    if not isinstance(root, MappingNode):
+        found = "a list" if isinstance(root, SequenceNode) else show(root.value)
+        raise PolicyError(f"{_position(label, root)}: expected a {kind}, which is a mapping; found {found}")
+    return root
+
+
+def _refuse_duplicate_keys(root: Node, label: str) -> None:
+    lines = []
+    for path, node in _mappings(root):
+        first: dict[tuple[str | None, str], Node] = {}
+        for key, _ in _pairs(node):
+            earlier = first.setdefault((key.tag, key.value), key)
+            if earlier is not key:
+                where, name = _position(label, key), _dotted((*path, key.value))
+                first_line = earlier.start_mark.line + 1
+                lines.append(f"{where}: {name}: duplicate key; it is first given on line {first_line}")
+    if lines:
+        raise PolicyError("\n".join(lines))
+
+
+def _mappings(root: Node) -> Iterator[tuple[KeyPath, MappingNode]]:
+    """Every mapping below ``root`` once, in file order, though anchors may reach it often or in a circle."""
+    seen = set()
+    pending: list[tuple[KeyPath, Node]] = [((), root)]
+    while pending:
+        path, node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, MappingNode):
+            yield path, node
+            pending += [((*path, key.value), value) for key, value in reversed(_pairs(node))]
+        elif isinstance(node, SequenceNode):
+            pending += [((*path, index), item) for index, item in reversed(list(enumerate(node.value)))]
+
+
+def _syntax_error(error: MarkedYAMLError, label: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark else label
+    text = ": ".join(part for part in (error.context, error.problem) if part)
+    hint = "; a value that starts with '*' has to be in quotes" if "alias" in text else ""
+    return f"{where}: not valid YAML: {text}{hint}"
+
+
+def _report(
+    error: ValidationError, model_class: type[BaseModel], data: Any, label: str, root: Node | None
+) -> str:
+    """One line for each wrong key, in the order of the file; the alternatives of a union share a line."""
+    texts: dict[KeyPath, list[str]] = {}
+    details = {}
+    for detail in error.errors(include_url=False):
+        path = _path_in(data, detail["loc"], may_be_absent=detail["type"] == "missing")
+        details[path] = detail
+        alternatives = texts.setdefault(path, [])
+        text = _expectation(detail)
+        text = text.removeprefix("expected ") if alternatives else text
+        if text not in alternatives:
+            alternatives.append(text)
+
+    lines = []
+    for path, detail in details.items():
+        of_key = detail["type"] in ("extra_forbidden", "invalid_key")
+        node = _node_at(root, path, of_key) if root else None
+        where = _position(label, node) if node else label
+        key = f"{_dotted(path)}: " if path else ""
+        sentence = _sentence(detail, " or ".join(texts[path]), model_class, path)
+        order = (node.start_mark.line, node.start_mark.column) if node else (0, 0)
+        lines.append((order, f"{where}: {key}{sentence}"))
+    return "\n".join(line for _, line in sorted(lines, key=lambda entry: entry[0]))
+
+
+def _expectation(detail: ErrorDetails) -> str:
+    if detail["type"] in _EXPECTED:
+        return f"expected {_EXPECTED[detail['type']]}"
+    if detail["type"] in ("value_error", "assertion_error"):
+        return str(detail["ctx"]["error"])
+    return re.sub(r"^.* should (be|have) ", "expected ", detail["msg"])
+
+
+def _sentence(detail: ErrorDetails, expectation: str, model_class: type[BaseModel], path: KeyPath) -> str:
+    if detail["type"] == "missing":
+        return "this key is required, and missing"
+    if detail["type"] == "extra_forbidden":
+        keys = _known_keys(model_class, path[:-1])
+        return f"unknown key{nearest(path[-1], keys)}; expected one of {', '.join(keys)}"
+    is_word = detail["type"] in ("literal_error", "enum")
+    suggestion = nearest(detail["input"], _choices(model_class, path)) if is_word else ""
+    return f"{expectation}; found {show(detail['input'])}{suggestion}"
+
+
+def _path_in(data: Any, location: tuple[int | str, ...], *, may_be_absent: bool) -> KeyPath:
+    """pydantic's ``location`` without what ``data`` lacks: names of a union's members, items of a scalar."""
+    path: list[str | int] = []
+    for key in location:
+        is_item = isinstance(data, (list, tuple)) and isinstance(key, int) and key < len(data)
+        if is_item or (isinstance(data, Mapping) and key in data):
+            data = data[key]
+            path.append(key if is_item else str(key))
+    return (*path, location[-1]) if may_be_absent else tuple(path)
+
+
+def _node_at(root: Node, path: KeyPath, of_key: bool) -> Node:
+    """The node at ``path`` (or of its last key), or the closest one above it that is written in the file."""
+    node = found = root
+    for key in path:
+        if isinstance(node, SequenceNode) and isinstance(key, int):
+            found = node = node.value[key]
+            continue
+        pair = next((pair for pair in _pairs(node) if pair[0].value == key), None)
+        if pair is None:
+            break
+        node = pair[1]
+        is_left_out = node.start_mark.index == node.end_mark.index
+        found = pair[0] if of_key or is_left_out else node
+    return found
+
+
+def _pairs(node: Node) -> list[tuple[Node, Node]]:
+    pairs = node.value if isinstance(node, MappingNode) else ()
+    return [(key, value) for key, value in pairs if isinstance(key, ScalarNode)]
+
+
+def _known_keys(model_class: type[BaseModel], path: KeyPath) -> list[str]:
+    models = [kind for kind in _types_at(model_class, path) if _is_subclass(kind, BaseModel)]
+    return [name for model in models for name, field in model.model_fields.items() if not field.exclude]
+
+
+def _choices(model_class: type[BaseModel], path: KeyPath) -> list[str]:
+    choices: list[str] = []
+    for kind in _types_at(model_class, path):
+        if get_origin(kind) is Literal:
+            choices += map(str, get_args(kind))
+        elif _is_subclass(kind, enum.Enum):
+            choices += (str(member.value) for member in kind)
+    return choices
+
+
+def _types_at(kind: Any, path: KeyPath) -> Iterator[Any]:
+    """The types that a value at ``path`` below a ``kind`` may have, with unions taken apart."""
+    if get_origin(kind) is Annotated:
+        yield from _types_at(get_args(kind)[0], path)
+    elif get_origin(kind) in (Union, types.UnionType):
+        for member in get_args(kind):
+            yield from _types_at(member, path)
+    elif not path:
+        yield kind
+    elif _is_subclass(kind, BaseModel):
+        if field := kind.model_fields.get(path[0]):
+            yield from _types_at(field.annotation, path[1:])
+    else:
+        for content in get_args(kind):
+            yield from _types_at(content, path[1:])
+
+
+def _is_subclass(kind: Any, base: type) -> bool:
+    # On Python 3.10 list[int] is an instance of type too, and issubclass refuses it.
+    return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, base)
+
+
+def _position(label: str, node: Node) -> str:
+    return f"{label}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+
+def _dotted(path: KeyPath) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")

@@ -1,0 +1,58 @@
+"""Gets a policy from a preset's name, a path, a mapping or a policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from recompute.errors import PolicyError
+from recompute.policy.document import load_document, nearest, show, validate
+from recompute.policy.model import Policy
+
+
+def load_policy(source: str | os.PathLike[str] | Mapping[str, object] | Policy) -> Policy:
+    """The policy that ``source`` names or is. A preset goes before a file of the same name.
+
+    Raises ``PolicyError``: with file, line and key for what is wrong in a file, and with the presets' names
+    where ``source`` is neither a preset nor an existing file.
+    """
+    if isinstance(source, Policy):
+        return source
+    if isinstance(source, Mapping):
+        return validate(Policy, dict(source), label="policy")
+    if not isinstance(source, (str, os.PathLike)):
+        raise PolicyError(
+            f"expected a policy: a preset's name, a path, a mapping or a Policy; found {show(source)}"
+        )
+    presets = _presets()
+    if source in presets:
+        return load_document(Policy, presets[os.fspath(source)], kind="policy")
+    if os.path.exists(source):
+        return load_document(Policy, source, kind="policy")
+    raise PolicyError(
+        f"no preset and no file is named {show(os.fspath(source))}{nearest(Path(source).stem, presets)}; "
+        f"the presets are {', '.join(presets)}"
+    )
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of the policies that come with this package, sorted."""
+    return tuple(_presets())
+
+
+def preset_path(name: str) -> Path:
+    """The file of the preset ``name``, to read or to copy. Raises ``PolicyError`` if there is none."""
+    presets = _presets()
+    if name not in presets:
+        raise PolicyError(
+            f"no preset is named {show(name)}{nearest(name, presets)}; the presets are {', '.join(presets)}"
+        )
+    return presets[name]
+
+
+def _presets() -> dict[str, Path]:
+    folder = resources.files("recompute.policies")
+    paths = sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return {path.stem: path for path in paths}

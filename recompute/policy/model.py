@@ -1,0 +1,243 @@
+"""What a policy is: an ordered tuple of rules, each a pattern over modules and an action."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from recompute.policy.document import dump_document, raises_policy_error
+
+Action = Literal["keep", "recompute", "checkpoint"]
+Via = Literal["hook", "kernel", "auto"]
+
+_UNBUILT_ACTIONS = ("offload", "compress")
+_VERSION = 1
+_LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
+
+
+@dataclass(frozen=True)
+class LayerSpan:
+    """Some indices of a ModuleList. ``spelling`` is how the policy writes them, ``span`` what that means."""
+
+    spelling: int | str
+    span: slice = field(compare=False, repr=False)
+
+    @classmethod
+    def parse(cls, spelling: object) -> LayerSpan:
+        """Read ``7``, ``"0-15"``, ``"every 2"``, ``"every 2 from 1"``, ``"first 4"`` or ``"last 4"``.
+
+        Raises ``ValueError``, also where the selector could never select a layer.
+        """
+        if isinstance(spelling, LayerSpan):
+            return spelling
+        if isinstance(spelling, bool) or not isinstance(spelling, (int, str)):
+            raise ValueError(f"expected {_LAYERS}")
+        return cls(spelling, _parse_span(str(spelling).strip()))
+
+    def selects(self, index: int, count: int) -> bool:
+        """Whether this names layer ``index`` of ``count``. What lies beyond ``count`` names nothing."""
+        return index in range(count)[self.span]
+
+
+def _parse_span(text: str) -> slice:
+    if match := re.fullmatch(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?", text):
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"expected a range from low to high, such as '{last}-{first}'")
+        return slice(first, last + 1)
+    if match := re.fullmatch(r"every\s+([0-9]{1,9})(?:\s+from\s+([0-9]{1,9}))?", text):
+        if int(match[1]) == 0:
+            raise ValueError("expected a step of at least 1")
+        return slice(int(match[2] or 0), None, int(match[1]))
+    if match := re.fullmatch(r"(first|last)\s+([0-9]{1,9})", text):
+        count = int(match[2])
+        if count == 0:
+            raise ValueError(f"expected at least 1 layer, such as '{match[1]} 1'")
+        return slice(count) if match[1] == "first" else slice(-count, None)
+    if text.startswith("-"):
+        raise ValueError("expected layer numbers from 0 up ('last 1' is the last layer)")
+    raise ValueError(f"expected {_LAYERS}")
+
+
+def _path_glob(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected a glob such as '**.mlp', or a list of globs")
+    for part in value.split("."):
+        if not part:
+            raise ValueError("expected a name, '*' or '**' between the dots of a glob, not an empty part")
+        if "**" in part and part != "**":
+            raise ValueError(
+                "expected '**' alone between dots, as in 'a.**.b': it stands for whole parts of a path"
+            )
+    if found := re.search(r"[\[\]{}]", value):
+        raise ValueError(
+            f"expected a glob of '*', '**', '?' and plain text; {found[0]!r} has no meaning here"
+        )
+    return value
+
+
+def _class_glob(value: object) -> str:
+    if isinstance(value, str) and "." in value:
+        raise ValueError(f"expected the name of a class without its module, such as {value.split('.')[-1]!r}")
+    return _path_glob(value)
+
+
+def _list_as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _as_tuple_or_none(value: object) -> object:
+    return None if value is None else _as_tuple(value)
+
+
+def _as_written(values: Sequence[object] | None) -> Any:
+    """A tuple as a policy file spells it: one value bare, several as a list."""
+    if values is None:
+        return None
+    written = [value.spelling if isinstance(value, LayerSpan) else value for value in values]
+    return written[0] if len(written) == 1 else written
+
+
+def _not_empty(layers: tuple[LayerSpan, ...] | None) -> tuple[LayerSpan, ...] | None:
+    if layers == ():
+        raise ValueError(f"expected {_LAYERS}")
+    return layers
+
+
+def _built(action: object) -> object:
+    if action in _UNBUILT_ACTIONS:
+        raise ValueError("this action is not built yet: it comes in a later release")
+    return action
+
+
+def _unbuilt_key(value: object) -> None:
+    raise ValueError("this key is not built yet: it comes in a later release; until then leave it out")
+
+
+def _known_version(version: int) -> int:
+    if version != _VERSION:
+        raise ValueError(f"expected {_VERSION}, the only version of this format that this release reads")
+    return version
+
+
+PathGlobs = Annotated[
+    tuple[Annotated[str, PlainValidator(_path_glob)], ...],
+    BeforeValidator(_as_tuple),
+    PlainSerializer(_as_written),
+]
+ClassGlobs = Annotated[
+    tuple[Annotated[str, PlainValidator(_class_glob)], ...],
+    BeforeValidator(_as_tuple),
+    PlainSerializer(_as_written),
+]
+Layers = Annotated[
+    tuple[Annotated[LayerSpan, PlainValidator(LayerSpan.parse)], ...] | None,
+    BeforeValidator(_as_tuple_or_none),
+    AfterValidator(_not_empty),
+    PlainSerializer(_as_written),
+]
+Unbuilt = Annotated[None, BeforeValidator(_unbuilt_key), Field(exclude=True, repr=False)]
+LayerSpelling = int | str | LayerSpan
+
+_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+@raises_policy_error
+class Rule(BaseModel):
+    """Gives ``action`` to the modules that ``match`` and ``type`` and ``layers`` all select.
+
+    match: globs over dotted module paths ("*" one part, "**" any number, "?" one character); () is any path.
+    type: globs over class names; () is any class.
+    layers: which indices of the nearest enclosing ModuleList; None is any, and modules in no list.
+    via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).
+
+    At least one of match, type and layers is needed. One string or number stands for a list of one.
+    Raises ``PolicyError``.
+    """
+
+    model_config = _STRICT
+
+    match: PathGlobs = ()
+    type: ClassGlobs = ()
+    layers: Layers = None
+    action: Annotated[Action, BeforeValidator(_built)]
+    via: Via = "auto"
+    rerun: Unbuilt = None
+    keep: Unbuilt = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            match: str | Sequence[str] = (),
+            type: str | Sequence[str] = (),
+            layers: LayerSpelling | Sequence[LayerSpelling] | None = None,
+            action: Action,
+            via: Via = "auto",
+        ) -> None: ...
+
+    @field_validator("via")
+    @classmethod
+    def _only_with_recompute(cls, via: Via, info: ValidationInfo) -> Via:
+        action = info.data.get("action", "recompute")
+        if via != "auto" and action != "recompute":
+            raise ValueError(f"expected no 'via' beside action {action!r}: it belongs to action 'recompute'")
+        return via
+
+    @model_validator(mode="after")
+    def _selects_something(self) -> Rule:
+        if not self.match and not self.type and self.layers is None:
+            raise ValueError("expected at least one of match, type and layers")
+        return self
+
+
+@raises_policy_error
+class Policy(BaseModel):
+    """Rules in order: each module gets the first that matches it, and is left alone if none does.
+
+    Equality is by value, and a policy is hashable. Raises ``PolicyError``.
+    """
+
+    model_config = _STRICT
+
+    version: Annotated[int, AfterValidator(_known_version)] = _VERSION
+    name: str = "unnamed"
+    description: str = ""
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_list_as_tuple)]
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            version: int = 1,
+            name: str = "unnamed",
+            description: str = "",
+            rules: Sequence[Rule],
+        ) -> None: ...
+
+    def to_yaml(self) -> str:
+        """This policy as the text of a policy file. Loading the text gives an equal policy."""
+        return dump_document(
+            {"version": self.version, "name": self.name, **self.model_dump(exclude_defaults=True)}
+        )

@@ -1,0 +1,165 @@
+"""The presets on real Hugging Face decoders, built from tiny configurations without memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from recompute.policy.loading import load_policy, preset_names
+from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
+
+LAYERS = 5
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
+NORMS_PER_LAYER = {
+    "Llama": 2,
+    "Mistral": 2,
+    "Qwen2": 2,
+    "Qwen3": 4,
+    "Gemma": 2,
+    "Gemma2": 4,
+    "Gemma3": 6,
+}
+FORMS = [(family, form) for family in NORMS_PER_LAYER for form in ("ForCausalLM", "Model")]
+
+
+def build(family: str, form: str) -> nn.Module:
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**SIZES)
+    model_class = getattr(transformers, f"{family}{text if form == 'Model' else ''}{form}")
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def build_gemma3_with_vision() -> nn.Module:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(**SIZES),
+        vision_config=transformers.SiglipVisionConfig(**vision),
+    )
+    with torch.device("meta"):
+        return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def entries(model: nn.Module) -> list[ModuleEntry]:
+    modules = dict(model.named_modules())
+    found = []
+    for path, module in modules.items():
+        layer = layer_count = None
+        parts = path.split(".")
+        for depth in range(len(parts) - 1, 0, -1):
+            parent = modules[".".join(parts[:depth])]
+            if isinstance(parent, nn.ModuleList):
+                layer, layer_count = int(parts[depth]), len(parent)
+                break
+        found.append(ModuleEntry(path, type(module).__name__, layer, layer_count))
+    return found
+
+
+def governed(preset: str, model: nn.Module) -> tuple[dict[str, int], list[str]]:
+    policy, modules = load_policy(preset), entries(model)
+    assignment = assign(policy, modules)
+    return assignment, unmatched_rules(policy, modules, assignment)
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+@pytest.mark.parametrize("preset", ["hook", "kernel"])
+def test_hook_and_kernel_govern_every_norm_and_every_gated_mlp_and_nothing_else(preset, family, form):
+    model = build(family, form)
+    assignment, complaints = governed(preset, model)
+    assert Counter(assignment.values()) == {0: NORMS_PER_LAYER[family] * LAYERS + 1, 1: LAYERS}
+    assert {path.split(".")[-1] for path, rule in assignment.items() if rule == 1} == {"mlp"}
+    assert all("norm" in path.split(".")[-1] for path, rule in assignment.items() if rule == 0)
+    assert complaints == []
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+def test_full_governs_every_decoder_layer_and_nothing_else(family, form):
+    assignment, complaints = governed("full", build(family, form))
+    prefix = "model." if form == "ForCausalLM" else ""
+    assert assignment == {f"{prefix}layers.{index}": 0 for index in range(LAYERS)}
+    assert complaints == []
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+def test_alternate_governs_every_second_decoder_layer_and_nothing_else(family, form):
+    assignment, complaints = governed("alternate", build(family, form))
+    prefix = "model." if form == "ForCausalLM" else ""
+    assert assignment == {f"{prefix}layers.{index}": 0 for index in (0, 2, 4)}
+    assert complaints == []
+
+
+def test_none_governs_nothing():
+    assert governed("none", build("Llama", "ForCausalLM")) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("preset", "counts"),
+    [
+        ("hook", {0: 6 * LAYERS + 2, 1: LAYERS}),
+        ("kernel", {0: 6 * LAYERS + 2, 1: LAYERS}),
+        ("full", {0: LAYERS}),
+        ("alternate", {0: 3}),
+    ],
+)
+def test_a_vision_tower_beside_the_decoder_is_left_alone(preset, counts):
+    """Gemma 3's tower has MLPs and layers by the same names; one more RMSNorm projects images into text."""
+    assignment, complaints = governed(preset, build_gemma3_with_vision())
+    assert Counter(assignment.values()) == counts
+    assert not any("vision_tower" in path for path in assignment)
+    assert complaints == []
+
+
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod", "backbone"])
+def test_hook_and_kernel_find_the_mlps_of_a_decoder_inside_a_wrapper(wrapper):
+    for form in ("ForCausalLM", "Model"):
+        model = nn.ModuleDict({wrapper: build("Llama", form)})
+        for preset in ("hook", "kernel"):
+            assert Counter(governed(preset, model)[0].values()) == {0: 2 * LAYERS + 1, 1: LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("preset", "actions"),
+    [
+        ("none", []),
+        ("full", [("checkpoint", "auto")]),
+        ("alternate", [("checkpoint", "auto")]),
+        ("hook", [("recompute", "hook"), ("recompute", "hook")]),
+        ("kernel", [("recompute", "kernel"), ("recompute", "kernel")]),
+    ],
+)
+def test_a_preset_does_what_its_name_says(preset, actions):
+    assert [(rule.action, rule.via) for rule in load_policy(preset).rules] == actions
+
+
+def test_hook_and_kernel_select_the_same_modules():
+    hook, kernel = load_policy("hook"), load_policy("kernel")
+    assert [(rule.match, rule.type) for rule in hook.rules] == [
+        (rule.match, rule.type) for rule in kernel.rules
+    ]
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_bears_the_name_of_its_file_and_describes_itself(preset):
+    policy = load_policy(preset)
+    assert policy.name == preset
+    assert policy.description.endswith(".")
+    assert len(policy.description.split()) > 10
