@@ -97,6 +97,22 @@ def is_silu(module: nn.Module) -> bool:
     return traced is not None and traced.formula == ("silu", ("input", 0))
 
 
+_DRAWLESS = frozenset(
+    "input attribute to dtype mul add sub truediv neg pow square mean rsqrt sqrt sigmoid silu relu gelu tanh layer_norm "
+    "rms_norm".split()
+)
+
+
+def draws_nothing(module: nn.Module) -> bool:
+    """Whether ``module`` is known to draw no random number: it computes a formula of ops that don't."""
+    traced = _trace(module)
+
+    def is_drawless(value: Any) -> bool:
+        return not isinstance(value, tuple) or not value or (value[0] in _DRAWLESS and all(map(is_drawless, value[1:])))
+
+    return traced is not None and isinstance(traced.formula, tuple) and is_drawless(traced.formula)
+
+
 @dataclass(frozen=True)
 class _Traced:
     """A module's result as a nested tuple; numbers and attributes appear in it by position, so that names don't matter."""

@@ -13,7 +13,7 @@ from recompute.engine.context import random_sources, reachable
 from recompute.engine.recipe import Owner, local
 from recompute.engine.region import KeepSpan, Region, Scope, is_recording
 from recompute.policy.model import Rule
-from recompute.recognize import GatedMLP, Norm, find_gated_mlp, find_norm, is_silu
+from recompute.recognize import GatedMLP, Norm, draws_nothing, find_gated_mlp, find_norm, is_silu
 
 Forward = Callable[..., Any]
 
@@ -72,7 +72,7 @@ class RegionRunner:
 
     def __init__(self, owner: Owner, module: nn.Module, *, drops_outputs: bool):
         self.owner = owner
-        self.region = region_of(owner, module.modules(), drops_outputs=drops_outputs)
+        self.region = region_of(owner, module, drops_outputs=drops_outputs)
         self.note = "hook: runs again from its input" if drops_outputs else "runs again from its inputs"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -89,7 +89,7 @@ class GatedMLPRunner:
     def __init__(self, owner: Owner, module: nn.Module, parts: GatedMLP):
         self.owner = owner
         self.parts = parts
-        self.region = region_of(owner, getattr(module, parts.activation).modules(), drops_outputs=True)
+        self.region = region_of(owner, getattr(module, parts.activation), drops_outputs=True)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
@@ -171,12 +171,17 @@ class _Owned:
         local.owner = self._outer
 
 
-def region_of(owner: Owner, modules: Iterator[nn.Module], *, drops_outputs: bool) -> Region:
-    """A region over modules' forwards, with the random generators and tensors that these reach beyond their arguments."""
-    tree = list(modules)
-    globals_ = [value for module in tree for value in reachable(type(module).forward)]
-    tensors = [value for value in globals_ if isinstance(value, Tensor)]
-    return Region(owner, drops_outputs=drops_outputs, sources=random_sources(tree), tensors=tensors)
+def region_of(owner: Owner, module: nn.Module, *, drops_outputs: bool) -> Region:
+    """A region over a module's forward, with the random generators and tensors that this reaches beyond its arguments."""
+    modules = list(module.modules())
+    beyond = [value for inside in modules for value in reachable(type(inside).forward)]
+    return Region(
+        owner,
+        drops_outputs=drops_outputs,
+        draws=len(modules) > 1 or not draws_nothing(module),
+        sources=random_sources(modules),
+        tensors=[value for value in beyond if isinstance(value, Tensor)],
+    )
 
 
 def choose(path: str, module: nn.Module, rule: Rule, governed: Collection[str]) -> Iterator[tuple[str, nn.Module, Runner]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_is_leaf, tree_map
 
 from recompute.engine.recipe import Kept, describe, hold, version_of
 from recompute.engine.rng import is_source
@@ -69,15 +69,13 @@ class Inputs:
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 self._tensors.append(held := _Input(value, name))
                 return held
-            if _is_dataclass(value):
-                return _map_fields(visit, value)
             if _is_opaque(value):
                 self._opaque.append(opaque := _Opaque(value))
                 return opaque
             self.others.append(value)
             return value
 
-        self._arguments = tree_map(visit, arguments)
+        self._arguments = map_leaves(visit, arguments)
 
     def changed(self) -> str | None:
         """Names an argument that has been modified in place since, if there is one."""
@@ -107,22 +105,30 @@ class Inputs:
             )
 
         def visit(value: Any) -> Any:
-            if isinstance(value, (_Input, _Opaque)):
-                return value.restore()
-            return _map_fields(visit, value) if _is_dataclass(value) else value
+            return value.restore() if isinstance(value, (_Input, _Opaque)) else value
 
-        return tree_map(visit, self._arguments)
+        return map_leaves(visit, self._arguments)
 
 
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _map_fields(function: Callable[[Any], Any], value: Any) -> Any:
-    mapped = copy.copy(value)
-    for field in dataclasses.fields(value):
-        object.__setattr__(mapped, field.name, tree_map(function, getattr(value, field.name)))
-    return mapped
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with each leaf of its tuples, lists, dicts, dataclasses and registered pytrees replaced."""
+    kind = type(value)
+    if kind is Tensor:
+        return function(value)
+    if kind is tuple:
+        return tuple([map_leaves(function, item) for item in value])
+    if kind is dict:
+        return {key: map_leaves(function, item) for key, item in value.items()} if value else {}
+    if kind is list:
+        return [map_leaves(function, item) for item in value]
+    if not tree_is_leaf(value):
+        return tree_map(functools.partial(map_leaves, function), value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        mapped = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(mapped, field.name, map_leaves(function, getattr(value, field.name)))
+        return mapped
+    return function(value)
 
 
 _IMMUTABLE = (Tensor, nn.Module, type, enum.Enum, torch.Generator, functools.partial, MethodType, ModuleType)
@@ -218,28 +224,25 @@ class ModuleState:
         tensors: Iterable[Tensor],
         learned: dict[tuple[bool, ...], frozenset[int]],
     ):
-        modules: list[nn.Module] = []
-        pending = list(roots)
-        parameters: list[Tensor] = list(tensors)
+        self._modules = pending = list(roots)
+        parameters = list(tensors)
         buffers: list[Tensor] = []
-        while pending:
-            module = pending.pop()
-            modules.append(module)
-            parameters += [tensor for tensor in module._parameters.values() if tensor is not None]
-            buffers += [tensor for tensor in module._buffers.values() if tensor is not None]
-            pending += [child for child in module._modules.values() if child is not None]
-        self._modules = modules
-        self._flags = tuple([module.training for module in modules])
+        for module in pending:  # grows as it goes
+            parameters.extend(module._parameters.values())  # type: ignore[arg-type]
+            if module._buffers:
+                buffers += [tensor for tensor in module._buffers.values() if tensor is not None]
+            if module._modules:
+                pending.extend([child for child in module._modules.values() if child is not None])
+        self._flags = tuple([module.training for module in pending])
+        self._tensors = [(tensor, version_of(tensor)) for tensor in parameters if tensor is not None]
         self._buffers = buffers
+        self._before: dict[int, Tensor] = {}
         self._learned = learned
-        changing = learned.get(self._flags) if buffers else frozenset()
-        self._before = {
-            index: buffers[index].detach().clone() for index in (range(len(buffers)) if changing is None else changing)
-        }
-        self._tensors = [
-            (tensor, version_of(tensor))
-            for tensor in (*parameters, *(b for i, b in enumerate(buffers) if changing is None or i not in changing))
-        ]
+        if buffers:
+            changing = learned.get(self._flags, range(len(buffers)))
+            self._before = {index: buffers[index].detach().clone() for index in changing}
+            steady = [tensor for index, tensor in enumerate(buffers) if self._flags not in learned or index not in changing]
+            self._tensors += [(tensor, version_of(tensor)) for tensor in steady]
 
     def settle(self) -> None:
         """At the end of the frame: keep copies of those buffers only that it changed."""
@@ -256,7 +259,7 @@ class ModuleState:
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers, all alive anyway (invariant 7)."""
-        return [*(tensor for tensor, _ in self._tensors), *self._buffers]
+        return [tensor for tensor, _ in self._tensors] + self._buffers
 
     def changed(self) -> str | None:
         """Names a parameter or buffer that has been modified since, if there is one."""

@@ -51,13 +51,7 @@ class Kept:
         self.name = name
 
     def get(self) -> Tensor:
-        if version_of(self.tensor) != self.version:
-            raise MutationError(
-                f"in {self.name}: a {describe(self.tensor)} that {_current_node()} needs has been modified in place "
-                f"since it was saved: it is at version {version_of(self.tensor)}, expected version {self.version}. "
-                "Replace the in-place operation, or let it modify a clone."
-            )
-        return self.tensor
+        return checked(self.tensor, self.version, self.name)
 
 
 class Foreign:
@@ -90,22 +84,23 @@ class Layout:
 class Handle:
     """Stands for one saved tensor: which value of which recipe, seen through which view.
 
-    ``kept`` is the tensor itself as long as it is not dropped; ``view`` is None where the tensor has the layout of the
-    recipe's value, else its own layout and that of the value.
+    ``tensor``, at ``version``, is the saved tensor itself as long as it is not dropped. ``view`` is None where it has the
+    layout of the recipe's value, else its own layout and that of the value.
     """
 
-    __slots__ = ("__weakref__", "due", "kept", "recipe", "slot", "view")
+    __slots__ = ("__weakref__", "due", "recipe", "slot", "tensor", "version", "view")
 
-    def __init__(self, recipe: Recipe, slot: int, kept: Kept | None = None, view: tuple[Layout, Layout] | None = None):
+    def __init__(self, recipe: Recipe, slot: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None):
         self.recipe = recipe
         self.slot = slot
-        self.kept = kept
+        self.tensor = tensor
+        self.version = 0 if tensor is None else tensor._version
         self.view = view
         self.due = False  # the recipe has a value that this handle has not had yet
 
     def get(self) -> Tensor:
-        if self.kept is not None:
-            return self.kept.get()
+        if self.tensor is not None:
+            return checked(self.tensor, self.version, self.recipe.owner.name)
         value = self.recipe.take(self)
         if self.view is None:
             return value
@@ -123,22 +118,17 @@ class Recipe:
     pass runs the recipe again.
     """
 
-    __slots__ = ("__weakref__", "_handles", "_lock", "_values", "owner")
+    __slots__ = ("__weakref__", "_lock", "_values", "handles", "owner")
 
     def __init__(self, owner: Owner):
         self.owner = owner
-        self._handles: list[weakref.ref[Handle]] = []
+        self.handles: list[weakref.ref[Handle]] = []
         self._values: dict[int, tuple[Saved, int]] = {}
         self._lock = threading.RLock()  # backward runs on one thread a device (invariant 9)
 
-    def handle(self, slot: int, kept: Kept | None = None, view: tuple[Layout, Layout] | None = None) -> Handle:
-        handle = Handle(self, slot, kept, view)
-        self._handles.append(weakref.ref(handle))
-        return handle
-
     def dropped(self) -> list[Handle]:
         """The handles, still alive, of tensors that are not kept."""
-        return [handle for ref in self._handles if (handle := ref()) is not None and handle.kept is None]
+        return [handle for ref in self.handles if (handle := ref()) is not None and handle.tensor is None]
 
     def take(self, handle: Handle) -> Tensor:
         with self._lock:
@@ -231,7 +221,9 @@ class RecipeBook:
             entry.counted = True
             entry.recipe.owner.dropped_tensors += 1
             entry.recipe.owner.dropped_nbytes += tensor.untyped_storage().nbytes()
-        return entry.recipe.handle(entry.slot, view=None if view == entry.layout else (view, entry.layout))
+        handle = Handle(entry.recipe, entry.slot, None, None if view == entry.layout else (view, entry.layout))
+        entry.recipe.handles.append(weakref.ref(handle))
+        return handle
 
     def forget(self, tensor: Tensor) -> None:
         if (key := storage_key(tensor)) is not None:
@@ -290,6 +282,17 @@ def unpack_saved(saved: Saved) -> Tensor:
 
 def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def checked(tensor: Tensor, version: int, name: str) -> Tensor:
+    """``tensor``, unless it has been modified in place since it was at ``version``."""
+    if version_of(tensor) != version:
+        raise MutationError(
+            f"in {name}: a {describe(tensor)} that {_current_node()} needs has been modified in place since it was "
+            f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place operation, "
+            "or let it modify a clone."
+        )
+    return tensor
 
 
 def version_of(tensor: Tensor) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
@@ -110,9 +111,20 @@ class Region:
     enclosing scope, which is right where running the region again is cheap.
     """
 
-    def __init__(self, owner: Owner, *, drops_outputs: bool, sources: Collection[Any] = (), tensors: Collection[Tensor] = ()):
+    def __init__(
+        self,
+        owner: Owner,
+        *,
+        drops_outputs: bool,
+        draws: bool = True,
+        sources: Collection[Any] = (),
+        tensors: Collection[Tensor] = (),
+    ):
+        """draws: False if it is known to draw no random number. sources: random generators and trackers that it reaches
+        beyond its arguments; tensors: likewise, other than its modules' parameters and buffers."""
         self.owner = owner
         self.drops_outputs = drops_outputs
+        self.draws = draws
         self.sources = sources
         self.tensors = tensors
         self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
@@ -140,7 +152,9 @@ class Frame(Recipe):
         self._function = function
         self._inputs = Inputs((args, kwargs), region.owner.name)
         self._state = ModuleState(modules, region.tensors, region.learned)
-        self._rng: RngState | None = RngState([*region.sources, *filter(is_source, self._inputs.others)])
+        self._rng: RngState | None = None
+        if region.draws:
+            self._rng = RngState([*region.sources, *filter(is_source, self._inputs.others)])
         self._autocast = Autocast()
         self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of what was dropped, by slot
         self._pins: list[Kept] = []
@@ -157,9 +171,10 @@ class Frame(Recipe):
         local.books.pop()
 
     def _pack(self, tensor: Tensor) -> Handle:
-        slot = self.count
+        handle = Handle(self, self.count, tensor)
         self.count += 1
-        return self.handle(slot, Kept(tensor, self.owner.name))
+        self.handles.append(weakref.ref(handle))
+        return handle
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates."""
@@ -182,14 +197,16 @@ class Frame(Recipe):
         alive.update(storage_key(pin.tensor) for pin in self._pins)
         alive.add(None)
         saved: dict[int, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
-        for handle in [handle for ref in self._handles if (handle := ref()) is not None]:
-            assert handle.kept is not None, "nothing is dropped before the frame ends"
-            tensor = handle.kept.tensor
-            if (key := storage_key(tensor)) not in alive:
-                saved[key] = tensor.untyped_storage().nbytes()  # type: ignore[index]
+        for ref in self.handles:
+            handle = ref()
+            if handle is None or (tensor := handle.tensor) is None or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if (key := storage._cdata) not in alive:
+                saved[key] = storage.nbytes()
                 if changed is None:
                     self._shapes[handle.slot] = tensor.shape, tensor.dtype
-                    handle.kept = None
+                    handle.tensor = None
         if changed is not None:
             self.owner.kept_nbytes += sum(saved.values())
             self._state.unlearn()
@@ -197,8 +214,8 @@ class Frame(Recipe):
             return
         self.owner.dropped_tensors += len(saved)
         self.owner.dropped_nbytes += sum(saved.values())
-        assert self._rng is not None
-        self._rng = self._rng.drawn()
+        if self._rng is not None:
+            self._rng = self._rng.drawn()
         book = open_book()
         if self._region.drops_outputs and book is not None:
             for index, output in enumerate(tree_leaves(result)):
