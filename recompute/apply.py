@@ -85,8 +85,8 @@ class AppliedPolicy:
     def explain(self) -> str:
         """A table: which modules got which rule, how they come back, and what a forward drops of them.
 
-        Modules whose paths differ in their indices alone, and that are treated alike, share a line. Bytes are a mean over
-        the forward runs so far.
+        Modules whose paths differ in their indices alone, and that are treated alike, share a line. Bytes are a mean
+        over the forward runs so far.
         """
         groups: dict[tuple[str, ...], list[Owner]] = {}
         for attachment in self._attachments:
@@ -113,8 +113,8 @@ class AppliedPolicy:
             module = attachment.module
             if module.__dict__.get(_KEY) is attachment.runner:
                 del module.__dict__[_KEY]
-                if "_recompute_base" in vars(type(module)):  # else another class was put over ours, which then does nothing
-                    module.__class__ = type(module)._recompute_base
+                if (base := vars(type(module)).get("_recompute_base")) is not None:
+                    module.__class__ = base  # else another class was put over ours, which does nothing from now on
         self._attachments = []
 
     def __enter__(self) -> AppliedPolicy:
@@ -174,8 +174,10 @@ def _entries(model: nn.Module) -> tuple[list[ModuleEntry], dict[str, nn.Module]]
         parent, _, name = path.rpartition(".")
         if path:
             container = modules.get(parent)
-            is_layer = isinstance(container, nn.ModuleList) and container is not module
-            layers[path] = (int(name), len(container)) if is_layer else layers.get(parent, (None, None))
+            if isinstance(container, nn.ModuleList):
+                layers[path] = int(name), len(container)
+            else:
+                layers[path] = layers.get(parent, (None, None))
         entries.append(ModuleEntry(path, type(module).__name__, *layers[path]))
     return entries, modules
 
@@ -196,8 +198,8 @@ def _refuse(attachment: _Attachment) -> None:
 
 
 @functools.cache
-def _policed(base: type[nn.Module]) -> type[nn.Module]:
-    """``base``, with its forward run by the module's runner. Copies and pickles of an instance are of ``base`` itself."""
+def _policed(base: Any) -> type[nn.Module]:
+    """``base``, with its forward run by the module's runner; copies and pickles of an instance are of ``base``."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -230,10 +232,10 @@ def _without_policy(reduced: Any, policed: type, base: type) -> Any:
 def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     """Decorate an ``nn.Module`` class, a module or a function so that it runs under ``policy``.
 
-    Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy what is decorated is checkpointed: its inputs
-    are held, and it runs again in backward. A class is decorated in place, and its instances get the policy when they
-    first run; module paths in the policy start at the decorated module, whose own path is empty. A function is to a
-    policy one module of an empty path whose class name is the function's name.
+    Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy what is decorated is checkpointed: its
+    inputs are held, and it runs again in backward. A class is decorated in place, and its instances get the policy
+    when they first run; module paths in the policy start at the decorated module, whose own path is empty. A function
+    is to a policy one module of an empty path whose class name is the function's name.
 
     Raises ``PolicyError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
     """
@@ -269,7 +271,7 @@ def _decorate_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
         return original(self, *args, **kwargs) if runner is None else runner.run(self, original, args, kwargs)
 
     cls.forward = forward  # type: ignore[method-assign]
-    cls.__reduce_ex__ = lambda self, protocol: _without_policy(reduce(self, protocol), cls, cls)  # type: ignore[method-assign]
+    cls.__reduce_ex__ = lambda self, protocol: _without_policy(reduce(self, protocol), cls, cls)  # type: ignore
     cls._recompute_policy = policy  # type: ignore[attr-defined]
     return cls
 
@@ -297,7 +299,7 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     index = assign(policy, [ModuleEntry("", name)]).get("")
     if index is None:
         warnings.warn(
-            f"policy {policy.name}: no rule matches the function {name} (a module of that class name and an empty path)",
+            f"policy {policy.name}: no rule matches the function {name}, a module of an empty path and that class name",
             PolicyWarning,
             stacklevel=3,
         )

@@ -53,9 +53,17 @@ def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
     if traced is None:
         return None
     match traced.formula:
-        case ("module", down, ("mul", ("module", first, ("module", inner, ("input", 0))), ("module", second, ("input", 0)))):
+        case (
+            "module",
+            down,
+            ("mul", ("module", first, ("module", inner, ("input", 0))), ("module", second, ("input", 0))),
+        ):
             indices = inner, second, down, first
-        case ("module", down, ("mul", ("module", second, ("input", 0)), ("module", first, ("module", inner, ("input", 0))))):
+        case (
+            "module",
+            down,
+            ("mul", ("module", second, ("input", 0)), ("module", first, ("module", inner, ("input", 0)))),
+        ):
             indices = inner, second, down, first
         case _:
             return None
@@ -179,7 +187,7 @@ class _Formula:
                 return ("to", value, torch.float32)
             case "type_as", (value, other):
                 return ("to", value, ("dtype", other))
-            case ("mul" | "add"), (left, right):
+            case (("mul" | "add"), (left, right)):
                 return (name, *sorted((left, right), key=repr))
             case "silu", (value, *rest) if not any(rest):
                 return ("silu", value)

@@ -98,8 +98,7 @@ class GatedMLPRunner:
         gate, up, down, activation = (getattr(module, name) for name in _names(self.parts))
         product = functools.partial(_product, activation)
         # Not in the traced order (gate, activation, up), which no result depends on.
-        with Scope(self.owner):
-            return down(self.region.run(product, (activation,), (gate(x), up(x)), {}))
+        return down(self.region.run(product, (activation,), (gate(x), up(x)), {}))
 
 
 def _product(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
@@ -184,7 +183,9 @@ def region_of(owner: Owner, module: nn.Module, *, drops_outputs: bool) -> Region
     )
 
 
-def choose(path: str, module: nn.Module, rule: Rule, governed: Collection[str]) -> Iterator[tuple[str, nn.Module, Runner]]:
+def choose(
+    path: str, module: nn.Module, rule: Rule, governed: Collection[str]
+) -> Iterator[tuple[str, nn.Module, Runner]]:
     """The modules, ``module`` itself or inside it, that ``rule`` makes run otherwise, and how.
 
     ``recompute`` goes down to the largest modules that run no GEMM and have no rule of their own (``governed``).

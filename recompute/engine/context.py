@@ -1,4 +1,4 @@
-"""All that a frame's result depends on besides its code: inputs, module state, autocast. Captured, compared, put back."""
+"""What a frame's result depends on besides its code: inputs, module state, autocast. Captured, compared, put back."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ class _Input:
     __slots__ = ("original", "requires_grad", "saved", "version")
 
     def __init__(self, tensor: Tensor, name: str):
-        self.saved = hold(tensor, name)
+        # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
+        self.saved = Kept(tensor, name) if isinstance(tensor, nn.Parameter) else hold(tensor, name)
         self.requires_grad = tensor.requires_grad
         self.original: Tensor | None = tensor
         self.version = version_of(tensor)
 
     def restore(self) -> Tensor:
-        return self.saved.get().detach().requires_grad_(self.requires_grad)
+        tensor = self.saved.get()
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().requires_grad_(self.requires_grad)
 
 
 class _Opaque:
@@ -66,7 +68,7 @@ class Inputs:
         """The arguments that are neither."""
 
         def visit(value: Any) -> Any:
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            if isinstance(value, Tensor):
                 self._tensors.append(held := _Input(value, name))
                 return held
             if _is_opaque(value):
@@ -89,7 +91,7 @@ class Inputs:
 
     def settle(self) -> list[Tensor]:
         """At the end of the frame: forget the arguments' graph, and return the tensors that are held as they are."""
-        alive = [value for value in self.others if isinstance(value, Tensor)]
+        alive = []
         for held in self._tensors:
             held.original = None
             if isinstance(held.saved, Kept):
@@ -211,9 +213,9 @@ def random_sources(modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> 
 class ModuleState:
     """The parameters' and buffers' versions and the training flags of the modules that a frame runs.
 
-    Buffers that forward itself changes, such as batch-norm statistics, are copied before it runs. Which ones those are is
-    learned, by value because kernels write some of them without a new version, in the first frame with the same
-    training flags; ``learned`` keeps that from frame to frame.
+    Buffers that forward itself changes, such as batch-norm statistics, are copied before it runs. Which those are is
+    learned in the first frame with the same training flags, by value because kernels write some of them without a new
+    version; ``learned`` keeps it from frame to frame.
     """
 
     __slots__ = ("_before", "_buffers", "_flags", "_learned", "_modules", "_tensors")
@@ -225,6 +227,7 @@ class ModuleState:
         learned: dict[tuple[bool, ...], frozenset[int]],
     ):
         self._modules = pending = list(roots)
+        seen = set(pending)
         parameters = list(tensors)
         buffers: list[Tensor] = []
         for module in pending:  # grows as it goes
@@ -232,7 +235,9 @@ class ModuleState:
             if module._buffers:
                 buffers += [tensor for tensor in module._buffers.values() if tensor is not None]
             if module._modules:
-                pending.extend([child for child in module._modules.values() if child is not None])
+                children = [child for child in module._modules.values() if child is not None and child not in seen]
+                seen.update(children)
+                pending.extend(children)
         self._flags = tuple([module.training for module in pending])
         self._tensors = [(tensor, version_of(tensor)) for tensor in parameters if tensor is not None]
         self._buffers = buffers
@@ -241,8 +246,8 @@ class ModuleState:
         if buffers:
             changing = learned.get(self._flags, range(len(buffers)))
             self._before = {index: buffers[index].detach().clone() for index in changing}
-            steady = [tensor for index, tensor in enumerate(buffers) if self._flags not in learned or index not in changing]
-            self._tensors += [(tensor, version_of(tensor)) for tensor in steady]
+            steady = set(range(len(buffers))).difference(learned.get(self._flags, ()))
+            self._tensors += [(buffers[index], version_of(buffers[index])) for index in sorted(steady)]
 
     def settle(self) -> None:
         """At the end of the frame: keep copies of those buffers only that it changed."""

@@ -73,7 +73,7 @@ class Layout:
 
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     dtype: torch.dtype
 
     @staticmethod
@@ -159,9 +159,7 @@ class Recipe:
         self.owner.regenerations += 1
         if _in_backward():
             release = weakref.WeakMethod(self.release)  # a strong one would hold every region's inputs to the end
-            torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
-                lambda: (method := release()) and method()
-            )
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := release()) and method())
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
         """The values of the slots in ``wanted``."""

@@ -79,7 +79,7 @@ class Scope:
 
     def __init__(self, owner: Owner):
         self._owner = owner
-        self._hooks = top_hooks()
+        self.outer = top_hooks()
         self._book: RecipeBook | None = open_book() or RecipeBook()
 
     def __enter__(self) -> None:
@@ -93,15 +93,17 @@ class Scope:
 
     def _pack(self, tensor: Tensor) -> Saved:
         handle = self._book.handle(tensor) if self._book is not None else None
-        return handle or hold_through(self._hooks, tensor, self._owner.name)
+        return handle or hold_through(self.outer, tensor.detach(), self._owner.name)
 
 
 class KeepSpan(Scope):
     """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops."""
 
-    def __enter__(self) -> None:
+    def __init__(self, owner: Owner):
+        super().__init__(owner)
         self._book = None
-        super().__enter__()
+        while self.outer is not None and self.outer[1] is unpack_saved:  # ours would drop
+            self.outer = self.outer[0].__self__.outer  # type: ignore[attr-defined]
 
 
 class Region:
@@ -141,7 +143,18 @@ class Region:
 class Frame(Recipe):
     """One run of a region. Slots 0, 1, … are what autograd saved, in order; slots -1, -2, … are the outputs' tensors."""
 
-    __slots__ = ("_autocast", "_function", "_inputs", "_pins", "_region", "_rng", "_shapes", "_state", "count")
+    __slots__ = (
+        "_autocast",
+        "_function",
+        "_inputs",
+        "_pins",
+        "_region",
+        "_rng",
+        "_shapes",
+        "_state",
+        "count",
+        "outer",
+    )
 
     def __init__(
         self, region: Region, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict
@@ -159,16 +172,21 @@ class Frame(Recipe):
         self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of what was dropped, by slot
         self._pins: list[Kept] = []
         self.count = 0  # tensors that autograd saved
+        self.outer = top_hooks()
 
     def __enter__(self) -> None:
         local.books.append(None)
         _local.spans.append(self)
         _push_hooks(self._pack, unpack_saved)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         _pop_hooks()
         _local.spans.pop()
         local.books.pop()
+        if kind is not None:  # what ran of the region may live on, as it is
+            for ref in self.handles:
+                if (handle := ref()) is not None and handle.tensor is not None:
+                    handle.tensor = handle.tensor.detach()
 
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(self, self.count, tensor)
@@ -195,18 +213,19 @@ class Frame(Recipe):
         changed = self._inputs.changed() or self._state.changed()
         alive = {storage_key(tensor) for tensor in (*self._inputs.settle(), *self._state.tensors())}
         alive.update(storage_key(pin.tensor) for pin in self._pins)
-        alive.add(None)
-        saved: dict[int, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
+        alive.add(None)  # the key of what has no storage of its own
+        saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
         for ref in self.handles:
             handle = ref()
-            if handle is None or (tensor := handle.tensor) is None or tensor.layout is not torch.strided:
+            if handle is None or (tensor := handle.tensor) is None:
                 continue
-            storage = tensor.untyped_storage()
-            if (key := storage._cdata) not in alive:
-                saved[key] = storage.nbytes()
+            if (key := storage_key(tensor)) not in alive:
+                saved[key] = tensor.untyped_storage().nbytes()
                 if changed is None:
                     self._shapes[handle.slot] = tensor.shape, tensor.dtype
                     handle.tensor = None
+                    continue
+            handle.tensor = tensor.detach()  # its graph may include the very node that saved it (invariant 8)
         if changed is not None:
             self.owner.kept_nbytes += sum(saved.values())
             self._state.unlearn()
@@ -279,6 +298,7 @@ class _Replay:
         self.count = 0
         self.mismatch: str | None = None
         self.op = "an op"
+        self.outer = None
         self._pins = 0
 
     def __enter__(self) -> None:
@@ -286,20 +306,23 @@ class _Replay:
         _local.spans.append(self)
         _push_hooks(self._pack, unpack_saved)
 
-    __exit__ = Frame.__exit__
+    def __exit__(self, *error: object) -> None:
+        _pop_hooks()
+        _local.spans.pop()
+        local.books.pop()
 
     def _pack(self, tensor: Tensor) -> Saved:
         slot = self.count
         self.count += 1
         if self._complete():
             raise _Stop
-        saved = Kept(tensor, self.frame.owner.name)
+        tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
         if slot in self.wanted:
             self.receive(slot, tensor)
             # An op may fill what it saves only afterwards; the one that does, RReLU's noise, draws random numbers.
             if self._complete() and not self.frame.draws:
                 raise _Stop
-        return saved
+        return Kept(tensor, self.frame.owner.name)
 
     def receive(self, slot: int, tensor: Tensor) -> None:
         shape, dtype = self.frame.expected(slot)

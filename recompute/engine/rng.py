@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from recompute.errors import RngError
+
+
+class Source(Protocol):
+    """Something random whose state can be read, compared and put back."""
+
+    def state(self) -> Any: ...
+
+    def restore(self, state: Any) -> None: ...
+
+    @staticmethod
+    def same(a: Any, b: Any) -> bool: ...
 
 
 class _CpuSource:
@@ -76,7 +87,6 @@ class _TrackerSource:
         )
 
 
-Source = _CpuSource | _CudaSource | _TrackerSource
 _CPU = _CpuSource(torch.default_generator)
 
 

@@ -1,0 +1,142 @@
+"""On a CUDA device: the hook path is bitwise exact there too, with dropout, flash attention and autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import recompute
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def llama(dtype: torch.dtype, dropout: float) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to("cuda", dtype)
+
+
+def train(model: nn.Module, autocast: bool) -> tuple[list[Tensor], Tensor]:
+    """The loss and all gradients of one step, and the CUDA generator's state after it."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, 256, (2, 256), device="cuda")
+    model.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())], torch.cuda.get_rng_state()
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("policy", ["full", "alternate", "hook"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [*DTYPES, "autocast"], ids=str)
+def test_gradients_are_bitwise_those_without_the_policy(dtype, dropout: float, policy: str):
+    autocast = dtype == "autocast"
+    model = llama(torch.float32 if autocast else dtype, dropout)
+    expected, stream = train(model, autocast)
+    with recompute.apply(model, policy) as handle:
+        found, stream_under_policy = train(model, autocast)
+        assert handle.stats().regenerations > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(stream, stream_under_policy), "the random stream goes on from where it would be"
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=lambda b: b.name)
+def test_flash_and_cudnn_attention_come_back_bitwise(backend: SDPBackend):
+    model = llama(torch.bfloat16, 0.0)
+    torch.use_deterministic_algorithms(backend is SDPBackend.FLASH_ATTENTION)
+    with sdpa_kernel(backend):
+        expected, _ = train(model, False)
+        again, _ = train(model, False)
+        if not all(map(torch.equal, again, expected)):
+            pytest.skip(f"{backend.name} is not deterministic on this device even without a policy")
+        with recompute.apply(model, "full"):
+            found, _ = train(model, False)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("policy", ["full", "hook", "kernel"])
+def test_a_policy_holds_less_and_peaks_lower(policy: str):
+    model = llama(torch.bfloat16, 0.0)
+    ids = torch.randint(0, 256, (4, 1024), device="cuda")
+
+    def memory() -> tuple[int, int]:
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = model(input_ids=ids, labels=ids).loss
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return held, torch.cuda.max_memory_allocated() - before
+
+    held, peak = memory()
+    with recompute.apply(model, policy):
+        held_under_policy, peak_under_policy = memory()
+    assert held_under_policy < 0.75 * held
+    assert peak_under_policy < peak
+
+
+def test_kernels_change_gradients_no_more_than_bf16_itself_does():
+    model = llama(torch.bfloat16, 0.0)
+    reference = llama(torch.float32, 0.0)
+    exact, _ = train(reference, False)
+    eager, _ = train(model, False)
+    with recompute.apply(model, "kernel") as handle:
+        kernel, _ = train(model, False)
+        assert handle.stats().regenerations > 0
+
+    def error(found: list[Tensor]) -> float:
+        return sum((a.float() - b).square().sum().item() for a, b in zip(found[1:], exact[1:], strict=True)) ** 0.5
+
+    assert error(kernel) <= 1.05 * error(eager)
+
+
+def test_a_generator_of_the_device_draws_the_same_again():
+    generator = torch.Generator("cuda")
+
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() * torch.rand(x.shape, generator=generator, device=x.device)
+
+    x = torch.randn(64, device="cuda", requires_grad=True)
+    gradients = []
+    for policy in ({"rules": []}, {"rules": [{"type": "Noise", "action": "checkpoint"}]}):
+        model = nn.Sequential(Noise())
+        generator.manual_seed(3)
+        with recompute.apply(model, policy):
+            gradients += torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(*gradients)
+
+
+def test_a_region_refuses_to_run_while_a_cuda_graph_is_captured():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout()).cuda()
+    x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    with recompute.apply(model, {"rules": [{"type": "Linear", "action": "checkpoint"}]}):
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(recompute.errors.RngError, match="captured"), torch.cuda.graph(graph):
+            model(x)
