@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,11 +48,7 @@ def apply(model: nn.Module, policy: PolicyLike) -> AppliedPolicy:
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
     policy = load_policy(policy)
     attachments = _attachments(model, policy)
-    for attachment in attachments:
-        _refuse(attachment)
-    for attachment in attachments:
-        attachment.module.__dict__[_KEY] = attachment.runner
-        attachment.module.__class__ = _policed(type(attachment.module))
+    _attach(attachments)
     return AppliedPolicy(policy, attachments)
 
 
@@ -110,11 +107,7 @@ class AppliedPolicy:
     def remove(self) -> None:
         """Take the policy off: the model is what it was. Graphs that were built under it still run backward."""
         for attachment in self._attachments:
-            module = attachment.module
-            if module.__dict__.get(_KEY) is attachment.runner:
-                del module.__dict__[_KEY]
-                if (base := vars(type(module)).get("_recompute_base")) is not None:
-                    module.__class__ = base  # else another class was put over ours, which does nothing from now on
+            _detach(attachment)
         self._attachments = []
 
     def __enter__(self) -> AppliedPolicy:
@@ -182,9 +175,37 @@ def _entries(model: nn.Module) -> tuple[list[ModuleEntry], dict[str, nn.Module]]
     return entries, modules
 
 
-def _refuse(attachment: _Attachment) -> None:
+def _attach(attachments: list[_Attachment]) -> None:
+    """Have the modules run by their runners: all of them, or none if one cannot be."""
+    for attachment in attachments:
+        _refuse(attachment)
+    with ExitStack() as undo:
+        for attachment in attachments:
+            module = attachment.module
+            undo.callback(_detach, attachment)
+            module.__dict__[_KEY] = attachment.runner
+            try:
+                module.__class__ = _policed(type(module))  # type: ignore[arg-type]
+            except TypeError as error:
+                raise UnsupportedError(f"{_name(attachment)} cannot be put under a policy: {error}") from error
+        undo.pop_all()
+
+
+def _detach(attachment: _Attachment) -> None:
     module = attachment.module
-    name = f"module {attachment.path!r} ({type(module).__name__})" if attachment.path else type(module).__name__
+    if module.__dict__.get(_KEY) is attachment.runner:
+        del module.__dict__[_KEY]
+        if (base := vars(type(module)).get("_recompute_base")) is not None:
+            module.__class__ = base  # else another class was put over ours, which does nothing from now on
+
+
+def _name(attachment: _Attachment) -> str:
+    name = type(attachment.module).__name__
+    return f"module {attachment.path!r} ({name})" if attachment.path else f"the model ({name})"
+
+
+def _refuse(attachment: _Attachment) -> None:
+    module, name = attachment.module, _name(attachment)
     if _KEY in vars(module) or hasattr(type(module), "_recompute_policy"):
         raise AlreadyAppliedError(
             f"{name} is already under a policy. Remove that one first (handle.remove(), or the decorator), or give "
@@ -270,8 +291,8 @@ def _decorate_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
         runner = vars(self)[_KEY]
         return original(self, *args, **kwargs) if runner is None else runner.run(self, original, args, kwargs)
 
-    cls.forward = forward  # type: ignore[method-assign]
-    cls.__reduce_ex__ = lambda self, protocol: _without_policy(reduce(self, protocol), cls, cls)  # type: ignore
+    cls.forward = forward
+    cls.__reduce_ex__ = lambda self, protocol: _without_policy(reduce(self, protocol), cls, cls)  # type: ignore[method-assign]
     cls._recompute_policy = policy  # type: ignore[attr-defined]
     return cls
 
@@ -279,12 +300,7 @@ def _decorate_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
 def _attach_decorated(module: nn.Module, policy: Policy) -> None:
     """Attach to a decorated class's instance, which needs no other class."""
     attachments = _attachments(module, policy)
-    inside = [attachment for attachment in attachments if attachment.path]
-    for attachment in inside:
-        _refuse(attachment)
-    for attachment in inside:
-        attachment.module.__dict__[_KEY] = attachment.runner
-        attachment.module.__class__ = _policed(type(attachment.module))
+    _attach([attachment for attachment in attachments if attachment.path])
     module.__dict__[_KEY] = next((attachment.runner for attachment in attachments if not attachment.path), None)
 
 

@@ -1,4 +1,4 @@
-"""What a module computes, read off its traced graph, so that a kernel can stand in for it whatever its class is called."""
+"""What a module computes, read off its traced graph, so that a kernel can stand in whatever the class is called."""
 
 from __future__ import annotations
 
@@ -53,22 +53,15 @@ def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
     if traced is None:
         return None
     match traced.formula:
-        case (
-            "module",
-            down,
-            ("mul", ("module", first, ("module", inner, ("input", 0))), ("module", second, ("input", 0))),
-        ):
-            indices = inner, second, down, first
-        case (
-            "module",
-            down,
-            ("mul", ("module", second, ("input", 0)), ("module", first, ("module", inner, ("input", 0)))),
-        ):
-            indices = inner, second, down, first
+        case ("module", int(down), ("mul", left, right)):
+            pass
         case _:
             return None
-    gate, up, down, activation = (traced.names[index] for index in indices)
-    return GatedMLP(gate, up, down, activation)
+    for factors in ((left, right), (right, left)):
+        match factors:
+            case (("module", int(act), ("module", int(gate), ("input", 0))), ("module", int(up), ("input", 0))):
+                return GatedMLP(*(traced.names[index] for index in (gate, up, down, act)))
+    return None
 
 
 _EPS = 0.1234567  # stands for any epsilon in the patterns
@@ -105,10 +98,12 @@ def is_silu(module: nn.Module) -> bool:
     return traced is not None and traced.formula == ("silu", ("input", 0))
 
 
-_DRAWLESS = frozenset(
-    "input attribute to dtype mul add sub truediv neg pow square mean rsqrt sqrt sigmoid silu relu gelu tanh layer_norm "
-    "rms_norm".split()
-)
+# fmt: off
+_DRAWLESS = frozenset((
+    "input", "attribute", "to", "dtype", "mul", "add", "sub", "truediv", "neg", "pow", "square", "mean", "rsqrt", "sqrt",
+    "sigmoid", "silu", "relu", "gelu", "tanh", "layer_norm", "rms_norm",
+))
+# fmt: on
 
 
 def draws_nothing(module: nn.Module) -> bool:
@@ -123,7 +118,7 @@ def draws_nothing(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A module's result as a nested tuple; numbers and attributes appear in it by position, so that names don't matter."""
+    """A module's result as a nested tuple, in which numbers and attributes stand by position: names don't matter."""
 
     formula: Any
     names: tuple[str, ...]

@@ -107,7 +107,7 @@ def _product(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
 
 @dataclass
 class KernelNormRunner:
-    """``recompute.kernels.rms_norm`` stands in, also where gradients are off: what trains and what infers is one function."""
+    """``recompute.kernels.rms_norm`` stands in, also without gradients: training and inference compute the same."""
 
     owner: Owner
     norm: Norm
@@ -171,7 +171,7 @@ class _Owned:
 
 
 def region_of(owner: Owner, module: nn.Module, *, drops_outputs: bool) -> Region:
-    """A region over a module's forward, with the random generators and tensors that this reaches beyond its arguments."""
+    """A region over a module's forward, with the generators and tensors that this reaches beyond its arguments."""
     modules = list(module.modules())
     beyond = [value for inside in modules for value in reachable(type(inside).forward)]
     return Region(

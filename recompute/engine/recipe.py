@@ -84,8 +84,8 @@ class Layout:
 class Handle:
     """Stands for one saved tensor: which value of which recipe, seen through which view.
 
-    ``tensor``, at ``version``, is the saved tensor itself as long as it is not dropped. ``view`` is None where it has the
-    layout of the recipe's value, else its own layout and that of the value.
+    ``tensor``, at ``version``, is the saved tensor itself as long as it is not dropped. ``view`` is None where it has
+    the layout of the recipe's value, else its own layout and that of the value.
     """
 
     __slots__ = ("__weakref__", "due", "recipe", "slot", "tensor", "version", "view")
@@ -113,9 +113,9 @@ class Handle:
 class Recipe:
     """Regenerates a group of values, numbered by slot, and shares them among the handles that stand for them.
 
-    The first handle that asks makes the recipe run; every other live handle then finds its value ready. A value is freed
-    when the last handle that stands for it has had it, at the latest when the backward pass ends. A second backward
-    pass runs the recipe again.
+    The first handle that asks makes the recipe run; every other live handle then finds its value ready. A value is
+    freed when the last handle that stands for it has had it, at the latest when the backward pass ends. A second
+    backward pass runs the recipe again.
     """
 
     __slots__ = ("__weakref__", "_lock", "_values", "handles", "owner")
@@ -247,8 +247,8 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
     """Tell the enclosing policy scope that ``regenerate(*inputs)`` gives ``output`` back, bit for bit.
 
     For ops that know themselves. ``regenerate`` runs without gradients in backward, on tensors bitwise equal to
-    ``inputs`` (other values are passed as they are); its result must have the layout and dtype of ``output`` and depend on
-    nothing else. Does nothing where no scope is open or gradients are off.
+    ``inputs`` (other values are passed as they are); its result must have the layout and dtype of ``output`` and
+    depend on nothing else. Does nothing where no scope is open or gradients are off.
     """
     book = open_book()
     if book is not None and torch.is_grad_enabled():
@@ -287,8 +287,8 @@ def checked(tensor: Tensor, version: int, name: str) -> Tensor:
     if version_of(tensor) != version:
         raise MutationError(
             f"in {name}: a {describe(tensor)} that {_current_node()} needs has been modified in place since it was "
-            f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place operation, "
-            "or let it modify a clone."
+            f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place "
+            "operation, or let it modify a clone."
         )
     return tensor
 

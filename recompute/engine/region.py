@@ -13,8 +13,8 @@ The invariants of the engine; code that depends on one cites its number.
 9. Regions compose: nested, inside or around other saved-tensor hooks and torch's checkpoint, on several threads.
 10. The cost is bounded: microseconds a region and a saved tensor.
 
-A frame keeps everything until it ends. Then it is decided: if it changed its own inputs it stays as it is (4, 5); otherwise
-what autograd saved in it is dropped, but for what lives anyway (7).
+A frame keeps everything until it ends. Then it is decided: if it changed its own inputs it stays as it is (4, 5);
+otherwise what autograd saved in it is dropped, but for what lives anyway (7).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _local = _Local()
 
 
 def is_recording() -> bool:
-    """Whether saved tensors are worth thinking about: gradients are on, and no compiler or functional transform runs."""
+    """Whether autograd records, and neither a compiler nor a functional transform is at work."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -109,8 +109,8 @@ class KeepSpan(Scope):
 class Region:
     """A module's forward or a function that is run under ``action: recompute`` or ``checkpoint``.
 
-    Both drop all that autograd saves inside. ``recompute`` also lets the outputs be dropped by whoever saves them in the
-    enclosing scope, which is right where running the region again is cheap.
+    Both drop all that autograd saves inside. ``recompute`` also lets the outputs be dropped by whoever saves them in
+    the enclosing scope, which is right where running the region again is cheap.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Region:
 
 
 class Frame(Recipe):
-    """One run of a region. Slots 0, 1, … are what autograd saved, in order; slots -1, -2, … are the outputs' tensors."""
+    """One run of a region. Slots 0, 1, … are what autograd saved, in order; slots -1, -2, … are its outputs."""
 
     __slots__ = (
         "_autocast",
@@ -208,7 +208,7 @@ class Frame(Recipe):
         return self._pins[index].get().detach().requires_grad_(tensor.requires_grad)
 
     def decide(self, result: Any) -> None:
-        """Drop what comes back by running the frame again: everything, unless the frame changed what it started from."""
+        """Drop what comes back by running again: everything, unless the frame changed what it started from."""
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
         alive = {storage_key(tensor) for tensor in (*self._inputs.settle(), *self._state.tensors())}
