@@ -100,8 +100,8 @@ def is_silu(module: nn.Module) -> bool:
 
 # fmt: off
 _DRAWLESS = frozenset((
-    "input", "attribute", "to", "dtype", "mul", "add", "sub", "truediv", "neg", "pow", "square", "mean", "rsqrt", "sqrt",
-    "sigmoid", "silu", "relu", "gelu", "tanh", "layer_norm", "rms_norm",
+    "input", "attribute", "to", "dtype", "mul", "add", "sub", "truediv", "neg", "pow", "square", "mean", "rsqrt",
+    "sqrt", "sigmoid", "silu", "relu", "gelu", "tanh", "layer_norm", "rms_norm",
 ))
 # fmt: on
 
