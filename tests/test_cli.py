@@ -1,0 +1,160 @@
+"""The command line trains, reports and exits as it says, and tells mistakes in one message."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from recompute import ablation
+from recompute.cli import app
+from recompute.policy.loading import preset_names, preset_path
+
+TINY = """\
+model: {hidden_size: 64, intermediate_size: 172, layers: 2, heads: 4, kv_heads: 2}
+policies: [none, full, hook]
+peers: []
+sequence_lengths: [64]
+steps: 2
+device: cpu
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    return path
+
+
+def recompute(*arguments: object) -> tuple[int, str]:
+    """The exit code, and what was printed to both streams."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def saved(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text(encoding="utf-8"))
+
+
+def test_ablate_prints_a_table_and_writes_three_files(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    code, output = recompute("ablate", config, "--out", out)
+    assert code == 0, output
+    assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md", "results.png"]
+    table = (out / "results.md").read_text(encoding="utf-8")
+    for policy in ("none", "full", "hook"):
+        assert f"{policy}, sequence 64: " in output
+        assert re.search(rf"│ {policy} +│", output)
+        assert f"| {policy} " in table
+    assert saved(out)["complete"]
+    assert saved(out)["rows"][2]["losses"] == saved(out)["rows"][0]["losses"]
+
+
+def test_options_replace_what_the_config_says(config: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"to be or not to be, " * 10)
+    options = (
+        "--policy",
+        "alternate",
+        "--policy",
+        "none",
+        "--peer",
+        "torch-selective",
+        "--steps",
+        1,
+        "--text",
+        text,
+    )
+    code, output = recompute("ablate", config, "--out", tmp_path, "--device", "cpu", *options)
+    assert code == 0, output
+    results = saved(tmp_path)
+    assert [row["policy"] for row in results["rows"]] == ["none", "alternate", "torch-selective"]
+    assert [len(row["losses"]) for row in results["rows"]] == [1, 1, 1]
+    assert results["text"] == {"source": "text.txt", "nbytes": 200}
+    assert results["config"]["sequence_lengths"] == [64]
+
+
+def test_a_failing_policy_gives_exit_code_1_and_leaves_the_other_rows(config: Path, tmp_path: Path) -> None:
+    code, output = recompute("ablate", config, "--out", tmp_path, "--policy", "ful", "--policy", "hook", "--steps", 1)
+    assert code == 1
+    assert "ful, sequence 64: PolicyError: no preset and no file is named 'ful' (did you mean 'full'?)" in output
+    assert [row["error"] is None for row in saved(tmp_path)["rows"]] == [True, False, True]
+
+
+def test_ctrl_c_reports_the_rows_so_far(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach = ablation._attach
+
+    def interrupt(model: Any, policy: str) -> None:
+        if policy == "hook":
+            raise KeyboardInterrupt
+        attach(model, policy)
+
+    monkeypatch.setattr(ablation, "_attach", interrupt)
+    code, output = recompute("ablate", config, "--out", tmp_path, "--steps", 1)
+    assert code == 130
+    assert "interrupted: the rows still to come are missing" in output
+    assert re.search(r"│ full +│", output)
+    assert [row["policy"] for row in saved(tmp_path)["rows"]] == ["none", "full"]
+    assert "interrupted" in (tmp_path / "results.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 0\npolicy: [none]\n", ":2:1: policy: unknown key (did you mean 'policies'?)"),
+        ("steps: [1\n", ":2:1: not valid YAML"),
+        ("", "expected a configuration; found an empty file"),
+    ],
+)
+def test_a_bad_config_gives_exit_code_2_and_one_message(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text, encoding="utf-8")
+    code, output = recompute("ablate", path, "--out", tmp_path / "out")
+    assert code == 2
+    assert output.startswith(f"recompute: {path}")
+    assert message in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_option_gives_exit_code_2_and_names_it(config: Path, tmp_path: Path) -> None:
+    code, output = recompute("ablate", config, "--peer", "torch-chekpoint")
+    assert code == 2
+    assert output.startswith("recompute: command line: peers[0]: ")
+    assert "did you mean 'torch-checkpoint'?" in output
+    code, output = recompute("ablate", tmp_path / "gone.yaml")
+    assert (code, "gone.yaml: cannot be read" in output) == (2, True)
+    assert recompute("ablate", config, "--device", "tpu")[0] == 2
+
+
+def test_policies_lists_every_preset_and_prints_one() -> None:
+    code, output = recompute("policies")
+    assert code == 0
+    for name in preset_names():
+        assert re.search(rf"^{name} +\w", output, re.MULTILINE)
+    assert recompute("policies", "hook") == (0, preset_path("hook").read_text(encoding="utf-8"))
+
+
+def test_policies_refuses_a_name_that_is_no_preset() -> None:
+    code, output = recompute("policies", "hok")
+    assert code == 2
+    assert output.startswith("recompute: no preset is named 'hok' (did you mean 'hook'?)")
+
+
+def test_help_does_not_wait_for_heavy_imports() -> None:
+    script = (
+        "import sys; from recompute.cli import app; app(['--help'], standalone_mode=False);"
+        "print('loaded', sorted({'transformers', 'matplotlib'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "ablate" in done.stdout
+    assert "loaded []" in done.stdout

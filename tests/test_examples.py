@@ -1,0 +1,42 @@
+"""Each example runs, and shows what it is there to show."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def output_of(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "hook", "kernel"])
+def test_train_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--policy", policy, "--steps", "2")
+    output = output_of("train_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    assert f"policy {policy}\n" in output
+    before, after = map(float, re.findall(r"([\d.]+) MiB", output))
+    assert after == before if policy == "none" else after < 0.75 * before
+
+
+def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    output = output_of("decorate_module.py", monkeypatch=monkeypatch, capsys=capsys)
+    held = re.findall(r"^(a \w+): ([\d,]+) bytes held without, ([\d,]+) with$", output, re.MULTILINE)
+    assert [what for what, *_ in held] == ["a class", "a module", "a function"]
+    for _, before, after in held:
+        assert int(after.replace(",", "")) < int(before.replace(",", ""))
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"train_llama.py", "decorate_module.py"}
