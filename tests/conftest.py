@@ -1,0 +1,65 @@
+"""For every test: the Triton interpreter where there is no GPU, and what the ``gpu`` marker means."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is imported
+
+torch.set_num_threads(1)  # the tensors are small, and threads of several workers get in each other's way
+
+CAN_INTERPRET = not HAS_CUDA and importlib.util.find_spec("triton") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not HAS_CUDA:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        *(["interpreter"] if CAN_INTERPRET else []),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where to run an op, in each way it can: as plain PyTorch, interpreted on the CPU, compiled on CUDA."""
+    if request.param == "interpreter":
+        _interpret_kernels(monkeypatch)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    from recompute.kernels import launch
+
+    def uses_triton(*tensors: torch.Tensor | None) -> bool:
+        return all(tensor is None or tensor.dtype in launch.TRITON_DTYPES for tensor in tensors)
+
+    convert = interpreter._convert_float
+
+    def convert_rounding_to_nearest(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if str(source) == "fp32" and str(target) == "bf16":  # as GPUs do; the interpreter cuts bits off
+            return torch.tensor(data).bfloat16().view(torch.int16).numpy().view("uint16")
+        return convert(data, source, target, mode)
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_its_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)  # whose __index__ NumPy 2.4 refuses in Triton 3.6
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(launch, "uses_triton", uses_triton)
+    monkeypatch.setattr(interpreter, "_convert_float", convert_rounding_to_nearest)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_its_index)
