@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from recompute.engine.context import random_sources, reachable
+from recompute.engine.context import RUNNER, reachable
 from recompute.engine.recipe import Owner
 from recompute.engine.region import Region, is_recording
 from recompute.errors import AlreadyAppliedError, PolicyWarning, UnsupportedError
@@ -28,7 +28,7 @@ from recompute.runners import Forward, KernelMLPRunner, KernelNormRunner, RootRu
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 Target = TypeVar("Target")
 
-_KEY = "_recompute_runner"  # in the __dict__ of a module under a policy, so that a DataParallel replica has it too
+_KEY = RUNNER  # in the __dict__, of which a DataParallel replica gets a copy
 
 
 def apply(model: nn.Module, policy: PolicyLike) -> AppliedPolicy:
@@ -329,10 +329,7 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not is_recording():
             return function(*args, **kwargs)
-        beyond = reachable(function)  # what it refers to may be bound only after it was decorated
-        region.sources = random_sources((), beyond)
-        region.tensors = [value for value in beyond if isinstance(value, Tensor)]
-        modules = tuple(value for value in (*beyond, *args, *kwargs.values()) if isinstance(value, nn.Module))
-        return region.run(function, modules, args, kwargs)
+        region.reach(reachable(function))  # which it may have been given only after it was decorated
+        return region.run(function, (), args, kwargs)
 
     return run

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from recompute.engine.context import snapshot
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -131,23 +133,34 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(module: nn.Module) -> _Traced | None:
-    """None where the module's forward is more than one expression of its argument."""
+    """None where the module's forward is more than one expression of its argument, the same in training and not."""
     try:
-        return _Formula().of(_Tracer().trace(module))
+        trained, evaluated = (_Formula().of(_Tracer().trace(_stand_in(module, mode))) for mode in (True, False))
     except _UNTRACEABLE:
         return None
+    return trained if trained == evaluated else None
 
 
 # What a forward that branches on values, checks shapes or unpacks its arguments raises when it is given a proxy.
 _UNTRACEABLE = (
     fx.proxy.TraceError,
     AttributeError,
+    NameError,
     TypeError,
     ValueError,
     RuntimeError,
     LookupError,
     AssertionError,
 )
+
+
+def _stand_in(module: nn.Module, training: bool) -> nn.Module:
+    """Another instance with the same contents: a forward that assigns to ``self`` leaves proxies behind when traced."""
+    stand_in = object.__new__(type(module))
+    for name, value in vars(module).items():
+        stand_in.__dict__[name] = snapshot(value)
+    stand_in.training = training
+    return stand_in
 
 
 class _Formula:

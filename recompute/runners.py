@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from recompute.engine.context import random_sources, reachable
+from recompute.engine.context import surroundings
 from recompute.engine.recipe import Owner, local
 from recompute.engine.region import KeepSpan, Region, Scope, is_recording
 from recompute.policy.model import Rule
@@ -171,16 +171,9 @@ class _Owned:
 
 
 def region_of(owner: Owner, module: nn.Module, *, drops_outputs: bool) -> Region:
-    """A region over a module's forward, with the generators and tensors that this reaches beyond its arguments."""
     modules = list(module.modules())
-    beyond = [value for inside in modules for value in reachable(type(inside).forward)]
-    return Region(
-        owner,
-        drops_outputs=drops_outputs,
-        draws=len(modules) > 1 or not draws_nothing(module),
-        sources=random_sources(modules),
-        tensors=[value for value in beyond if isinstance(value, Tensor)],
-    )
+    draws = len(modules) > 1 or not draws_nothing(module)
+    return Region(owner, drops_outputs=drops_outputs, draws=draws, beyond=surroundings(modules))
 
 
 def choose(

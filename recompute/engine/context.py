@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -13,46 +14,63 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_is_leaf, tree_map
 
-from recompute.engine.recipe import Kept, describe, hold, version_of
-from recompute.engine.rng import is_source
+from recompute.engine.recipe import Foreign, Kept, describe, hold, version_of
 from recompute.errors import MutationError
 
 
 class _Input:
     """A tensor among a frame's arguments, and as it stands while the frame runs."""
 
-    __slots__ = ("original", "requires_grad", "saved", "version")
+    __slots__ = ("original", "requires_grad", "saved", "stride", "version")
 
     def __init__(self, tensor: Tensor, name: str):
         # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
         self.saved = Kept(tensor, name) if isinstance(tensor, nn.Parameter) else hold(tensor, name)
+        self.stride = tensor.stride() if isinstance(self.saved, Foreign) and tensor.layout is torch.strided else None
         self.requires_grad = tensor.requires_grad
         self.original: Tensor | None = tensor
         self.version = version_of(tensor)
 
     def restore(self) -> Tensor:
         tensor = self.saved.get()
-        return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().requires_grad_(self.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
+            # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
+            tensor = torch.empty_strided(
+                tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
+        return tensor.detach().requires_grad_(self.requires_grad)
 
 
 class _Opaque:
     """An object with state that forward may change, such as a key/value cache, and a copy of its state before."""
 
-    __slots__ = ("before", "fingerprint", "value")
+    __slots__ = ("before", "fingerprint", "used", "value")
 
     def __init__(self, value: Any):
-        self.value = value
-        self.before = _snapshot(value)
+        # Weakly: a cache is given tensors of the very graph that this belongs to (invariant 8).
+        self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
+        self.before = snapshot(value)
         self.fingerprint = _fingerprint(self.before)
+        self.used = False
+
+    def settle(self) -> None:
+        """At the end of the frame: note whether it changed the object."""
+        self.used = _fingerprint(self.value()) != self.fingerprint
 
     def changed(self) -> bool:
         """Whether a tensor in it has been modified in place: that state cannot be put back."""
         return _fingerprint(self.before) != self.fingerprint
 
     def restore(self) -> Any:
-        return self.value if _fingerprint(self.value) == self.fingerprint else _snapshot(self.before)
+        """The object as it was: itself, if the frame leaves it alone and nobody else has changed it."""
+        value = self.value()
+        as_it_was = not self.used and _fingerprint(value) == self.fingerprint
+        return value if as_it_was else snapshot(self.before)
 
 
 class Inputs:
@@ -62,15 +80,17 @@ class Inputs:
 
     def __init__(self, arguments: tuple[tuple, dict], name: str):
         self._name = name
-        self._tensors: list[_Input] = []
         self._opaque: list[_Opaque] = []
         self.others: list[Any] = []
         """The arguments that are neither."""
 
+        held: dict[int, _Input] = {}  # one tensor passed twice is one tensor again
+
         def visit(value: Any) -> Any:
             if isinstance(value, Tensor):
-                self._tensors.append(held := _Input(value, name))
-                return held
+                if (key := id(value)) not in held:
+                    held[key] = _Input(value, name)
+                return held[key]
             if _is_opaque(value):
                 self._opaque.append(opaque := _Opaque(value))
                 return opaque
@@ -78,6 +98,7 @@ class Inputs:
             return value
 
         self._arguments = map_leaves(visit, arguments)
+        self._tensors = list(held.values())
 
     def changed(self) -> str | None:
         """Names an argument that has been modified in place since, if there is one."""
@@ -86,19 +107,22 @@ class Inputs:
                 return f"an argument, a {describe(held.original)}"
         for opaque in self._opaque:
             if opaque.changed():
-                return f"a tensor in an argument, a {type(opaque.value).__name__}"
+                return f"a tensor in an argument, a {type(opaque.before).__name__}"
         return None
 
     def settle(self) -> list[Tensor]:
         """At the end of the frame: forget the arguments' graph, and return the tensors that are held as they are."""
         alive = []
+        for opaque in self._opaque:
+            opaque.settle()
         for held in self._tensors:
             held.original = None
             if isinstance(held.saved, Kept):
                 alive.append(held.saved.tensor)
         return alive
 
-    def restore(self) -> tuple[tuple, dict]:
+    @contextmanager
+    def restored(self) -> Iterator[tuple[tuple, dict]]:
         """The same arguments, their tensors leaves of a new graph."""
         if (what := self.changed()) is not None:
             raise MutationError(
@@ -106,10 +130,8 @@ class Inputs:
                 "cannot be run again as it ran"
             )
 
-        def visit(value: Any) -> Any:
-            return value.restore() if isinstance(value, (_Input, _Opaque)) else value
-
-        return map_leaves(visit, self._arguments)
+        restored = {id(held): held.restore() for held in (*self._tensors, *self._opaque)}
+        yield map_leaves(lambda value: restored.get(id(value), value), self._arguments)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -137,35 +159,54 @@ _IMMUTABLE = (Tensor, nn.Module, type, enum.Enum, torch.Generator, functools.par
 
 
 def _is_opaque(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, _IMMUTABLE)
+    return not callable(value) and not isinstance(value, _IMMUTABLE) and _attributes(value) is not None
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What an object of a class written in Python refers to by name; None for any other."""
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__weakref__"}
+    return {**found, **getattr(value, "__dict__", {})}
 
 
 def _fingerprint(value: Any, depth: int = 6) -> Any:
     """What a value refers to: two fingerprints differ if it was changed in between, or a tensor in it was."""
     if isinstance(value, Tensor):
         return id(value), version_of(value)
-    if depth:
+    if depth and (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+        parts: list[Any] = [type(value)]
         if isinstance(value, dict):
-            return tuple((key, _fingerprint(item, depth - 1)) for key, item in value.items())
-        if isinstance(value, (list, tuple)):
-            return tuple(_fingerprint(item, depth - 1) for item in value)
+            parts += [(key, _fingerprint(item, depth - 1)) for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            parts += [_fingerprint(item, depth - 1) for item in value]
         if _is_opaque(value):
-            return _fingerprint(vars(value), depth - 1)
+            parts += [(key, _fingerprint(item, depth - 1)) for key, item in (_attributes(value) or {}).items()]
+        return parts
     return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
 
 
-def _snapshot(value: Any, depth: int = 6) -> Any:
+def snapshot(value: Any, depth: int = 6) -> Any:
     """A copy of the objects, lists and dicts in ``value`` that refers to the same tensors."""
-    if depth and (isinstance(value, (dict, list)) or _is_opaque(value)):
+    if type(value) is tuple and depth:
+        return tuple([snapshot(item, depth - 1) for item in value])
+    if not depth or not (isinstance(value, (dict, list)) or _is_opaque(value)):
+        return value
+    try:
         copied = copy.copy(value)
-        if isinstance(value, dict):
-            copied.update((key, _snapshot(item, depth - 1)) for key, item in value.items())
-        elif isinstance(value, list):
-            copied[:] = [_snapshot(item, depth - 1) for item in value]
-        else:
-            vars(copied).update(_snapshot(vars(value), depth - 1))
-        return copied
-    return tuple(_snapshot(item, depth - 1) for item in value) if depth and type(value) is tuple else value
+    except TypeError:  # a stream, a lock: not state that forward changes
+        return value
+    if copied is value:  # a logger, a singleton
+        return value
+    if isinstance(value, dict):
+        dict.update(copied, {key: snapshot(item, depth - 1) for key, item in value.items()})
+    elif isinstance(value, list):
+        list.__setitem__(copied, slice(None), [snapshot(item, depth - 1) for item in value])
+    if _is_opaque(value):
+        for name, item in (_attributes(value) or {}).items():
+            object.__setattr__(copied, name, snapshot(item, depth - 1))
+    return copied
 
 
 def reachable(function: Callable[..., Any]) -> list[Any]:
@@ -185,8 +226,13 @@ def reachable(function: Callable[..., Any]) -> list[Any]:
         elif isinstance(value, FunctionType):
             inside = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
             inside += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-            used = (value.__globals__.get(name) for name in _names(value.__code__))
-            found += [value for value in used if not isinstance(value, FunctionType)]  # not into other modules' code
+            used = [value.__globals__.get(name) for name in _names(value.__code__)]
+            found += used
+            for helper in used:  # as Megatron's random tracker is got from a function; what else those use is their own
+                if isinstance(helper, FunctionType):
+                    names = _names(helper.__code__)
+                    globals_ = (helper.__globals__.get(name) for name in names)
+                    found += [value for value in globals_ if not isinstance(value, (ModuleType, Tensor, nn.Module))]
         else:
             continue
         found += inside
@@ -201,62 +247,81 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def random_sources(modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> list[Any]:
-    """The generators and trackers among ``others``, in the modules' attributes and in what their forwards can reach."""
-    values = list(others)
+def surroundings(modules: Iterable[nn.Module]) -> list[Any]:
+    """What the forwards of ``modules`` reach besides arguments, parameters and buffers: attributes, closures, globals."""
+    found: list[Any] = []
     for module in modules:
-        values += [*vars(module).values(), *reachable(type(module).forward)]
-    unique = {id(value): value for value in values if is_source(value)}
-    return list(unique.values())
+        found += reachable(type(module).forward)
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                found += [value, *(value if isinstance(value, (list, tuple)) else ())]
+                found += value.values() if isinstance(value, dict) else ()
+    return found
+
+
+RUNNER = "_recompute_runner"
+"""In a module's ``__dict__``: how it runs its forward under a policy."""
 
 
 class ModuleState:
-    """The parameters' and buffers' versions and the training flags of the modules that a frame runs.
+    """What the modules that a frame runs are made of: parameters and buffers, their versions, flags and policies.
 
     Buffers that forward itself changes, such as batch-norm statistics, are copied before it runs. Which those are is
     learned in the first frame with the same training flags, by value because kernels write some of them without a new
     version; ``learned`` keeps it from frame to frame.
     """
 
-    __slots__ = ("_before", "_buffers", "_flags", "_learned", "_modules", "_tensors")
+    __slots__ = ("_before", "_buffers", "_flags", "_learned", "_modules", "_slots", "_versions")
 
     def __init__(
         self,
-        roots: Sequence[nn.Module],
+        roots: Iterable[nn.Module],
         tensors: Iterable[Tensor],
         learned: dict[tuple[bool, ...], frozenset[int]],
     ):
-        self._modules = pending = list(roots)
-        seen = set(pending)
-        parameters = list(tensors)
+        modules = list(roots)
+        seen = set(modules)
+        slots: list[tuple[dict[str, Any], str, Tensor]] = []
         buffers: list[Tensor] = []
-        for module in pending:  # grows as it goes
-            parameters.extend(module._parameters.values())  # type: ignore[arg-type]
-            if module._buffers:
-                buffers += [tensor for tensor in module._buffers.values() if tensor is not None]
-            if module._modules:
-                children = [child for child in module._modules.values() if child is not None and child not in seen]
-                seen.update(children)
-                pending.extend(children)
-        self._flags = tuple([module.training for module in pending])
-        self._tensors = [(tensor, version_of(tensor)) for tensor in parameters if tensor is not None]
+        for module in modules:  # grows as it goes
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    slots.append((module._parameters, name, tensor))
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    slots.append((module._buffers, name, tensor))
+                    buffers.append(tensor)
+            for child in module._modules.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    modules.append(child)
+        self._modules = [(module, type(module), module.__dict__.get(RUNNER)) for module in modules]
+        self._flags = tuple([module.training for module in modules])
+        self._slots = slots
         self._buffers = buffers
-        self._before: dict[int, Tensor] = {}
         self._learned = learned
+        self._before: dict[int, Tensor] = {}
+        steady = [tensor for _, _, tensor in slots]
         if buffers:
-            changing = learned.get(self._flags, range(len(buffers)))
-            self._before = {index: buffers[index].detach().clone() for index in changing}
-            steady = set(range(len(buffers))).difference(learned.get(self._flags, ()))
-            self._tensors += [(buffers[index], version_of(buffers[index])) for index in sorted(steady)]
+            changing = learned.get(self._flags)
+            copied = range(len(buffers)) if changing is None else changing
+            self._before = {index: buffers[index].detach().clone() for index in copied}
+            ours = {id(buffers[index]) for index in changing or ()}
+            steady = [tensor for tensor in steady if id(tensor) not in ours]
+        self._versions = [(tensor, version_of(tensor), tensor.requires_grad) for tensor in (*steady, *tensors)]
 
     def settle(self) -> None:
         """At the end of the frame: keep copies of those buffers only that it changed."""
         if self._buffers and self._flags not in self._learned:
-            changed = {i: before for i, before in self._before.items() if not torch.equal(before, self._buffers[i])}
-            self._learned[self._flags] = frozenset(changed)
-            self._before = changed
-            ours = {id(self._buffers[index]) for index in changed}
-            self._tensors = [(tensor, version) for tensor, version in self._tensors if id(tensor) not in ours]
+            versions = {id(tensor): version for tensor, version, _ in self._versions}
+            self._before = {
+                index: before
+                for index, before in self._before.items()
+                if version_of(buffer := self._buffers[index]) != versions[id(buffer)] or _differ(before, buffer)
+            }
+            self._learned[self._flags] = frozenset(self._before)
+            ours = {id(self._buffers[index]) for index in self._before}
+            self._versions = [version for version in self._versions if id(version[0]) not in ours]
 
     def unlearn(self) -> None:
         """The frame changed something that others with these flags did not: learn again."""
@@ -264,52 +329,80 @@ class ModuleState:
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers, all alive anyway (invariant 7)."""
-        return [tensor for tensor, _ in self._tensors] + self._buffers
+        return [tensor for tensor, _, _ in self._versions] + self._buffers
 
     def changed(self) -> str | None:
         """Names a parameter or buffer that has been modified since, if there is one."""
-        for tensor, version in self._tensors:
+        for tensor, version, _ in self._versions:
             if version_of(tensor) != version:
                 return f"{self._name(tensor)}, a {describe(tensor)}"
         return None
 
     def _name(self, tensor: Tensor) -> str:
-        for root in self._modules:
-            for name, value in (*root.named_parameters(), *root.named_buffers()):
+        for module, _, _ in self._modules:
+            for name, value in (*module.named_parameters(), *module.named_buffers()):
                 if value is tensor:
-                    return f"{name} of {type(root).__name__}"
-        return "a tensor that the function refers to"
+                    return name
+        return "what it refers to"
 
     @contextmanager
     def replayed(self, name: str) -> Iterator[None]:
-        """Training flags and changing buffers as they were before the frame; as they are now again afterwards."""
+        """Modules as they were when the frame began; as they are now again afterwards."""
         if (what := self.changed()) is not None:
             raise MutationError(
                 f"in {name}: {what}, has been modified in place between forward and backward (an optimizer step?), so "
                 "the region cannot be run again as it ran. Call backward first, or leave this module out of the policy."
             )
-        flags = [module.training for module in self._modules]
         buffers = [self._buffers[index] for index in self._before]
         with ExitStack() as stack:
             if buffers:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(buffers)))
                 stack.callback(_assign, buffers, [buffer.detach().clone() for buffer in buffers])
                 _assign(buffers, list(self._before.values()))
-            stack.callback(_set_training, self._modules, flags)
-            _set_training(self._modules, self._flags)
+            for tensor, _, requires_grad in self._versions:
+                if tensor.requires_grad is not requires_grad and tensor.is_leaf:
+                    stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(requires_grad)
+            for container, slot, tensor in self._slots:
+                # Forward may bind another tensor to the name: it is the end of the replay that puts back today's.
+                stack.callback(_bind, container, slot, container.get(slot, _ABSENT))
+                container[slot] = tensor
+            for (module, kind, runner), training in zip(self._modules, self._flags, strict=True):
+                if module.training is not training:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = training
+                if type(module) is not kind or module.__dict__.get(RUNNER) is not runner:
+                    stack.callback(_govern, module, type(module), module.__dict__.get(RUNNER))
+                    _govern(module, kind, runner)
             yield
+
+
+def _differ(before: Tensor, now: Tensor) -> bool:
+    return not before.is_meta and not isinstance(before, FakeTensor) and not torch.equal(before, now)
+
+
+_ABSENT = object()
+
+
+def _bind(container: dict[str, Any], name: str, tensor: Any) -> None:
+    if tensor is _ABSENT:
+        container.pop(name, None)
+    else:
+        container[name] = tensor
+
+
+def _govern(module: nn.Module, kind: type, runner: Any) -> None:
+    """Put a module back under the policy, or the absence of one, that it had."""
+    module.__class__ = kind
+    module.__dict__.pop(RUNNER, None)
+    if runner is not None:
+        module.__dict__[RUNNER] = runner
 
 
 def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
-
-
-def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
-    for module, flag in zip(modules, flags, strict=True):
-        if module.training is not flag:
-            module.training = flag
 
 
 class Autocast:

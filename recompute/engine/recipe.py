@@ -202,7 +202,7 @@ class RecipeBook:
     entries: dict[int, _Entry] = field(default_factory=dict)
 
     def enter(self, output: Tensor, recipe: Recipe, slot: int, *, counted: bool = False) -> None:
-        if (key := storage_key(output)) is not None:
+        if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
             reference = StorageWeakRef(output.untyped_storage())
             self.entries[key] = _Entry(reference, recipe, slot, version_of(output), Layout.of(output), counted)
 
@@ -299,7 +299,9 @@ def version_of(tensor: Tensor) -> int:
 
 def storage_key(tensor: Tensor) -> int | None:
     """The address of the tensor's StorageImpl; None for a tensor with none of its own (sparse, say)."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.untyped_storage()._cdata
 
 
 def describe(tensor: Tensor) -> str:

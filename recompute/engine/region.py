@@ -23,12 +23,13 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
@@ -40,6 +41,7 @@ from recompute.engine.recipe import (
     Recipe,
     RecipeBook,
     Saved,
+    describe,
     hold_through,
     local,
     open_book,
@@ -47,8 +49,10 @@ from recompute.engine.recipe import (
     top_hooks,
     unpack_saved,
 )
-from recompute.engine.rng import RngState, is_source
+from recompute.engine.rng import DrawWatch, RngState, is_source
 from recompute.errors import PolicyWarning, RegenerationError
+
+T = TypeVar("T")
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -71,6 +75,11 @@ def is_recording() -> bool:
     )
 
 
+def is_fake() -> bool:
+    """Whether tensors have no values here, nor random numbers."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 class Scope:
     """The span in which the outputs that recipes give back are dropped, wherever they are saved.
 
@@ -83,8 +92,8 @@ class Scope:
         self._book: RecipeBook | None = open_book() or RecipeBook()
 
     def __enter__(self) -> None:
+        _push_hooks(self._pack, unpack_saved)  # raises where the user has switched such hooks off
         local.books.append(self._book)
-        _push_hooks(self._pack, unpack_saved)
 
     def __exit__(self, *error: object) -> None:
         _pop_hooks()
@@ -113,31 +122,35 @@ class Region:
     the enclosing scope, which is right where running the region again is cheap.
     """
 
-    def __init__(
-        self,
-        owner: Owner,
-        *,
-        drops_outputs: bool,
-        draws: bool = True,
-        sources: Collection[Any] = (),
-        tensors: Collection[Tensor] = (),
-    ):
-        """draws: False if it is known to draw no random number. sources: random generators and trackers that it reaches
-        beyond its arguments; tensors: likewise, other than its modules' parameters and buffers."""
+    def __init__(self, owner: Owner, *, drops_outputs: bool, draws: bool = True, beyond: Iterable[Any] = ()):
+        """draws: False if it is known to draw no random number.
+        beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
         self.owner = owner
         self.drops_outputs = drops_outputs
         self.draws = draws
-        self.sources = sources
-        self.tensors = tensors
         self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
+        self.generators: list[torch.Generator] | None = None
+        """Those that its first frame drew from."""
+        self.reach(beyond)
+
+    def reach(self, beyond: Iterable[Any]) -> None:
+        """Take care of the random generators, tensors and modules in ``beyond``."""
+        unique = {id(value): value for value in beyond}.values()
+        self.sources = [value for value in unique if is_source(value)]
+        self.tensors = [weakref.ref(value) for value in unique if isinstance(value, Tensor)]
+        self.modules = [weakref.ref(value) for value in unique if isinstance(value, nn.Module)]
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
         frame = Frame(self, function, modules, args, kwargs)
-        with frame:
+        with frame, frame.watched():
             result = function(*args, **kwargs)
         frame.decide(result)
         return result
+
+
+def _alive(references: Iterable[weakref.ref[T]]) -> list[T]:
+    return [value for reference in references if (value := reference()) is not None]
 
 
 class Frame(Recipe):
@@ -145,12 +158,12 @@ class Frame(Recipe):
 
     __slots__ = (
         "_autocast",
+        "_expected",
         "_function",
         "_inputs",
         "_pins",
         "_region",
         "_rng",
-        "_shapes",
         "_state",
         "count",
         "outer",
@@ -164,20 +177,22 @@ class Frame(Recipe):
         self._region = region
         self._function = function
         self._inputs = Inputs((args, kwargs), region.owner.name)
-        self._state = ModuleState(modules, region.tensors, region.learned)
+        modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
+        self._state = ModuleState((*modules, *_alive(region.modules)), _alive(region.tensors), region.learned)
         self._rng: RngState | None = None
-        if region.draws:
-            self._rng = RngState([*region.sources, *filter(is_source, self._inputs.others)])
+        if region.draws and not is_fake():
+            sources = filter(is_source, self._inputs.others)
+            self._rng = RngState([*region.sources, *(region.generators or ()), *sources])
         self._autocast = Autocast()
-        self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of what was dropped, by slot
+        self._expected: dict[int, _Expected] = {}
         self._pins: list[Kept] = []
         self.count = 0  # tensors that autograd saved
         self.outer = top_hooks()
 
     def __enter__(self) -> None:
+        _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
         _local.spans.append(self)
-        _push_hooks(self._pack, unpack_saved)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         _pop_hooks()
@@ -194,106 +209,137 @@ class Frame(Recipe):
         self.handles.append(weakref.ref(handle))
         return handle
 
+    def watched(self) -> AbstractContextManager[Any]:
+        """Around the first frame of a region: learn which generators it draws from."""
+        if self._rng is None or self._region.generators is not None:
+            return nullcontext()
+        return DrawWatch(self._rng)
+
     def pin(self, tensor: Tensor) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates."""
         self._pins.append(Kept(tensor.detach(), self.owner.name))
         return tensor
 
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
+        """What was pinned as number ``index``, in the place of ``tensor`` in its graph."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
             raise RegenerationError(
                 f"in {self.owner.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "
                 f"passed others (number {index} has shape {tuple(tensor.shape)})."
             )
-        return self._pins[index].get().detach().requires_grad_(tensor.requires_grad)
+        return _InPlaceOf.apply(tensor, self._pins[index].get())
 
     def decide(self, result: Any) -> None:
         """Drop what comes back by running again: everything, unless the frame changed what it started from."""
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
         alive = {storage_key(tensor) for tensor in (*self._inputs.settle(), *self._state.tensors())}
-        alive.update(storage_key(pin.tensor) for pin in self._pins)
-        alive.add(None)  # the key of what has no storage of its own
+        pinned = {None, *(storage_key(pin.tensor) for pin in self._pins)}  # None: what has no storage of its own
         saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
         for ref in self.handles:
             handle = ref()
             if handle is None or (tensor := handle.tensor) is None:
                 continue
-            if (key := storage_key(tensor)) not in alive:
+            if (key := storage_key(tensor)) not in alive and key not in pinned:
                 saved[key] = tensor.untyped_storage().nbytes()
                 if changed is None:
-                    self._shapes[handle.slot] = tensor.shape, tensor.dtype
+                    self._expected[handle.slot] = _Expected(tensor.shape, tensor.dtype, key, lives=False)
                     handle.tensor = None
                     continue
+            elif key not in pinned:
+                self._expected[handle.slot] = _Expected(tensor.shape, tensor.dtype, key, lives=True)
             handle.tensor = tensor.detach()  # its graph may include the very node that saved it (invariant 8)
         if changed is not None:
             self.owner.kept_nbytes += sum(saved.values())
             self._state.unlearn()
             _warn_kept(self._region, changed)
+            del self._inputs, self._state, self._function  # it will not run again
             return
         self.owner.dropped_tensors += len(saved)
         self.owner.dropped_nbytes += sum(saved.values())
         if self._rng is not None:
+            self._region.generators = self._rng.generators()
             self._rng = self._rng.drawn()
         book = open_book()
         if self._region.drops_outputs and book is not None:
             for index, output in enumerate(tree_leaves(result)):
-                if isinstance(output, Tensor) and (key := storage_key(output)) not in alive:
-                    self._shapes[-1 - index] = output.shape, output.dtype
+                if isinstance(output, Tensor) and (key := storage_key(output)) not in alive | pinned:
+                    self._expected[-1 - index] = _Expected(output.shape, output.dtype, key, lives=False)
                     book.enter(output, self, -1 - index, counted=key in saved)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        replay = _Replay(self, wanted)
+        replay = _Replay(self, self._expected, wanted)
         self._run(replay)
-        if replay.mismatch is not None:  # run again to learn which op it was, for the message
-            replay = _Replay(self, wanted)
-            with _OpNames(replay):
-                self._run(replay)
-        missing = len(wanted) - len(replay.values)
-        if replay.mismatch is not None or missing:
+        what = replay.mismatch
+        if what is None and len(replay.values) < len(wanted):
+            what = f"it saved {self.count} tensors in forward, {replay.count} when run again"
+        elif what is not None:  # run again to learn which op it was
+            named = _Replay(self, self._expected, wanted)
+            with _OpNames(named):
+                self._run(named)
+            what = named.mismatch or what
+        if what is not None:
             raise RegenerationError(
-                f"{self.owner.name} did not run the same way twice: "
-                + (replay.mismatch or f"it saved {self.count} tensors in forward, {replay.count} when run again")
-                + ". Look for state that forward changes (a cache, a counter), an op that is not deterministic, or "
-                "control flow that depends on one; or leave the module out of the policy."
+                f"{self.owner.name} did not run the same way twice: {what}. Look for state that forward changes (a "
+                "cache, a counter), an op that is not deterministic, or control flow that depends on one; or leave the "
+                "module out of the policy."
             )
         return replay.values
 
     def _run(self, replay: _Replay) -> None:
-        args, kwargs = self._inputs.restore()
         with (
+            temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
             self._state.replayed(self.owner.name),
             nullcontext() if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             torch.enable_grad(),
+            self._inputs.restored() as (args, kwargs),
             replay,
         ):
             try:
                 result = self._function(*args, **kwargs)
+                replay.finish(tree_leaves(result))
             except _Stop:
-                return
-        for index, output in enumerate(tree_leaves(result)):
-            if -1 - index in replay.wanted:
-                replay.receive(-1 - index, output.detach())
-
-    def expected(self, slot: int) -> tuple[torch.Size, torch.dtype]:
-        return self._shapes[slot]
+                pass
 
     @property
     def draws(self) -> bool:
         return self._rng is not None
 
 
+class _InPlaceOf(torch.autograd.Function):
+    """The second tensor's value with the first one's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class _Stop(Exception):
     """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
+
+
+class _Expected(NamedTuple):
+    """What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    storage: int | None
+    lives: bool
 
 
 class _Replay:
     """A frame being run again, to collect the values of the slots in ``wanted``."""
 
-    def __init__(self, frame: Frame, wanted: Collection[int]):
+    def __init__(self, frame: Frame, expected: dict[int, _Expected], wanted: Collection[int]):
         self.frame = frame
+        self.expected = expected
         self.wanted = wanted
+        self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
         self.values: dict[int, Saved] = {}
         self.count = 0
         self.mismatch: str | None = None
@@ -302,9 +348,9 @@ class _Replay:
         self._pins = 0
 
     def __enter__(self) -> None:
+        _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
         _local.spans.append(self)
-        _push_hooks(self._pack, unpack_saved)
 
     def __exit__(self, *error: object) -> None:
         _pop_hooks()
@@ -317,6 +363,7 @@ class _Replay:
         if self._complete():
             raise _Stop
         tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
+        self._compare(slot, tensor)
         if slot in self.wanted:
             self.receive(slot, tensor)
             # An op may fill what it saves only afterwards; the one that does, RReLU's noise, draws random numbers.
@@ -325,15 +372,38 @@ class _Replay:
         return Kept(tensor, self.frame.owner.name)
 
     def receive(self, slot: int, tensor: Tensor) -> None:
-        shape, dtype = self.frame.expected(slot)
-        if tensor.shape != shape or tensor.dtype is not dtype:
-            which = f"tensor {slot} that autograd saved" if slot >= 0 else f"output {-1 - slot}"
+        self.values[slot] = Kept(tensor, self.frame.owner.name)
+
+    def finish(self, outputs: list[Any]) -> None:
+        """The region has returned."""
+        for slot, output in zip(range(-1, -1 - len(outputs), -1), outputs, strict=True):
+            if slot in self.wanted:
+                output = output.detach()
+                self._compare(slot, output)
+                self.receive(slot, output)
+
+    def _compare(self, slot: int, tensor: Tensor) -> None:
+        """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
+        expected = self.expected.get(slot)
+        if expected is None:
+            return
+        which = f"tensor {slot} that autograd saved" if slot >= 0 else f"output {-1 - slot}"
+        if tensor.shape != expected.shape or tensor.dtype is not expected.dtype:
             self.mismatch = (
-                f"{which}, a {dtype} of shape {tuple(shape)} in forward, is a {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}, from {self.op}, when run again"
+                f"{which}, a {expected.dtype} of shape {tuple(expected.shape)} in forward, is a {tensor.dtype} of "
+                f"shape {tuple(tensor.shape)}, from {self.op}, when run again"
             )
             raise _Stop
-        self.values[slot] = Kept(tensor, self.frame.owner.name)
+        key = storage_key(tensor)
+        if expected.lives:
+            same = key == expected.storage
+        elif slot in self.wanted:  # others may be freed by now, and their storage's address used again
+            same = self._storages.setdefault(expected.storage, key) == key
+        else:
+            same = True
+        if not same:
+            self.mismatch = f"{which}, a {describe(tensor)} from {self.op}, was another one in forward"
+            raise _Stop
 
     def _complete(self) -> bool:
         return len(self.values) == len(self.wanted)

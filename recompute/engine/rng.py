@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import BuiltinMethodType, MethodType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.errors import RngError
 
@@ -90,23 +95,85 @@ class _TrackerSource:
 _CPU = _CpuSource(torch.default_generator)
 
 
-def is_source(value: Any) -> bool:
-    """Whether ``value`` is a generator or a tracker of generators' states."""
-    return isinstance(value, torch.Generator) or (
-        not isinstance(value, type)
-        and callable(getattr(type(value), "get_states", None))
-        and callable(getattr(type(value), "set_states", None))
-    )
+class _PythonSource:
+    """Python's ``random``, or a ``random.Random``."""
+
+    def __init__(self, generator: random.Random):
+        self.generator = generator
+
+    def state(self) -> Any:
+        return self.generator.getstate()
+
+    def restore(self, state: Any) -> None:
+        self.generator.setstate(state)
+
+    @staticmethod
+    def same(a: Any, b: Any) -> bool:
+        return a == b
 
 
-def _source(value: Any) -> Source:
-    if not isinstance(value, torch.Generator):
+class _NumpySource:
+    """NumPy's global generator, a ``RandomState`` or a ``Generator``: what has a bit generator."""
+
+    def __init__(self, generator: np.random.BitGenerator):
+        self.generator = generator
+
+    def state(self) -> bytes:
+        return pickle.dumps(self.generator.state)  # a copy, and of arrays too one that compares
+
+    def restore(self, state: bytes) -> None:
+        self.generator.state = pickle.loads(state)
+
+    @staticmethod
+    def same(a: bytes, b: bytes) -> bool:
+        return a == b
+
+
+def _source(value: Any) -> Source | None:
+    """The source of randomness that ``value`` is, or gives access to as a module of functions."""
+    if isinstance(value, torch.Generator):
+        return _CudaSource(value) if value.device.type == "cuda" else _CpuSource(value)
+    value = getattr(value, "__self__", value) if isinstance(value, (MethodType, BuiltinMethodType)) else value
+    if value is random or value is random._inst:  # type: ignore[attr-defined]
+        return _PythonSource(random._inst)  # type: ignore[attr-defined]
+    if isinstance(value, random.Random):
+        return _PythonSource(value)
+    if value is np or value is np.random or isinstance(value, np.random.RandomState):
+        state = value if isinstance(value, np.random.RandomState) else np.random.mtrand._rand
+        return _NumpySource(state._bit_generator)
+    if isinstance(value, np.random.Generator):
+        return _NumpySource(value.bit_generator)
+    kind = type(value)
+    if callable(getattr(kind, "get_states", None)) and callable(getattr(kind, "set_states", None)):
         return _TrackerSource(value)
-    return _CudaSource(value) if value.device.type == "cuda" else _CpuSource(value)
+    return None
+
+
+def is_source(value: Any) -> bool:
+    """Whether ``value`` is a random generator (torch's, Python's, NumPy's), a module of theirs or a tracker of states."""
+    return _source(value) is not None
+
+
+class DrawWatch(TorchDispatchMode):
+    """Notes the ``torch.Generator`` objects that ops are given, and their states before the first draw.
+
+    Nothing else tells for sure which ones a region draws from. It costs microseconds an op, so it watches a region's
+    first frame only.
+    """
+
+    def __init__(self, state: RngState):
+        super().__init__()
+        self._state = state
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, torch.Generator):
+                self._state.include(value)
+        return function(*args, **(kwargs or {}))
 
 
 class RngState:
-    """The states of the CPU's and every CUDA device's default generator, and of ``extra`` generators and trackers."""
+    """The states of the CPU's and every CUDA device's default generator, and of the sources among ``extra``."""
 
     __slots__ = ("_states",)
 
@@ -114,8 +181,19 @@ class RngState:
         sources: list[Source] = [_CPU]
         if torch.cuda.is_initialized():
             sources += map(_CudaSource, torch.cuda.default_generators)
-        sources += map(_source, extra)
+        sources += [source for value in extra if (source := _source(value)) is not None]
         self._states: list[tuple[Source, Any]] = [(source, source.state()) for source in sources]
+
+    def include(self, generator: torch.Generator) -> None:
+        """Capture the state of another generator, unless it has been captured."""
+        if all(getattr(source, "generator", None) is not generator for source, _ in self._states):
+            source = _source(generator)
+            assert source is not None
+            self._states.append((source, source.state()))
+
+    def generators(self) -> list[torch.Generator]:
+        found = [getattr(source, "generator", None) for source, _ in self._states]
+        return [generator for generator in found if isinstance(generator, torch.Generator)]
 
     def drawn(self) -> RngState | None:
         """Only the sources that have been drawn from since this was taken; None where there are none."""

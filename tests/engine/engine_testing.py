@@ -1,0 +1,251 @@
+"""What the engine's tests share: small models, outcomes to compare bit for bit, and counts of what is alive."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+import recompute
+from recompute.apply import Stats
+from recompute.engine import recipe, region
+
+HIDDEN = 8
+TOKENS = 6
+
+
+def policy(*rules: tuple[str, str]) -> dict[str, Any]:
+    """A policy of (path glob, action) pairs, all by hooks. The root's path is matched by ``**`` alone."""
+    via = {"recompute": {"via": "hook"}}
+    return {"rules": [{"match": match, "action": action, **via.get(action, {})} for match, action in rules]}
+
+
+CHECKPOINT = policy(("layers.*", "checkpoint"))
+RECOMPUTE = policy(("**.norm*", "recompute"), ("**.mlp", "recompute"), ("**.dropout", "recompute"))
+BOTH = policy(("layers.0", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
+
+
+def holding(forward: Callable[..., Any], **parts: Any) -> Holder:
+    """A module around one, ``inside``, that runs ``forward(self, *args)``; ``parts`` become its attributes."""
+    body = type("Body", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(body, name, part)
+    return Holder(body)
+
+
+def policed(module: nn.Module, action: str = "checkpoint") -> nn.Module:
+    """``module``, with what is ``inside`` it under ``action``."""
+    recompute.apply(module, policy(("inside", action)))
+    return module
+
+
+class Holder(nn.Module):
+    """A module around another, which so has a path, and a scope around it."""
+
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inside(*args, **kwargs)
+
+
+class RMSNorm(nn.Module):
+    """As in Llama; counts how often it runs."""
+
+    def __init__(self, size: int = HIDDEN):
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.rand(size))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Three projections of one normalized input, two heads."""
+
+    def __init__(self, size: int = HIDDEN):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(size, size, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(-2, -3) for project in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, size: int = HIDDEN, inner: int = 2 * HIDDEN):
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, p: float = 0.25):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(), nn.LayerNorm(HIDDEN)
+        self.attention = Attention()
+        self.dropout = nn.Dropout(p)
+        self.mlp = GatedMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
+class Stack(nn.Module):
+    """Decoder layers, a norm and a head."""
+
+    def __init__(self, count: int = 3, p: float = 0.25):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(p) for _ in range(count))
+        self.norm = RMSNorm()
+        self.head = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Projections(nn.Module):
+    """One norm whose output three Linears save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm()
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.q(y) + self.k(y) + self.v(y)
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.randn(*(shape or (TOKENS, HIDDEN)), dtype=dtype, requires_grad=grad)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The leaves of nested containers and dataclasses."""
+    found = []
+    for leaf in tree_leaves(value):
+        is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+        found += leaves(vars(leaf)) if is_dataclass else [leaf]
+    return found
+
+
+def loss_of(result: Any) -> Tensor:
+    """A sum of all outputs that require gradients, each element weighted differently."""
+    terms = []
+    for index, leaf in enumerate(leaves(result)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            wide = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+            weights = torch.linspace(0.5, 1.5 + index, wide.numel(), device=leaf.device).reshape(wide.shape)
+            terms.append((wide.float() * weights).sum())
+    return torch.stack(terms).sum()
+
+
+def outcome(module: nn.Module, *inputs: Any, backwards: int = 1, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
+    """What one training step makes of ``module``: outputs, gradients of each backward, buffers, the random stream after it."""
+    given = tree_map(_fresh, inputs)
+    torch.manual_seed(7)
+    with around or nullcontext():
+        result = module(*given)
+    found = {f"output {index}": leaf for index, leaf in enumerate(leaves(result))}
+    loss = loss_of(result)
+    wanted = {f"input {index}": leaf for index, leaf in enumerate(tree_leaves(given)) if needs_grad(leaf)}
+    wanted |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for turn in range(backwards):
+        grads = torch.autograd.grad(loss, list(wanted.values()), retain_graph=turn + 1 < backwards, allow_unused=True)
+        found |= {f"gradient {turn} of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+    return found | {"random": torch.get_rng_state()}
+
+
+def _fresh(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def bits(value: Any) -> Any:
+    """What is equal for two tensors only if they agree in dtype, shape and every bit; any other value as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    dense = value.detach().resolve_conj().resolve_neg()
+    dense = dense.to_dense() if dense.layout is not torch.strided else dense
+    content = dense.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return dense.dtype, tuple(dense.shape), hashlib.sha256(content).hexdigest()[:16]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal bit for bit, and the names of those that are not."""
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if bits(found[name]) != bits(expected[name])]
+    assert not different, f"not as without the policy: {different}"
+
+
+def assert_as_plain(
+    module: nn.Module,
+    rules: dict[str, Any],
+    *inputs: Any,
+    backwards: int = 2,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Stats:
+    """A training step under the policy is bit for bit what it is without, and the policy regenerated something."""
+    under = copy.deepcopy(module)
+    expected = outcome(module, *inputs, backwards=backwards, around=around())
+    with recompute.apply(under, rules) as handle:
+        found = outcome(under, *inputs, backwards=backwards, around=around())
+        stats = handle.stats()
+    assert_same(found, expected)
+    return stats
+
+
+def weak(tensor: Tensor) -> StorageWeakRef:
+    """Tells, with ``expired()``, whether the tensor's memory has been freed."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def engine_objects() -> Counter[str]:
+    """How many frames, recipes, handles and held tensors exist."""
+    kinds = (recipe.Recipe, recipe.Handle, recipe.Kept, recipe.Foreign, recipe.RecipeBook, region.Scope)
+    return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds))
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
+    """What dies here dies by reference count. Gives a function that counts the engine's objects made since and alive."""
+    gc.collect()
+    gc.disable()
+    before = engine_objects()
+    try:
+        yield lambda: engine_objects() - before
+    finally:
+        gc.enable()

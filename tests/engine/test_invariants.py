@@ -1,0 +1,461 @@
+"""The ten invariants of ``recompute.engine.region``: at least one test each, which fails where that invariant is broken."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_testing import (
+    BOTH,
+    CHECKPOINT,
+    HIDDEN,
+    RECOMPUTE,
+    TOKENS,
+    Layer,
+    Projections,
+    RMSNorm,
+    Stack,
+    assert_as_plain,
+    bits,
+    holding,
+    loss_of,
+    no_garbage_collection,
+    policed,
+    policy,
+    tokens,
+    weak,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import recompute
+from recompute.errors import MutationError, PolicyWarning
+from recompute.planning.profiling import memory_trace
+
+POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
+FLOAT_NBYTES = 4
+ROW_NBYTES = TOKENS * HIDDEN * FLOAT_NBYTES
+
+
+# 1. Exact
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_1_outputs_and_all_gradients_are_those_of_the_plain_model_bit_for_bit(rules: dict[str, Any], precision: str) -> None:
+    model, x = Stack(), tokens()
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if precision == "bfloat16":
+        model, x = model.bfloat16(), tokens(dtype=torch.bfloat16)
+    elif precision == "autocast":
+        around = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    stats = assert_as_plain(model, rules, x, around=around)
+    assert stats.dropped_tensors > 0
+    assert stats.regenerations > 0
+
+
+# 2. Never written
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+def test_2_backward_writes_into_no_tensor_that_it_did_not_make(rules: dict[str, Any]) -> None:
+    model, x = Stack(), tokens()
+    saved: list[Tensor] = []
+    recompute.apply(model, rules)
+    hidden: list[Tensor] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, result: hidden.extend([*args, result]))
+    loss = loss_of(model(x))
+    saved = [x, *hidden, *model.parameters()]
+    before = [(bits(tensor), tensor._version) for tensor in saved]
+    wanted = [x, *model.parameters()]
+    first = torch.autograd.grad(loss, wanted, retain_graph=True)
+    assert [(bits(tensor), tensor._version) for tensor in saved] == before
+    second = torch.autograd.grad(loss, wanted)
+    assert [bits(grad) for grad in second] == [bits(grad) for grad in first]
+
+
+# 3. A storage is known by its StorageImpl, held weakly
+
+
+def test_3_a_storage_at_the_address_of_a_dead_one_does_not_get_its_recipe() -> None:
+    class Recycler(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = RMSNorm(), nn.Linear(HIDDEN, HIDDEN)
+            self.norm.requires_grad_(False)
+            self.addresses: set[int] = set()
+            self.reused = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = x.new_zeros(())
+            for index in range(40):
+                self.addresses.add(self.norm(x).data_ptr())
+                fresh = x * (index + 2.0)
+                self.reused += fresh.data_ptr() in self.addresses
+                total = total + self.linear(fresh).sum()
+            return total
+
+    model, x = Recycler(), tokens(grad=False)
+    expected = torch.autograd.grad(model(x), model.linear.weight)
+    recompute.apply(model, policy(("norm", "recompute")))
+    model.reused = 0
+    found = torch.autograd.grad(model(x), model.linear.weight)
+    assert model.reused > 0, "this test tests nothing if no address is used twice"
+    assert bits(found[0]) == bits(expected[0])
+
+
+def test_3_knowing_a_storage_keeps_it_not_alive() -> None:
+    alive: list[bool] = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        reference = weak(y)
+        del y
+        alive.append(not reference.expired())
+        return x + 1
+
+    model = holding(forward, norm=RMSNorm())
+    recompute.apply(model, policy(("inside.norm", "recompute")))
+    model(tokens())
+    assert alive == [False]
+
+
+# 4. What is not provably regenerable is kept
+
+
+def test_4_a_region_that_overwrites_its_input_is_kept_and_says_so() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.linear(self.relu(x)).sigmoid()
+
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), holding(forward, relu=nn.ReLU(inplace=True), linear=nn.Linear(HIDDEN, HIDDEN)))
+    with pytest.warns(PolicyWarning, match=r"1\.inside|\*\.inside.*an argument.*in place"):
+        stats = assert_as_plain(model, policy(("1.inside", "checkpoint")), tokens())
+    assert (stats.dropped_tensors, stats.regenerations) == (0, 0)
+    assert stats.kept_nbytes == ROW_NBYTES  # sigmoid's result; relu's is in the memory of the input, which lives anyway
+
+
+def test_4_a_region_that_writes_into_a_tensor_of_its_cache_argument_is_kept() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.rows = torch.ones(TOKENS, HIDDEN)
+
+    def forward(self: Any, x: Tensor, cache: Cache) -> Tensor:
+        y = (x * cache.rows.clone()).exp()
+        cache.rows.mul_(3.0)
+        return y.sin()
+
+    model, x = policed(holding(forward)), tokens()
+    with pytest.warns(PolicyWarning, match="a tensor in an argument, a Cache"):
+        result = model(x, Cache())
+    (found,) = torch.autograd.grad(result.sum(), x)
+    (expected,) = torch.autograd.grad(x.exp().sin().sum(), x)
+    assert bits(found) == bits(expected)
+
+
+def test_4_a_sparse_tensor_that_autograd_saves_is_kept() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return torch.sparse.mm((x.detach() > 0).float().to_sparse(), x.exp())
+
+    assert_as_plain(holding(forward), policy(("inside", "checkpoint")), tokens(HIDDEN, HIDDEN))
+
+
+# 5. Versions are checked
+
+
+def hidden_of(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x * 1.0)
+
+
+def test_5_an_input_mutated_after_the_region_is_refused_by_its_name() -> None:
+    model, x = policed(holding(lambda self, x: x.exp().sin())), tokens()
+    given = x * 1.0
+    result = model(given)
+    with torch.no_grad():
+        given.add_(1.0)
+    with pytest.raises(MutationError, match=r"inside \(Body\).*shape \(6, 8\).*modified in place"):
+        result.sum().backward()
+
+
+@pytest.mark.parametrize("updated", ["weight", "bias"])
+def test_5_a_parameter_updated_before_backward_is_refused_by_its_name(updated: str) -> None:
+    model = policed(holding(lambda self, x: self.linear(x).sin(), linear=nn.Linear(HIDDEN, HIDDEN)))
+    loss = loss_of(model(tokens()))
+    optimizer = torch.optim.SGD([getattr(model.inside.linear, updated)], lr=0.1)
+    getattr(model.inside.linear, updated).grad = torch.ones_like(getattr(model.inside.linear, updated))
+    optimizer.step()
+    with pytest.raises(MutationError, match=rf"inside \(Body\).*linear\.{updated}.*modified in place"):
+        loss.backward()
+
+
+def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too() -> None:
+    model = Projections()
+    recompute.apply(model, policy(("norm", "recompute")))
+    loss = loss_of(model(tokens()))
+    with torch.no_grad():
+        model.q.weight.add_(1.0)
+    with pytest.raises(MutationError, match=r"shape \(8, 8\).*modified in place"):
+        loss.backward()
+
+
+# 6. Random state: more in test_rng.py
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+def test_6_dropout_draws_the_same_mask_again_and_backward_leaves_the_stream_where_it_was(rules: dict[str, Any]) -> None:
+    model, x = Stack(p=0.5), tokens()
+    assert_as_plain(model, rules, x)
+    recompute.apply(model, rules)
+    result = model(x)
+    torch.rand(3)
+    before = bits(torch.get_rng_state())
+    loss_of(result).backward()
+    assert bits(torch.get_rng_state()) == before
+
+
+# 7. What lives anyway is neither copied nor counted
+
+
+def test_7_dropped_bytes_are_those_of_the_intermediates_and_nothing_else() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return ((x * self.scale).exp() * self.table).sin()  # saves x, scale; exp; table; the product
+
+    model = holding(forward, scale=nn.Parameter(torch.rand(HIDDEN)))
+    model.inside.register_buffer("table", torch.rand(HIDDEN))
+    recompute.apply(model, policy(("inside", "checkpoint"))) if False else None
+    with recompute.apply(model, policy(("inside", "checkpoint"))) as handle:
+        loss_of(model(tokens())).backward()
+        stats = handle.stats()
+    assert stats.dropped_nbytes == 2 * ROW_NBYTES
+    assert stats.dropped_tensors == 2
+    assert stats.kept_nbytes == 0
+
+
+def test_7_a_checkpointed_stack_holds_its_layers_inputs_to_the_byte() -> None:
+    model, x = Stack(count=4, p=0.0).layers, tokens()
+    model = nn.Sequential(*model)
+    recompute.apply(model, policy(("*", "checkpoint")))
+    with memory_trace(torch.device("cpu")) as trace:
+        result = model(x)
+        trace.mark("after forward")
+    assert trace.held_nbytes["after forward"] == 4 * ROW_NBYTES, "three layers' inputs and the result"
+    result.sum().backward()
+
+
+def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward() -> None:
+    model, x = Projections(), tokens()
+
+    def held(model: nn.Module) -> int:
+        with memory_trace(torch.device("cpu")) as trace:
+            result = model(x)
+            trace.mark("after forward")
+        result.sum().backward()
+        return trace.held_nbytes["after forward"]
+
+    plain = held(model)
+    rows = TOKENS * FLOAT_NBYTES
+    # wide (x itself), rsqrt's result a row, what the weight is multiplied with; and the norm's output; then the sum
+    assert plain == ROW_NBYTES + ROW_NBYTES + rows + ROW_NBYTES
+    recompute.apply(model, policy(("norm", "recompute")))
+    assert held(model) == ROW_NBYTES, "the result alone: the region's input lives anyway"
+
+
+# 8. Memory is released by reference count
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("backwards", [0, 1, 2])
+def test_8_the_graph_dies_without_garbage_collection(rules: dict[str, Any], backwards: int) -> None:
+    model, x = Stack(), tokens()
+    recompute.apply(model, rules)
+    references = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, result: references.append(weak(result)))
+    with no_garbage_collection() as engine_objects:
+        loss = loss_of(model(x))
+        for _ in range(backwards):
+            loss.backward(retain_graph=True)
+        del loss
+        assert engine_objects() == {}
+        assert all(reference.expired() for reference in references)
+
+
+# 9. Regions compose
+
+
+class SaveAll(torch.autograd.graph.saved_tensors_hooks):
+    """The user's own hooks: hold copies, as an offloader does."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor.clone(), lambda packed: packed)
+
+
+ROUNDS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "copying hooks": SaveAll,
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("around", ROUNDS.values(), ids=ROUNDS)
+def test_9_inside_the_users_own_saved_tensor_hooks(rules: dict[str, Any], around: Callable[[], Any]) -> None:
+    assert_as_plain(Stack(), rules, tokens(), around=around)
+
+
+class Checkpointed(nn.Module):
+    """Runs what is inside under torch's checkpoint."""
+
+    def __init__(self, inside: nn.Module, reentrant: bool):
+        super().__init__()
+        self.inside, self.reentrant = inside, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+def test_9_inside_torch_checkpoint(rules: dict[str, Any]) -> None:
+    inside = {"rules": [{**rule, "match": f"inside.{rule['match']}"} for rule in rules["rules"]]}
+    assert_as_plain(Checkpointed(Stack(), reentrant=False), inside, tokens())
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+def test_9_inside_reentrant_torch_checkpoint(rules: dict[str, Any]) -> None:
+    def grads(model: nn.Module) -> list[Any]:
+        torch.manual_seed(3)
+        loss_of(model(x)).backward()
+        return [bits(parameter.grad) for parameter in model.parameters()]
+
+    x = tokens()
+    model = Checkpointed(Stack(), reentrant=True)
+    expected = grads(model)
+    model.zero_grad()
+    recompute.apply(model, {"rules": [{**rule, "match": f"inside.{rule['match']}"} for rule in rules["rules"]]})
+    assert grads(model) == expected
+
+
+@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+def test_9_around_torch_checkpoint(action: str) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = RMSNorm(), Checkpointed(Layer(), reentrant=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.norm(x)) + x.exp()
+
+    rules = {"checkpoint": policy(("inside", "checkpoint")), "recompute": policy(("inside.norm", "recompute"))}
+    assert_as_plain(nn.ModuleDict({"inside": Around()}) if False else _hold(Around()), rules[action], tokens())
+
+
+def _hold(inside: nn.Module) -> nn.Module:
+    model = holding(lambda self, x: x)
+    model.inside = inside
+    return model
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_9_checkpoints_in_checkpoints_with_dropped_outputs_in_the_innermost(depth: int) -> None:
+    model: nn.Module = Layer()
+    for _ in range(depth):
+        model = _hold(model)
+    paths = [".".join(["inside"] * level) for level in range(1, depth + 1)]
+    rules = policy(*((path, "checkpoint") for path in paths), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
+    assert_as_plain(model, rules, tokens())
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+def test_9_several_threads_train_one_model_at_once(rules: dict[str, Any]) -> None:
+    model, x = Stack(p=0.0), tokens(grad=False)
+    wanted = list(model.parameters())
+    expected = [bits(grad) for grad in torch.autograd.grad(loss_of(model(x)), wanted)]
+    recompute.apply(model, rules)
+    found: list[list[Any]] = []
+
+    def train() -> None:
+        for _ in range(5):
+            found.append([bits(grad) for grad in torch.autograd.grad(loss_of(model(x)), wanted)])
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 15
+
+
+# 10. The cost is bounded
+
+
+class CountOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "detach" not in str(function) and "alias" not in str(function):
+            self.ops.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def calls(function: Callable[[], Any]) -> int:
+    """Python and C functions that ``function`` calls: a time that does not depend on the machine."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+def test_10_forward_runs_no_op_that_it_would_not_run_without_the_policy(rules: dict[str, Any]) -> None:
+    model, x = Stack(), tokens()
+
+    def forward() -> list[str]:
+        with CountOps() as count:
+            model(x)
+        return sorted(count.ops)
+
+    expected = forward()
+    recompute.apply(model, rules)
+    assert forward() == expected
+
+
+def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few() -> None:
+    def chain(length: int) -> Callable[..., Tensor]:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            for _ in range(length):
+                x = x.exp()
+            return x
+
+        return forward
+
+    def extra(length: int) -> int:
+        model, x = holding(chain(length)), tokens()
+        model(x)
+        plain = calls(lambda: model(x))
+        policed(model)
+        model(x)
+        return calls(lambda: model(x)) - plain
+
+    short, long = extra(10), extra(110)
+    assert (long - short) / 100 <= 25, "calls a saved tensor"
+    assert short - (long - short) / 10 <= 250, "calls a region"

@@ -1,0 +1,343 @@
+"""Recipes: what ops record of themselves, handles and their views, the book that knows storages, held tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import HIDDEN, TOKENS, bits, holding, no_garbage_collection, policy, tokens, weak
+from torch import Tensor, nn
+
+import recompute
+from recompute.engine.recipe import Foreign, Kept, Layout, Owner, RecipeBook, fetch, hold, open_book, record, storage_key
+from recompute.engine.region import KeepSpan, Scope
+from recompute.errors import MutationError, RegenerationError
+
+ROW_NBYTES = TOKENS * HIDDEN * 4
+
+
+class Cube:
+    """An op that knows itself: counts how often it is regenerated."""
+
+    def __init__(self) -> None:
+        self.regenerated = 0
+        self.given: list[Any] = []
+
+    def __call__(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = x.pow(3) * scale
+        record(y, self.again, x, scale)
+        return y
+
+    def again(self, x: Tensor, scale: float) -> Tensor:
+        self.regenerated += 1
+        self.given.append((x, scale))
+        assert not torch.is_grad_enabled()
+        return x.pow(3) * scale
+
+
+def scoped(function: Callable[..., Any], *args: Any, owner: Owner | None = None) -> Any:
+    with Scope(owner or Owner("the model")):
+        return function(*args)
+
+
+def test_a_recorded_output_is_dropped_wherever_it_is_saved_and_regenerated_once_for_all() -> None:
+    cube, references = Cube(), []
+
+    def forward(x: Tensor) -> Tensor:
+        y = cube(x)
+        references.append(weak(y))
+        return y.sin() + y.cos() + y * y
+
+    x = tokens()
+    result = scoped(forward, x)
+    assert references[0].expired()
+    for turn in (1, 2):
+        (found,) = torch.autograd.grad(result.sum(), x, retain_graph=True)
+        assert cube.regenerated == turn
+        y = x.pow(3) * 1.0
+        (expected,) = torch.autograd.grad((y.sin() + y.cos() + y * y).sum(), x)
+        assert bits(found) == bits(expected)
+
+
+def test_recorded_inputs_are_passed_by_value_and_others_as_they_are() -> None:
+    cube, x, scale = Cube(), tokens(), 2.0
+    scoped(lambda x: cube(x, scale).sin(), x).sum().backward()
+    ((given, given_scale),) = cube.given
+    assert bits(given) == bits(x)
+    assert given_scale is scale
+    assert not given.requires_grad
+
+
+def test_recipes_chain_through_dropped_inputs() -> None:
+    cube, references = Cube(), []
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = cube(x, 0.5)
+            references.append(weak(x))
+        return x.sin()
+
+    x = tokens()
+    with no_garbage_collection() as engine_objects:
+        result = scoped(forward, x)
+        assert all(reference.expired() for reference in references)
+        (found,) = torch.autograd.grad(result.sum(), x)
+        del result
+        assert engine_objects() == {}
+    y = x
+    for _ in range(3):
+        y = y.pow(3) * 0.5
+    (expected,) = torch.autograd.grad(y.sin().sum(), x)
+    assert bits(found) == bits(expected)
+
+
+def test_nothing_is_recorded_outside_of_a_scope_or_without_gradients() -> None:
+    cube, x = Cube(), tokens()
+    assert open_book() is None
+    cube(x).sin().sum().backward()
+    with torch.no_grad():
+        hidden = scoped(cube, x)
+    (hidden * x).sum().backward()
+    with Scope(Owner("outer")), torch.no_grad():
+        y = cube(x)
+    (y * x).sum().backward()
+    assert cube.regenerated == 0
+
+
+def test_a_recorded_output_that_is_mutated_is_kept_as_it_was_when_saved() -> None:
+    cube = Cube()
+
+    def forward(x: Tensor) -> Tensor:
+        y = cube(x)
+        y.add_(1.0)
+        return y.sin()
+
+    x = tokens()
+    (found,) = torch.autograd.grad(scoped(forward, x).sum(), x)
+    (expected,) = torch.autograd.grad((x.pow(3) + 1).sin().sum(), x)
+    assert cube.regenerated == 0
+    assert bits(found) == bits(expected)
+
+
+def test_an_input_of_a_recipe_that_is_mutated_before_backward_is_refused() -> None:
+    cube, x = Cube(), tokens()
+    given = x * 1.0
+
+    def forward(given: Tensor) -> Tensor:
+        return cube(given.detach()).mul(x)
+
+    result = scoped(forward, given, owner=Owner("the model"))
+    given.data.add_(0.0)  # no version: nobody sees it, as in plain eager
+    with torch.no_grad():
+        given.add_(1.0)
+    with pytest.raises(MutationError, match=r"shape \(6, 8\) and dtype torch.float32 that MulBackward0 needs.*modified"):
+        result.sum().backward()
+
+
+@pytest.mark.parametrize("what", ["shape", "stride", "dtype"])
+def test_a_recipe_that_gives_back_another_layout_is_refused(what: str) -> None:
+    others: dict[str, Callable[[Tensor], Tensor]] = {
+        "shape": lambda x: x.exp()[:3],
+        "stride": lambda x: x.exp().t().contiguous().t(),
+        "dtype": lambda x: x.exp().double(),
+    }
+
+    def forward(x: Tensor) -> Tensor:
+        y = x.exp()
+        record(y, others[what], x)
+        return y.t().sin()
+
+    result = scoped(forward, tokens())
+    with pytest.raises(RegenerationError, match=r"in .*was dropped.*came back"):
+        result.sum().backward()
+
+
+def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it() -> None:
+    cube, owner, x = Cube(), Owner("the model"), tokens()
+    from recompute.engine.recipe import local
+
+    outer, local.owner = local.owner, owner
+    try:
+        scoped(cube, x)
+        assert (owner.dropped_tensors, owner.dropped_nbytes) == (0, 0)
+        result = scoped(lambda x: (y := cube(x)).sin() + y[1:].cos().sum() + y.t().exp().sum(), x)
+    finally:
+        local.owner = outer
+    assert (owner.dropped_tensors, owner.dropped_nbytes) == (1, ROW_NBYTES)
+    result.sum().backward()
+    assert owner.regenerations == 1
+
+
+def test_values_are_freed_when_the_backward_that_wanted_some_of_them_only_ends() -> None:
+    values: list[Any] = []
+
+    def again(x: Tensor) -> Tensor:
+        y = x.exp()
+        values.append(weak(y))
+        return y
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.detach().exp()
+        record(y, again, x.detach())
+        return y * x, y * x.cos()
+
+    x = tokens()
+    with no_garbage_collection():
+        one, two = scoped(forward, x)
+        torch.autograd.grad(one.sum(), x, retain_graph=True)
+        assert [value.expired() for value in values] == [True]
+        torch.autograd.grad(two.sum(), x, retain_graph=True)
+        assert [value.expired() for value in values] == [True, True]
+
+
+def test_a_regeneration_that_raises_is_tried_again_by_the_next_backward() -> None:
+    failures = [KeyError("first")]
+
+    def again(x: Tensor) -> Tensor:
+        if failures:
+            raise failures.pop()
+        return x.exp()
+
+    def forward(x: Tensor) -> Tensor:
+        y = x.detach().exp()
+        record(y, again, x.detach())
+        return y * x
+
+    x = tokens()
+    result = scoped(forward, x)
+    with pytest.raises(KeyError, match="first"):
+        result.sum().backward(retain_graph=True)
+    (found,) = torch.autograd.grad(result.sum(), x)
+    assert bits(found) == bits(x.exp())
+
+
+def test_two_threads_in_backward_of_one_graph_regenerate_right_values() -> None:
+    cube, x = Cube(), tokens(64, 64)
+    result = scoped(lambda x: (y := cube(x, 0.1)).sin() * y.cos(), x)
+    (expected,) = torch.autograd.grad(result.sum(), x, retain_graph=True)
+    found: list[Any] = []
+
+    def backward() -> None:
+        for _ in range(20):
+            found.append(bits(torch.autograd.grad(result.sum(), x, retain_graph=True)[0]))
+
+    threads = [threading.Thread(target=backward) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [bits(expected)] * 60
+
+
+# Scopes
+
+
+def test_scopes_inside_share_the_book_of_the_outermost() -> None:
+    cube, references = Cube(), []
+
+    def inner(y: Tensor) -> Tensor:
+        return scoped(lambda: y.sin() + cube(y).cos())
+
+    def forward(x: Tensor) -> Tensor:
+        y = cube(x)
+        references.append(weak(y))
+        return inner(y)
+
+    x = tokens()
+    result = scoped(forward, x)
+    assert references[0].expired()
+    result.sum().backward()
+    assert cube.regenerated == 2
+
+
+def test_a_keep_span_keeps_what_is_saved_in_it_also_inside_of_a_scope() -> None:
+    cube, references = Cube(), []
+
+    def forward(x: Tensor) -> Tensor:
+        with KeepSpan(Owner("kept")):
+            y = cube(x)
+            references.append(weak(y))
+            return y.sin()
+
+    result = scoped(forward, tokens())
+    assert not references[0].expired()
+    result.sum().backward()
+    assert cube.regenerated == 0
+
+
+def test_a_scopes_memory_of_storages_ends_with_it_while_its_graph_lives() -> None:
+    with no_garbage_collection() as engine_objects:
+        result = scoped(lambda x: (x.exp() * x).sin(), tokens())
+        assert "RecipeBook" not in engine_objects()
+        result.sum().backward()
+
+
+# The parts
+
+
+def test_a_layout_is_all_there_is_to_a_view_but_its_bytes() -> None:
+    x = torch.zeros(4, 6)
+    assert Layout.of(x) == Layout.of(torch.ones(4, 6))
+    others = (x.t(), x[1:], x[:, :3], x.double(), x.flatten(), x[:2], x[2:])
+    assert len({Layout.of(other) for other in (x, *others)}) == len(others) + 1
+
+
+def test_a_kept_tensor_is_itself_until_it_is_mutated() -> None:
+    tensor = torch.ones(3)
+    kept = Kept(tensor, "somewhere")
+    assert kept.get() is tensor
+    tensor[1:].zero_()
+    with pytest.raises(MutationError, match=r"somewhere.*shape \(3,\).*version 1, expected version 0"):
+        kept.get()
+
+
+def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_them() -> None:
+    packed: list[str] = []
+
+    def pack(tensor: Tensor) -> str:
+        packed.append(str(tensor.tolist()))
+        return packed[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda text: torch.tensor(eval(text))):
+        held = hold(torch.tensor([1.0, 2.0], requires_grad=True), "somewhere")
+    assert isinstance(held, Foreign)
+    assert packed == ["[1.0, 2.0]"]
+    assert fetch(held).tolist() == [1.0, 2.0]
+    assert fetch("anything else") == "anything else"
+
+
+def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> None:
+    book, cube = RecipeBook(), Cube()
+    from recompute.engine.recipe import OpRecipe
+
+    y = torch.ones(4, 4)
+    recipe = OpRecipe(Owner("op"), cube.again, (torch.ones(4, 4), 1.0))
+    book.enter(y, recipe, 0)
+    assert book.handle(torch.ones(4, 4)) is None
+    assert book.handle(y.view(torch.int32)) is None, "other bytes"
+    assert bits(book.handle(y).get()) == bits(y)
+    assert bits(book.handle(y.t()[1:]).get()) == bits(y.t()[1:])
+    book.forget(y[0])
+    assert book.handle(y) is None
+
+
+def test_only_strided_tensors_have_a_storage_of_their_own() -> None:
+    assert storage_key(torch.eye(3).to_sparse()) is None
+    assert storage_key(torch.zeros(2, 2)) != storage_key(torch.zeros(2, 2).clone())
+    x = torch.zeros(2, 2)
+    assert storage_key(x) == storage_key(x[1:].t())
+
+
+def test_an_op_may_record_itself_inside_of_a_region() -> None:
+    cube = Cube()
+    model, x = holding(lambda self, x: (y := cube(x)).sin() + y.cos()), tokens()
+    recompute.apply(model, policy(("inside", "checkpoint")))
+    cube.given.clear()
+    (found,) = torch.autograd.grad(model(x).sum(), x)
+    y = x.pow(3)
+    (expected,) = torch.autograd.grad((y.sin() + y.cos()).sum(), x)
+    assert bits(found) == bits(expected)
+    assert isinstance(model, nn.Module)

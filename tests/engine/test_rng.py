@@ -1,0 +1,412 @@
+"""Random numbers: a region draws the same ones again, whatever it draws them from, and backward leaves no trace in any stream."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_testing import (
+    HIDDEN,
+    TOKENS,
+    Stack,
+    assert_as_plain,
+    bits,
+    holding,
+    loss_of,
+    policed,
+    policy,
+    tokens,
+)
+from torch import Tensor, nn
+
+import recompute
+from recompute.engine.rng import RngState, is_source
+from recompute.planning.profiling import memory_trace
+
+INSIDE = policy(("inside", "checkpoint"))
+CPU = torch.device("cpu")
+GENERATOR = torch.Generator()
+STATE_NBYTES = torch.get_rng_state().nbytes
+both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "normal": lambda x: x * torch.empty_like(x).normal_(),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "permutation": lambda x: x[torch.randperm(len(x))] * x,
+    "multinomial": lambda x: x[torch.multinomial(torch.ones(len(x)), 3)].exp(),
+    "gumbel": lambda x: F.gumbel_softmax(x) * x,
+    "rrelu": lambda x: F.rrelu(x, training=True) * x,
+    "seeded inside": lambda x: (torch.manual_seed(3), x * torch.rand_like(x))[1],
+    "drawn thrice": lambda x: F.dropout(F.dropout(x, 0.3).exp() * torch.rand(()), 0.3),
+}
+
+
+@both_actions
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_the_same_numbers_are_drawn_again_and_the_stream_goes_on_where_it_was(draw: Callable[[Tensor], Tensor], action: str) -> None:
+    assert_as_plain(holding(lambda self, x: draw(x.sin()).exp()), policy(("inside", action)), tokens())
+
+
+def test_what_is_drawn_between_forward_and_backward_and_after_it_is_what_it_would_have_been() -> None:
+    def draw(model: nn.Module) -> list[Any]:
+        torch.manual_seed(11)
+        x = tokens()
+        losses = [loss_of(model(x)) for _ in range(2)]
+        drawn = [torch.rand(2)]
+        grads = torch.autograd.grad(losses[0], x)
+        drawn.append(torch.rand(2))
+        grads += torch.autograd.grad(losses[1], x)
+        drawn.append(torch.rand(2))
+        return [bits(value) for value in (*drawn, *grads)]
+
+    model = Stack(p=0.5)
+    expected = draw(model)
+    recompute.apply(model, policy(("layers.*", "checkpoint"), ("**.dropout", "recompute"), ("norm", "recompute")))
+    assert draw(model) == expected
+
+
+def test_random_state_is_held_only_by_regions_that_draw() -> None:
+    def held(probability: float) -> int:
+        model = holding(lambda self, x: (F.dropout(x, probability) if probability else x.cos()).exp().sum())
+        policed(model)
+        x = tokens()
+        with memory_trace(CPU) as trace:
+            result = model(x)
+            trace.mark("forward")
+        result.backward()
+        return trace.held_nbytes["forward"]
+
+    assert held(0.0) == 4, "the result alone"
+    assert held(0.5) == 4 + STATE_NBYTES
+
+
+# Generators
+
+
+class Draws(nn.Module):
+    """A region that draws from ``generator``, got in one of many ways; ``around`` passes what is passed."""
+
+    def __init__(self, inside: nn.Module, *args: Any, **kwargs: Any):
+        super().__init__()
+        self.inside = inside
+        self.args, self.kwargs = args, kwargs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x, *self.args, **self.kwargs)
+
+
+def masked(x: Tensor, generator: torch.Generator) -> Tensor:
+    return (x * torch.rand(x.shape, generator=generator)).exp().sin()
+
+
+def masked_globally(x: Tensor) -> Tensor:
+    return masked(x, GENERATOR)
+
+
+def by_attribute(generator: torch.Generator) -> nn.Module:
+    return holding(lambda self, x: masked(x, self.generator), generator=generator)
+
+
+def by_method(generator: torch.Generator) -> nn.Module:
+    model = holding(lambda self, x: self.draw(x), generator=generator)
+    type(model.inside).draw = lambda self, x: masked(x, self.generator)
+    return model
+
+
+def by_closure(generator: torch.Generator) -> nn.Module:
+    return holding(lambda self, x: masked(x, generator))
+
+
+def by_default(generator: torch.Generator) -> nn.Module:
+    return holding(lambda self, x, drawn_from=generator: masked(x, drawn_from))
+
+
+class Global(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return masked(x, GENERATOR)
+
+
+class GlobalInHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return masked_globally(x)
+
+
+class GlobalInMethod(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x)
+
+    def draw(self, x: Tensor) -> Tensor:
+        return masked(x, GENERATOR)
+
+
+class Config:
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+
+
+GENERATORS: dict[str, Callable[[torch.Generator], nn.Module]] = {
+    "argument": lambda g: Draws(holding(lambda self, x, g: masked(x, g)).inside, g),
+    "keyword": lambda g: Draws(holding(lambda self, x, g: masked(x, g)).inside, g=g),
+    "in a list": lambda g: Draws(holding(lambda self, x, gs: masked(x, gs[0]["g"])).inside, [{"g": g}]),
+    "in an object": lambda g: Draws(holding(lambda self, x, c: masked(x, c.generator)).inside, Config(g)),
+    "attribute": by_attribute,
+    "attribute of a submodule": lambda g: holding(lambda self, x: self.sub(x), sub=by_attribute(g)),
+    "in a list attribute": lambda g: holding(lambda self, x: masked(x, self.generators[0]), generators=[g]),
+    "in an object attribute": lambda g: holding(lambda self, x: masked(x, self.config.generator), config=Config(g)),
+    "method": by_method,
+    "closure": by_closure,
+    "default": by_default,
+    "global": lambda g: Draws(Global()),
+    "global in a helper": lambda g: Draws(GlobalInHelper()),
+    "global in a method": lambda g: Draws(GlobalInMethod()),
+}
+
+
+@both_actions
+@pytest.mark.parametrize("way", GENERATORS)
+def test_a_generator_is_found_in_whichever_way_the_region_gets_it(way: str, action: str) -> None:
+    generator = GENERATOR if "global" in way else torch.Generator()
+    model, x = GENERATORS[way](generator), tokens()
+
+    def run() -> list[Any]:
+        generator.manual_seed(5)
+        result = model(x)
+        torch.rand(3, generator=generator)
+        before = generator.get_state()
+        grads = torch.autograd.grad(result.sum(), x)
+        assert bits(generator.get_state()) == bits(before)
+        return [bits(value) for value in (result, *grads)]
+
+    expected = run()
+    policed(model, action)
+    assert run() == expected
+
+
+def test_a_generator_that_a_module_gets_after_the_policy_was_applied_is_found() -> None:
+    model, x = holding(lambda self, x: masked(x, self.generator), generator=None), tokens()
+
+    def run() -> Any:
+        return bits(torch.autograd.grad(model(x).sum(), x)[0])
+
+    policed(model)
+    model.inside.generator = torch.Generator().manual_seed(1)
+    found = run()
+    torch.manual_seed(0)
+    mask = torch.rand(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    (expected,) = torch.autograd.grad((x * mask).exp().sin().sum(), x)
+    assert found == bits(expected)
+
+
+def test_a_generator_that_is_not_drawn_from_is_left_alone() -> None:
+    class Guarded:
+        """Counts how often its state is put back."""
+
+        def __init__(self) -> None:
+            self.sets = 0
+
+        def get_states(self) -> dict[str, Any]:
+            return {"a": torch.zeros(1)}
+
+        def set_states(self, states: dict[str, Any]) -> None:
+            self.sets += 1
+
+    tracker, x = Guarded(), tokens()
+    model = policed(holding(lambda self, x: F.dropout(x, 0.5).exp(), tracker=tracker))
+    model(x).sum().backward()
+    assert tracker.sets == 0
+
+
+# Trackers, as in tensor parallelism
+
+
+class Tracker:
+    """Named random states that are swapped in for a span, like Megatron's, on the CPU's generator."""
+
+    def __init__(self) -> None:
+        self.states = {"model": torch.Generator().manual_seed(1).get_state()}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states["model"])
+        try:
+            yield
+        finally:
+            self.states["model"] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+TRACKER = Tracker()
+
+
+def get_tracker() -> Tracker:
+    return TRACKER
+
+
+def forked(x: Tensor, tracker: Tracker) -> Tensor:
+    x = F.dropout(x, 0.5)
+    with tracker.fork():
+        return F.dropout(x, 0.5).exp().sin()
+
+
+class ByAccessor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return forked(x, get_tracker())
+
+
+TRACKERS: dict[str, Callable[[Tracker], nn.Module]] = {
+    "argument": lambda t: Draws(holding(lambda self, x, t: forked(x, t)).inside, t),
+    "attribute": lambda t: holding(lambda self, x: forked(x, self.tracker), tracker=t),
+    "closure": lambda t: holding(lambda self, x: forked(x, t)),
+    "accessor": lambda t: Draws(ByAccessor()),
+}
+
+
+@both_actions
+@pytest.mark.parametrize("way", TRACKERS)
+def test_a_trackers_forks_draw_the_same_numbers_again(way: str, action: str) -> None:
+    tracker = TRACKER if way == "accessor" else Tracker()
+    model, x = TRACKERS[way](tracker), tokens()
+
+    def run() -> list[Any]:
+        torch.manual_seed(2)
+        tracker.states = {"model": torch.Generator().manual_seed(1).get_state()}
+        result = model(x) + model(x)
+        before = [tracker.states["model"].clone(), torch.get_rng_state()]
+        grads = torch.autograd.grad(result.sum(), x)
+        after = [tracker.states["model"], torch.get_rng_state()]
+        assert [bits(state) for state in after] == [bits(state) for state in before]
+        return [bits(value) for value in (result, *grads, *after)]
+
+    expected = run()
+    policed(model, action)
+    assert run() == expected
+
+
+# Other sources
+
+
+@pytest.mark.parametrize("source", ["random", "numpy"])
+def test_pythons_and_numpys_random_numbers_are_the_same_again_or_refused(source: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scale = random.random() if source == "random" else float(np.random.rand())
+        return (x * scale).exp().sin()
+
+    model, x = holding(forward), tokens()
+
+    def run() -> Any:
+        random.seed(3)
+        np.random.seed(3)
+        return bits(torch.autograd.grad(model(x).sum(), x)[0])
+
+    expected = run()
+    policed(model)
+    assert run() == expected
+
+
+def test_a_module_that_draws_in_training_only_may_be_put_under_a_policy_in_eval() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                x = x + torch.rand_like(x)
+            return torch.sigmoid(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noisy = Noisy()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.noisy(x).sin()
+
+    for action in ("checkpoint", "recompute"):
+        model, x = Model(), tokens()
+
+        def run(model: nn.Module = model, x: Tensor = x) -> Any:
+            torch.manual_seed(4)
+            return bits(torch.autograd.grad(model(x).sum(), x)[0])
+
+        expected = run()
+        model.eval()
+        recompute.apply(model, policy(("noisy", action)))
+        model.train()
+        assert run() == expected
+
+
+def test_regions_in_regions_draw_the_same_numbers_again() -> None:
+    model = holding(lambda self, x: F.dropout(self.a(F.dropout(x, 0.5)), 0.5) + self.b(x))
+    model.inside.a = holding(lambda self, x: F.dropout(x.exp(), 0.5).sin()).inside
+    model.inside.b = holding(lambda self, x: F.dropout(x.sin(), 0.5) * torch.rand(())).inside
+    rules = policy(("inside.a", "checkpoint"), ("inside.b", "recompute"), ("inside", "checkpoint"))
+    assert_as_plain(model, rules, tokens())
+
+
+def test_gradients_of_a_subset_first_and_of_the_rest_later_see_one_mask() -> None:
+    model, x = Stack(p=0.5), tokens()
+
+    def run() -> list[Any]:
+        torch.manual_seed(9)
+        loss = loss_of(model(x))
+        found = []
+        for parameter in [x, *model.parameters()]:
+            found += torch.autograd.grad(loss, parameter, retain_graph=True)
+            torch.rand(1)
+        return [bits(grad) for grad in found]
+
+    expected = run()
+    recompute.apply(model, policy(("layers.1", "checkpoint"), ("**.dropout", "recompute"), ("**.norm*", "recompute")))
+    assert run() == expected
+
+
+# The unit itself
+
+
+def test_drawn_says_which_sources_changed() -> None:
+    idle, drawn = torch.Generator(), torch.Generator()
+    state = RngState([idle, drawn])
+    assert state.drawn() is None
+    expected = torch.rand(2, generator=drawn)
+    changed = state.drawn()
+    assert changed is not None
+    before = [generator.get_state() for generator in (idle, drawn)]
+    with changed.replayed():
+        assert torch.equal(torch.rand(2, generator=drawn), expected)
+        torch.rand(1, generator=idle)
+    assert not torch.equal(idle.get_state(), before[0]), "not drawn from, so not put back"
+    assert torch.equal(drawn.get_state(), before[1])
+
+
+def test_replayed_puts_states_back_after_an_error() -> None:
+    state = RngState()
+    torch.rand(1)
+    changed = state.drawn()
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError), changed.replayed():
+        torch.rand(5)
+        raise KeyError
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generators_and_trackers_are_sources_and_nothing_else_is() -> None:
+    class Half:
+        def get_states(self) -> None: ...
+
+    assert is_source(torch.Generator())
+    assert is_source(Tracker())
+    for other in (Tracker, Half(), torch.zeros(1), None, random.Random(1), nn.Linear(1, 1)):
+        assert not is_source(other)
