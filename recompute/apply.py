@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import inspect
 import os
 import re
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any, TypeVar
 
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 
 from recompute.engine.context import RUNNER, reachable
 from recompute.engine.recipe import Owner
 from recompute.engine.region import Region, is_recording
-from recompute.errors import AlreadyAppliedError, PolicyWarning, UnsupportedError
+from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
-from recompute.policy.model import Policy, Rule
-from recompute.runners import Forward, KernelMLPRunner, KernelNormRunner, RootRunner, Runner, choose
+from recompute.policy.model import Policy
+from recompute.runners import Forward, KernelMLPRunner, KernelNormRunner, RegionRunner, RootRunner, Runner, choose
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 Target = TypeVar("Target")
@@ -47,6 +46,7 @@ def apply(model: nn.Module, policy: PolicyLike) -> AppliedPolicy:
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
     policy = load_policy(policy)
+    _refuse_second(model)
     attachments = _attachments(model, policy)
     _attach(attachments)
     return AppliedPolicy(policy, attachments)
@@ -108,7 +108,6 @@ class AppliedPolicy:
         """Take the policy off: the model is what it was. Graphs that were built under it still run backward."""
         for attachment in self._attachments:
             _detach(attachment)
-        self._attachments = []
 
     def __enter__(self) -> AppliedPolicy:
         return self
@@ -128,23 +127,23 @@ class _Attachment:
     runner: Runner
 
 
-def _attachments(model: nn.Module, policy: Policy) -> list[_Attachment]:
-    """What the policy does to which module; nothing is changed yet."""
-    entries, modules = _entries(model)
+def _attachments(model: nn.Module, policy: Policy, name: str | None = None) -> list[_Attachment]:
+    """What the policy does to which module; nothing is changed yet. ``name`` stands for the model's class's."""
+    entries, modules = _entries(model, name or type(model).__name__)
     rules = assign(policy, entries)
     for message in unmatched_rules(policy, entries, rules):
-        warnings.warn(f"policy {policy.name}: {message}", PolicyWarning, stacklevel=3)
-    chosen: dict[str, _Attachment] = {}
+        warn(f"policy {policy.name}: {message}")
+    chosen: dict[int, _Attachment] = {}
     for path, index in rules.items():
-        rule = policy.rules[index]
-        found = list(choose(path, modules[path], rule, rules.keys()))
-        chosen.update({path: _Attachment(path, module, index, runner) for path, module, runner in found})
+        found = list(choose(path, modules[path], policy.rules[index], rules.keys()))
+        for inside, module, runner in found:
+            chosen.setdefault(id(module), _Attachment(inside, module, index, runner))
         _warn_of_little(policy, index, modules[path], [runner for _, _, runner in found])
     if any(policy.rules[index].action == "recompute" for index in rules.values()):
-        root = chosen.pop("", None)
+        root = chosen.get(id(model))
         inner, index_of_root = (None, None) if root is None else (root.runner, root.rule)
         owner = Owner(type(model).__name__) if inner is None else inner.owner
-        chosen[""] = _Attachment("", model, index_of_root, RootRunner(owner, inner))
+        chosen[id(model)] = _Attachment("", model, index_of_root, RootRunner(owner, inner))
     return list(chosen.values())
 
 
@@ -156,29 +155,34 @@ def _warn_of_little(policy: Policy, index: int, module: nn.Module, runners: list
         message = f"no kernel computes what {name} does; hooks regenerate it"
     else:
         return
-    warnings.warn(f"policy {policy.name}: rules[{index}]: {message}", PolicyWarning, stacklevel=4)
+    warn(f"policy {policy.name}: rules[{index}]: {message}")
 
 
-def _entries(model: nn.Module) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
-    modules = dict(model.named_modules())
-    entries = []
-    layers: dict[str, tuple[int | None, int | None]] = {"": (None, None)}
-    for path, module in modules.items():
-        parent, _, name = path.rpartition(".")
+def _entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
+    """The modules that a policy on ``model`` may govern: all, but for those in instances of a decorated class."""
+    entries = [ModuleEntry("", name)]
+    modules = {"": model}
+    pending: list[tuple[str, nn.Module, tuple[int | None, int | None]]] = [("", model, (None, None))]
+    while pending:
+        path, parent, around = pending.pop()
+        for key, module in reversed(parent._modules.items()):
+            if module is not None and not _is_decorated(module):
+                layer = (int(key), len(parent)) if isinstance(parent, nn.ModuleList) and key.isdigit() else around
+                pending.append((f"{path}.{key}" if path else key, module, layer))
         if path:
-            container = modules.get(parent)
-            if isinstance(container, nn.ModuleList):
-                layers[path] = int(name), len(container)
-            else:
-                layers[path] = layers.get(parent, (None, None))
-        entries.append(ModuleEntry(path, type(module).__name__, *layers[path]))
+            entries.append(ModuleEntry(path, type(parent).__name__, *around))
+            modules[path] = parent
     return entries, modules
 
 
 def _attach(attachments: list[_Attachment]) -> None:
     """Have the modules run by their runners: all of them, or none if one cannot be."""
     for attachment in attachments:
-        _refuse(attachment)
+        if "forward" in vars(attachment.module):
+            raise UnsupportedError(
+                f"{_name(attachment.path, attachment.module)} has had its forward replaced on the instance, where a "
+                "policy cannot reach it. Apply the policy before whatever replaces it."
+            )
     with ExitStack() as undo:
         for attachment in attachments:
             module = attachment.module
@@ -187,7 +191,9 @@ def _attach(attachments: list[_Attachment]) -> None:
             try:
                 module.__class__ = _policed(type(module))  # type: ignore[arg-type]
             except TypeError as error:
-                raise UnsupportedError(f"{_name(attachment)} cannot be put under a policy: {error}") from error
+                raise UnsupportedError(
+                    f"{_name(attachment.path, module)} cannot be put under a policy: {error}"
+                ) from error
         undo.pop_all()
 
 
@@ -199,23 +205,21 @@ def _detach(attachment: _Attachment) -> None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
 
 
-def _name(attachment: _Attachment) -> str:
-    name = type(attachment.module).__name__
-    return f"module {attachment.path!r} ({name})" if attachment.path else f"the model ({name})"
+def _name(path: str, module: nn.Module) -> str:
+    return f"module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
 
 
-def _refuse(attachment: _Attachment) -> None:
-    module, name = attachment.module, _name(attachment)
-    if _KEY in vars(module) or hasattr(type(module), "_recompute_policy"):
-        raise AlreadyAppliedError(
-            f"{name} is already under a policy. Remove that one first (handle.remove(), or the decorator), or give "
-            "the model one policy with the rules of both."
-        )
-    if "forward" in vars(module):
-        raise UnsupportedError(
-            f"{name} has had its forward replaced on the instance, where a policy cannot reach it. Apply the policy "
-            "before whatever replaces it."
-        )
+def _is_decorated(module: nn.Module) -> bool:
+    return hasattr(type(module), "_recompute_decorated")
+
+
+def _refuse_second(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if _KEY in vars(module) or _is_decorated(module):
+            raise AlreadyAppliedError(
+                f"{_name(path, module)} is already under a policy. Remove that one first (handle.remove(), or the "
+                "decorator), or give the model one policy with the rules of both."
+            )
 
 
 @functools.cache
@@ -229,25 +233,52 @@ def _policed(base: Any) -> type[nn.Module]:
             return base.forward(self, *args, **kwargs)
         return runner.run(self, base.forward, args, kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        return _without_policy(base.__reduce_ex__(self, protocol), type(self), base)
-
-    namespace = {"forward": forward, "__reduce_ex__": reduce, "_recompute_base": base}
+    namespace = {"forward": forward, "__reduce_ex__": _reduce(base), "_recompute_base": base}
+    if hasattr(base, "__deepcopy__"):
+        namespace["__deepcopy__"] = _deepcopy(base)
     namespace |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(base.__name__, (base,), namespace)
 
 
-def _without_policy(reduced: Any, policed: type, base: type) -> Any:
-    if not isinstance(reduced, tuple):
+def _reduce(base: Any) -> Callable[..., Any]:
+    original = base.__reduce_ex__
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        with _without_policy(self, base):
+            reduced = original(self, protocol)
+            if isinstance(reduced, tuple):
+                function, args, *rest = reduced
+                if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+                    function = base.__new__  # pickle insists that the other makes instances of the object's own class
+                if rest and rest[0] is vars(self):
+                    rest[0] = dict(vars(self))
+                reduced = (function, args, *rest)
         return reduced
-    function, args, *rest = reduced
-    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # Pickle insists that this makes an instance of the object's own class.
-        function = base.__new__
-    args = tuple(base if arg is policed else arg for arg in args)
-    if rest and isinstance(rest[0], dict):
-        rest[0] = {key: value for key, value in rest[0].items() if key != _KEY}
-    return (function, args, *rest)
+
+    return __reduce_ex__
+
+
+def _deepcopy(base: Any) -> Callable[..., Any]:
+    original = base.__deepcopy__
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
+        with _without_policy(self, base):
+            return original(self, memo)
+
+    return __deepcopy__
+
+
+@contextmanager
+def _without_policy(module: nn.Module, base: Any) -> Iterator[None]:
+    """``module`` as it is without the policy, so that however it copies itself the copy is."""
+    kind, runner = type(module), vars(module).pop(_KEY, None)
+    module.__class__ = base
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+        if runner is not None:
+            vars(module)[_KEY] = runner
 
 
 def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
@@ -262,68 +293,84 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     """
     if target is None:
         return functools.partial(recompute, policy=policy)
+    loaded = None if policy is None else load_policy(policy)
     if isinstance(target, nn.Module):
-        apply(target, _policy_for(policy, type(target).__name__))
+        if loaded is None:
+            _refuse_second(target)
+            _attach([_checkpointed(target)])
+        else:
+            apply(target, loaded)
         return target
     if isinstance(target, type) and issubclass(target, nn.Module):
-        return _decorate_class(target, _policy_for(policy, target.__name__))
-    if isinstance(target, type) or not callable(target):
+        return _decorate_class(target, loaded)
+    if isinstance(target, (type, Policy)) or not callable(target):
         raise TypeError(
             "recompute decorates an nn.Module class, a module or a function, got "
             f"{target!r}; a policy goes in by name: @recompute(policy=...)"
         )
-    return _decorate_function(target, _policy_for(policy, _function_name(target)))
+    return _decorate_function(target, loaded)
 
 
-def _policy_for(policy: PolicyLike | None, name: str) -> Policy:
-    if policy is not None:
-        return load_policy(policy)
-    return Policy(name="checkpoint", rules=(Rule(type=name, action="checkpoint"),))
+def _checkpointed(module: nn.Module) -> _Attachment:
+    """What a decorator without a policy does."""
+    return _Attachment("", module, None, RegionRunner(Owner(type(module).__name__), module, drops_outputs=False))
 
 
-def _decorate_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
-    original, reduce = cls.forward, cls.__reduce_ex__
+def _decorate_class(cls: Any, policy: Policy | None) -> type[nn.Module]:
+    original = cls.forward
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _KEY not in vars(self):
-            _attach_decorated(self, policy)
-        runner = vars(self)[_KEY]
-        return original(self, *args, **kwargs) if runner is None else runner.run(self, original, args, kwargs)
+            _attach_decorated(self, cls, policy)
+        decorated = vars(self)[_KEY]
+        if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
+            return original(self, *args, **kwargs)
+        return decorated.runner.run(self, original, args, kwargs)
 
+    cls.__reduce_ex__ = _reduce(cls)
+    if hasattr(cls, "__deepcopy__"):
+        cls.__deepcopy__ = _deepcopy(cls)
     cls.forward = forward
-    cls.__reduce_ex__ = lambda self, protocol: _without_policy(reduce(self, protocol), cls, cls)  # type: ignore[method-assign]
-    cls._recompute_policy = policy  # type: ignore[attr-defined]
+    cls._recompute_decorated = True
     return cls
 
 
-def _attach_decorated(module: nn.Module, policy: Policy) -> None:
-    """Attach to a decorated class's instance, which needs no other class."""
-    attachments = _attachments(module, policy)
+@dataclass(frozen=True)
+class _Decorated:
+    """In the place of a runner in an instance of a decorated class, which needs no other class."""
+
+    cls: type[nn.Module]
+    runner: Runner | None
+
+
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy | None) -> None:
+    attachments = [_checkpointed(module)] if policy is None else _attachments(module, policy, cls.__name__)
     _attach([attachment for attachment in attachments if attachment.path])
-    module.__dict__[_KEY] = next((attachment.runner for attachment in attachments if not attachment.path), None)
+    runner = next((attachment.runner for attachment in attachments if not attachment.path), None)
+    vars(module)[_KEY] = _Decorated(cls, runner)
 
 
 def _function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _decorate_function(function: Forward, policy: Policy) -> Forward:
+def _decorate_function(function: Forward, policy: Policy | None) -> Forward:
     name = _function_name(function)
-    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+    if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
-    index = assign(policy, [ModuleEntry("", name)]).get("")
-    if index is None:
-        warnings.warn(
-            f"policy {policy.name}: no rule matches the function {name}, a module of an empty path and that class name",
-            PolicyWarning,
-            stacklevel=3,
-        )
-    if index is None or policy.rules[index].action == "keep":
+    action = "checkpoint"
+    if policy is not None:
+        index = assign(policy, [ModuleEntry("", name)]).get("")
+        if index is None:
+            warn(f"policy {policy.name}: no rule matches the function {name}: a module of an empty path and that class")
+            return function
+        action = policy.rules[index].action
+        if policy.rules[index].via == "kernel":
+            raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
+    if action == "keep":
         return function
-    if policy.rules[index].via == "kernel":
-        raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
-    region = Region(Owner(name), drops_outputs=policy.rules[index].action == "recompute")
+    region = Region(Owner(name), drops_outputs=action == "recompute")
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from pathlib import Path
+
 
 class RecomputeError(Exception):
     """Base of all errors of this package: ``except RecomputeError`` catches them all."""
@@ -13,6 +17,15 @@ class PolicyError(RecomputeError):
 
 class PolicyWarning(UserWarning):
     """A policy is valid, but does not do to this model what its author seems to expect."""
+
+
+def warn(message: str) -> None:
+    """Warn with ``PolicyWarning`` where the user's code calls this package."""
+    package = str(Path(__file__).parent)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, PolicyWarning, stacklevel=level)
 
 
 class AlreadyAppliedError(RecomputeError):

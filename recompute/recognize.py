@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
-from recompute.engine.context import snapshot
+from recompute.engine.context import fingerprint, snapshot
+from recompute.engine.rng import RngState
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class GatedMLP:
 
 
 def find_norm(module: nn.Module) -> Norm | None:
-    """The root-mean-square norm that ``module`` computes, if that is what it does."""
+    """The root-mean-square norm that ``module`` computes, if that is all it does."""
     if type(module) is nn.RMSNorm:
         if len(module.normalized_shape) != 1 or module.eps is None:
             return None
@@ -50,7 +54,7 @@ def find_norm(module: nn.Module) -> Norm | None:
 
 
 def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
-    """The gated MLP that ``module`` computes, if that is what it does: submodules and one product, nothing else."""
+    """The gated MLP that ``module`` computes, if that is all it does: four submodules and one product."""
     traced = _trace(module)
     if traced is None:
         return None
@@ -64,6 +68,24 @@ def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
             case (("module", int(act), ("module", int(gate), ("input", 0))), ("module", int(up), ("input", 0))):
                 return GatedMLP(*(traced.names[index] for index in (gate, up, down, act)))
     return None
+
+
+def is_silu(module: nn.Module) -> bool:
+    """Whether ``module`` computes SiLU, and leaves its input as it is."""
+    traced = _trace(module)
+    return traced is not None and traced.formula == ("silu", ("input", 0))
+
+
+def draws_nothing(module: nn.Module) -> bool:
+    """Whether ``module`` is known to draw no random number: it computes a formula of ops that don't."""
+    traced = _trace(module)
+
+    def is_drawless(value: Any) -> bool:
+        if not isinstance(value, tuple):
+            return not callable(value)
+        return all(map(is_drawless, value)) and (not value or value[0] != "module")
+
+    return traced is not None and is_drawless(traced.formula)
 
 
 _EPS = 0.1234567  # stands for any epsilon in the patterns
@@ -94,30 +116,6 @@ def _norm_patterns() -> tuple[tuple[_Traced, str], ...]:
     return tuple((traced, casting) for module, casting in modules if (traced := _trace(module)) is not None)
 
 
-def is_silu(module: nn.Module) -> bool:
-    """Whether ``module`` computes SiLU and leaves its input as it is."""
-    traced = _trace(module)
-    return traced is not None and traced.formula == ("silu", ("input", 0))
-
-
-# fmt: off
-_DRAWLESS = frozenset((
-    "input", "attribute", "to", "dtype", "mul", "add", "sub", "truediv", "neg", "pow", "square", "mean", "rsqrt",
-    "sqrt", "sigmoid", "silu", "relu", "gelu", "tanh", "layer_norm", "rms_norm",
-))
-# fmt: on
-
-
-def draws_nothing(module: nn.Module) -> bool:
-    """Whether ``module`` is known to draw no random number: it computes a formula of ops that don't."""
-    traced = _trace(module)
-
-    def is_drawless(value: Any) -> bool:
-        return not isinstance(value, tuple) or not value or (value[0] in _DRAWLESS and all(map(is_drawless, value[1:])))
-
-    return traced is not None and isinstance(traced.formula, tuple) and is_drawless(traced.formula)
-
-
 @dataclass(frozen=True)
 class _Traced:
     """A module's result as a nested tuple, in which numbers and attributes stand by position: names don't matter."""
@@ -127,40 +125,74 @@ class _Traced:
     numbers: tuple[float, ...]
 
 
+def _trace(module: nn.Module) -> _Traced | None:
+    """None where the module's forward is more than one expression of its one argument, the same in training and not.
+
+    Nothing of the module is changed, whatever its forward does.
+    """
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return None
+    trained, evaluated = (_trace_once(module, training) for training in (True, False))
+    return trained if trained == evaluated else None
+
+
+def _trace_once(module: nn.Module, training: bool) -> _Traced | None:
+    stand_in = object.__new__(type(module))
+    stand_in.__dict__.update(snapshot(vars(module)), training=training)
+    before = fingerprint(vars(stand_in))
+    try:
+        with RngState().replayed():
+            graph = _Tracer().trace(stand_in)
+    except Exception:
+        # Any forward may be asked, and may raise anything at a proxy that it takes for a tensor: it is not recognized.
+        return None
+    if fingerprint(vars(stand_in)) != before:
+        return None  # it notes something on itself, which what stands in for it would not
+    return _Formula().of(graph)
+
+
+class _Proxy(fx.Proxy):
+    """Refuses to be changed in place, which a trace would take for a new value."""
+
+    def _in_place(self, other: Any) -> Any:
+        raise fx.proxy.TraceError("an operation in place")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __ifloordiv__ = __imod__ = _in_place
+
+
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
 
-def _trace(module: nn.Module) -> _Traced | None:
-    """None where the module's forward is more than one expression of its argument, the same in training and not."""
-    try:
-        trained, evaluated = (_Formula().of(_Tracer().trace(_stand_in(module, mode))) for mode in (True, False))
-    except _UNTRACEABLE:
-        return None
-    return trained if trained == evaluated else None
-
-
-# What a forward that branches on values, checks shapes or unpacks its arguments raises when it is given a proxy.
-_UNTRACEABLE = (
-    fx.proxy.TraceError,
-    AttributeError,
-    NameError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-    LookupError,
-    AssertionError,
-)
-
-
-def _stand_in(module: nn.Module, training: bool) -> nn.Module:
-    """Another instance with the same contents: a forward that assigns to ``self`` leaves proxies behind when traced."""
-    stand_in = object.__new__(type(module))
-    for name, value in vars(module).items():
-        stand_in.__dict__[name] = snapshot(value)
-    stand_in.training = training
-    return stand_in
+# By identity, as a function of the user's may bear an op's name. None of these draws or changes anything.
+_FUNCTIONS = {
+    getattr: "getattr",
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.truediv: "truediv",
+    operator.neg: "neg",
+    operator.pow: "pow",
+    torch.add: "add",
+    torch.mul: "mul",
+    torch.pow: "pow",
+    torch.mean: "mean",
+    torch.rsqrt: "rsqrt",
+    torch.sigmoid: "sigmoid",
+    torch.tanh: "tanh",
+    F.silu: "silu",
+    F.relu: "relu",
+    F.gelu: "gelu",
+    F.layer_norm: "layer_norm",
+    F.rms_norm: "rms_norm",
+}
+_METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "sigmoid", "tanh"}
 
 
 class _Formula:
@@ -173,7 +205,9 @@ class _Formula:
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             if node.op == "output":
-                return _Traced(values.get(node.args[0]), tuple(self.names), tuple(self.numbers))
+                result = node.args[0]
+                formula = values[result] if isinstance(result, fx.Node) else None
+                return _Traced(formula, tuple(self.names), tuple(self.numbers))
             values[node] = self._node(node, values)
         return None
 
@@ -187,7 +221,10 @@ class _Formula:
                 return ("attribute", self._index(str(node.target)))
             case "call_module":
                 return ("module", self._index(str(node.target)), *args)
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
+            case "call_method":
+                name = node.target if node.target in _METHODS else operator.methodcaller(str(node.target))
+            case _:
+                name = _FUNCTIONS.get(node.target, node.target)  # type: ignore[arg-type]
         match name, args:
             case "getattr", (value, "dtype"):
                 return ("dtype", value)
@@ -197,8 +234,8 @@ class _Formula:
                 return ("to", value, ("dtype", other))
             case (("mul" | "add"), (left, right)):
                 return (name, *sorted((left, right), key=repr))
-            case "silu", (value, *rest) if not any(rest):
-                return ("silu", value)
+            case (("silu" | "relu"), (value, *rest)):
+                return (node.target, value) if any(rest) else (name, value)  # in place, or not
         return (name, *args)
 
     def _argument(self, value: Any, values: dict[fx.Node, Any]) -> Any:
@@ -206,8 +243,8 @@ class _Formula:
             return values[value]
         if isinstance(value, float):
             self.numbers.append(value)
-            return "number"
-        return value
+            return ("number", len(self.numbers) - 1)
+        return tuple(value) if isinstance(value, (list, tuple)) else value
 
     def _index(self, name: str) -> int:
         self.names.append(name)

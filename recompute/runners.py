@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from recompute.engine.context import surroundings
@@ -86,10 +87,11 @@ class GatedMLPRunner:
 
     note = "hook: activation and product run again from gate and up"
 
-    def __init__(self, owner: Owner, module: nn.Module, parts: GatedMLP):
+    def __init__(self, owner: Owner, parts: GatedMLP):
         self.owner = owner
         self.parts = parts
-        self.region = region_of(owner, getattr(module, parts.activation), drops_outputs=True)
+        self._region: Region | None = None
+        self._made_for: tuple[nn.Module, bool] | None = None
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
@@ -98,7 +100,14 @@ class GatedMLPRunner:
         gate, up, down, activation = (getattr(module, name) for name in _names(self.parts))
         product = functools.partial(_product, activation)
         # Not in the traced order (gate, activation, up), which no result depends on.
-        return down(self.region.run(product, (activation,), (gate(x), up(x)), {}))
+        return down(self._region_over(activation).run(product, (activation,), (gate(x), up(x)), {}))
+
+    def _region_over(self, activation: nn.Module) -> Region:
+        made_for = activation, _is_hooked(activation)
+        if self._region is None or self._made_for != made_for:  # another activation or a hook has come
+            self._region = region_of(self.owner, activation, drops_outputs=True)
+            self._made_for = made_for
+        return self._region
 
 
 def _product(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
@@ -125,16 +134,19 @@ class KernelNormRunner:
         if self.fallback is not None and not x.is_cuda:
             return self.fallback.run(module, forward, args, kwargs)
         weight = None if self.norm.weight is None else getattr(module, self.norm.weight)
+        if weight is not None and weight.shape != x.shape[-1:]:
+            return forward(module, *args, **kwargs)  # broadcast, which the kernel does not do
         with _Owned(self.owner):
             return rms_norm(x, weight, self.norm.eps, self.norm.casting)
 
 
 @dataclass
 class KernelMLPRunner:
-    """``recompute.kernels.gated_mlp`` stands in, as long as the projections are plain ``nn.Linear`` without hooks."""
+    """``recompute.kernels.gated_mlp`` stands in, as long as the parts are what they were and have no hooks."""
 
     owner: Owner
     parts: GatedMLP
+    activation: nn.Module
     fallback: Runner | None
     note: str = field(init=False)
 
@@ -147,8 +159,9 @@ class KernelMLPRunner:
         x = _only_argument(args, kwargs)
         if self.fallback is not None and not x.is_cuda:
             return self.fallback.run(module, forward, args, kwargs)
-        gate, up, down, _ = (getattr(module, name) for name in _names(self.parts))
-        if not all(map(_is_plain_linear, (gate, up, down))):
+        gate, up, down, activation = (getattr(module, name) for name in _names(self.parts))
+        is_plain = all(map(_is_plain_linear, (gate, up, down)))
+        if not is_plain or activation is not self.activation or _is_hooked(activation):
             return forward(module, *args, **kwargs)  # an adapter or a hook has come since the policy was applied
         with _Owned(self.owner):
             return gated_mlp(x, gate.weight, up.weight, down.weight)
@@ -172,7 +185,7 @@ class _Owned:
 
 def region_of(owner: Owner, module: nn.Module, *, drops_outputs: bool) -> Region:
     modules = list(module.modules())
-    draws = len(modules) > 1 or not draws_nothing(module)
+    draws = len(modules) > 1 or _is_hooked(module) or not draws_nothing(module)
     return Region(owner, drops_outputs=drops_outputs, draws=draws, beyond=surroundings(modules))
 
 
@@ -202,17 +215,19 @@ def _regenerating(owner: Owner, module: nn.Module, rule: Rule) -> Runner | None:
     hook: Runner | None = None
     leaves = all(not any(child.children()) for child in module.children())
     parts = find_gated_mlp(module) if leaves and 4 <= len(list(module.children())) <= 6 else None
+    if parts is not None and not _is_cheap(getattr(module, parts.activation)):
+        parts = None
     if parts is not None:
-        hook = GatedMLPRunner(owner, module, parts)
+        hook = GatedMLPRunner(owner, parts)
     elif _is_cheap(module):
         hook = RegionRunner(owner, module, drops_outputs=True)
     if hook is None or rule.via == "hook":
         return hook
     fallback = hook if rule.via == "auto" else None
     if parts is not None:
-        projections = (getattr(module, name) for name in (parts.gate, parts.up, parts.down))
-        if all(map(_is_plain_linear, projections)) and is_silu(getattr(module, parts.activation)):
-            return KernelMLPRunner(owner, parts, fallback)
+        *projections, activation = (getattr(module, name) for name in _names(parts))
+        if all(map(_is_plain_linear, projections)) and not _is_hooked(activation) and is_silu(activation):
+            return KernelMLPRunner(owner, parts, activation, fallback)
     elif leaves and (norm := find_norm(module)) is not None:
         return KernelNormRunner(owner, norm, fallback)
     return hook
@@ -231,14 +246,18 @@ def _is_cheap(module: nn.Module) -> bool:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    return (
-        type(module) is nn.Linear
-        and module.bias is None
-        and "forward" not in vars(module)
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
+    return type(module) is nn.Linear and module.bias is None and not _is_hooked(module)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than its class's forward does."""
+    return bool(
+        "forward" in vars(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch.nn.modules.module._has_any_global_hook()
     )
 
 

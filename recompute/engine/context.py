@@ -40,9 +40,9 @@ class _Input:
             return tensor
         if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
             # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
-            tensor = torch.empty_strided(
-                tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device
-            ).copy_(tensor)
+            tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
         return tensor.detach().requires_grad_(self.requires_grad)
 
 
@@ -55,21 +55,21 @@ class _Opaque:
         # Weakly: a cache is given tensors of the very graph that this belongs to (invariant 8).
         self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
         self.before = snapshot(value)
-        self.fingerprint = _fingerprint(self.before)
+        self.fingerprint = fingerprint(self.before)
         self.used = False
 
     def settle(self) -> None:
         """At the end of the frame: note whether it changed the object."""
-        self.used = _fingerprint(self.value()) != self.fingerprint
+        self.used = fingerprint(self.value()) != self.fingerprint
 
     def changed(self) -> bool:
         """Whether a tensor in it has been modified in place: that state cannot be put back."""
-        return _fingerprint(self.before) != self.fingerprint
+        return fingerprint(self.before) != self.fingerprint
 
     def restore(self) -> Any:
         """The object as it was: itself, if the frame leaves it alone and nobody else has changed it."""
         value = self.value()
-        as_it_was = not self.used and _fingerprint(value) == self.fingerprint
+        as_it_was = not self.used and fingerprint(value) == self.fingerprint
         return value if as_it_was else snapshot(self.before)
 
 
@@ -110,16 +110,17 @@ class Inputs:
                 return f"a tensor in an argument, a {type(opaque.before).__name__}"
         return None
 
-    def settle(self) -> list[Tensor]:
-        """At the end of the frame: forget the arguments' graph, and return the tensors that are held as they are."""
-        alive = []
+    def settle(self) -> tuple[list[Tensor], list[Tensor]]:
+        """At the end of the frame: forget the arguments' graph.
+
+        Returns the tensors that were given, and those of them that are held as they are.
+        """
         for opaque in self._opaque:
             opaque.settle()
+        given = [held.original for held in self._tensors if held.original is not None]
         for held in self._tensors:
             held.original = None
-            if isinstance(held.saved, Kept):
-                alive.append(held.saved.tensor)
-        return alive
+        return given, [held.saved.tensor for held in self._tensors if isinstance(held.saved, Kept)]
 
     @contextmanager
     def restored(self) -> Iterator[tuple[tuple, dict]]:
@@ -130,7 +131,8 @@ class Inputs:
                 "cannot be run again as it ran"
             )
 
-        restored = {id(held): held.restore() for held in (*self._tensors, *self._opaque)}
+        restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors}
+        restored |= {id(opaque): opaque.restore() for opaque in self._opaque}
         yield map_leaves(lambda value: restored.get(id(value), value), self._arguments)
 
 
@@ -171,18 +173,18 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     return {**found, **getattr(value, "__dict__", {})}
 
 
-def _fingerprint(value: Any, depth: int = 6) -> Any:
+def fingerprint(value: Any, depth: int = 6) -> Any:
     """What a value refers to: two fingerprints differ if it was changed in between, or a tensor in it was."""
     if isinstance(value, Tensor):
         return id(value), version_of(value)
     if depth and (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
         parts: list[Any] = [type(value)]
         if isinstance(value, dict):
-            parts += [(key, _fingerprint(item, depth - 1)) for key, item in value.items()]
+            parts += [(key, fingerprint(item, depth - 1)) for key, item in value.items()]
         elif isinstance(value, (list, tuple)):
-            parts += [_fingerprint(item, depth - 1) for item in value]
+            parts += [fingerprint(item, depth - 1) for item in value]
         if _is_opaque(value):
-            parts += [(key, _fingerprint(item, depth - 1)) for key, item in (_attributes(value) or {}).items()]
+            parts += [(key, fingerprint(item, depth - 1)) for key, item in (_attributes(value) or {}).items()]
         return parts
     return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
 
@@ -222,7 +224,7 @@ def reachable(function: Callable[..., Any]) -> list[Any]:
         if isinstance(value, functools.partial):
             inside = [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, MethodType):
-            inside = [value.__self__, value.__func__]
+            inside = [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
         elif isinstance(value, FunctionType):
             inside = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
             inside += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
@@ -233,6 +235,8 @@ def reachable(function: Callable[..., Any]) -> list[Any]:
                     names = _names(helper.__code__)
                     globals_ = (helper.__globals__.get(name) for name in names)
                     found += [value for value in globals_ if not isinstance(value, (ModuleType, Tensor, nn.Module))]
+        elif value is function and hasattr(value, "__dict__"):  # an object that can be called
+            inside = [type(value).__call__, *vars(value).values()]
         else:
             continue
         found += inside
@@ -248,7 +252,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def surroundings(modules: Iterable[nn.Module]) -> list[Any]:
-    """What the forwards of ``modules`` reach besides arguments, parameters and buffers: attributes, closures, globals."""
+    """What the forwards of ``modules`` reach besides arguments, parameters and buffers, by attribute or name."""
     found: list[Any] = []
     for module in modules:
         found += reachable(type(module).forward)
@@ -287,10 +291,10 @@ class ModuleState:
             for name, tensor in module._parameters.items():
                 if tensor is not None:
                     slots.append((module._parameters, name, tensor))
-            for name, tensor in module._buffers.items():
-                if tensor is not None:
-                    slots.append((module._buffers, name, tensor))
-                    buffers.append(tensor)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    slots.append((module._buffers, name, buffer))
+                    buffers.append(buffer)
             for child in module._modules.values():
                 if child is not None and child not in seen:
                     seen.add(child)

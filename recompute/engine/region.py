@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import re
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recompute.engine.context import Autocast, Inputs, ModuleState
@@ -49,8 +49,8 @@ from recompute.engine.recipe import (
     top_hooks,
     unpack_saved,
 )
-from recompute.engine.rng import DrawWatch, RngState, is_source
-from recompute.errors import PolicyWarning, RegenerationError
+from recompute.engine.rng import RngState, is_source
+from recompute.errors import RegenerationError, warn
 
 T = TypeVar("T")
 
@@ -131,6 +131,8 @@ class Region:
         self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
         self.generators: list[torch.Generator] | None = None
         """Those that its first frame drew from."""
+        self.costly: str | None = None
+        """An op that its first frame ran and that ``recompute`` must not run again."""
         self.reach(beyond)
 
     def reach(self, beyond: Iterable[Any]) -> None:
@@ -142,6 +144,8 @@ class Region:
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
+        if self.costly:
+            return function(*args, **kwargs)
         frame = Frame(self, function, modules, args, kwargs)
         with frame, frame.watched():
             result = function(*args, **kwargs)
@@ -210,10 +214,10 @@ class Frame(Recipe):
         return handle
 
     def watched(self) -> AbstractContextManager[Any]:
-        """Around the first frame of a region: learn which generators it draws from."""
+        """Around the first frame of a region: learn which generators it draws from, and whether it may run again."""
         if self._rng is None or self._region.generators is not None:
             return nullcontext()
-        return DrawWatch(self._rng)
+        return _FirstFrame(self._region, self._rng)
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates."""
@@ -233,7 +237,13 @@ class Frame(Recipe):
         """Drop what comes back by running again: everything, unless the frame changed what it started from."""
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
-        alive = {storage_key(tensor) for tensor in (*self._inputs.settle(), *self._state.tensors())}
+        if changed is not None:
+            changed = f"changes {changed} in place while it runs"
+        elif self._region.costly:
+            changed = f"runs {self._region.costly}, which action: recompute never runs again (action: checkpoint does)"
+        given, held = self._inputs.settle()
+        inputs = set(map(storage_key, given))
+        alive = {storage_key(tensor) for tensor in (*held, *self._state.tensors())}
         pinned = {None, *(storage_key(pin.tensor) for pin in self._pins)}  # None: what has no storage of its own
         saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
         for ref in self.handles:
@@ -252,11 +262,13 @@ class Frame(Recipe):
         if changed is not None:
             self.owner.kept_nbytes += sum(saved.values())
             self._state.unlearn()
-            _warn_kept(self._region, changed)
+            name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
+            warn(f"{name} {changed}, so it cannot be run again and nothing is dropped there.")
             del self._inputs, self._state, self._function  # it will not run again
             return
-        self.owner.dropped_tensors += len(saved)
-        self.owner.dropped_nbytes += sum(saved.values())
+        savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
+        self.owner.dropped_tensors += len(savings)
+        self.owner.dropped_nbytes += sum(savings)
         if self._rng is not None:
             self._region.generators = self._rng.generators()
             self._rng = self._rng.drawn()
@@ -305,6 +317,27 @@ class Frame(Recipe):
     @property
     def draws(self) -> bool:
         return self._rng is not None
+
+
+class _FirstFrame(TorchDispatchMode):
+    """Sees the ops of a region's first frame: nothing else tells for sure which random generators they are given."""
+
+    def __init__(self, region: Region, rng: RngState):
+        super().__init__()
+        self._region = region
+        self._rng = rng
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, torch.Generator):
+                self._rng.include(value)
+        name = function.overloadpacket.__name__
+        if self._region.drops_outputs and (name in _COSTLY or "attention" in name or "conv" in name):
+            self._region.costly = str(function)
+        return function(*args, **(kwargs or {}))
+
+
+_COSTLY = frozenset(("mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "linear", "matmul"))
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -438,12 +471,3 @@ def keep(tensor: Tensor) -> Tensor:
     if (book := open_book()) is not None:
         book.forget(tensor)
     return tensor
-
-
-def _warn_kept(region: Region, what: str) -> None:
-    warnings.warn(
-        f"{re.sub('[0-9]+', '*', region.owner.name)} changes {what}, in place while it runs, so it cannot be run again "
-        "and nothing is dropped there. Replace the in-place operation, or let it change a clone.",
-        PolicyWarning,
-        stacklevel=4,
-    )

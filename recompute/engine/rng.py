@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.errors import RngError
 
@@ -134,8 +133,8 @@ def _source(value: Any) -> Source | None:
     if isinstance(value, torch.Generator):
         return _CudaSource(value) if value.device.type == "cuda" else _CpuSource(value)
     value = getattr(value, "__self__", value) if isinstance(value, (MethodType, BuiltinMethodType)) else value
-    if value is random or value is random._inst:  # type: ignore[attr-defined]
-        return _PythonSource(random._inst)  # type: ignore[attr-defined]
+    if value is random or value is random._inst:
+        return _PythonSource(random._inst)
     if isinstance(value, random.Random):
         return _PythonSource(value)
     if value is np or value is np.random or isinstance(value, np.random.RandomState):
@@ -150,26 +149,8 @@ def _source(value: Any) -> Source | None:
 
 
 def is_source(value: Any) -> bool:
-    """Whether ``value`` is a random generator (torch's, Python's, NumPy's), a module of theirs or a tracker of states."""
+    """Whether ``value`` is a random generator of torch, Python or NumPy, a module of theirs or a tracker of states."""
     return _source(value) is not None
-
-
-class DrawWatch(TorchDispatchMode):
-    """Notes the ``torch.Generator`` objects that ops are given, and their states before the first draw.
-
-    Nothing else tells for sure which ones a region draws from. It costs microseconds an op, so it watches a region's
-    first frame only.
-    """
-
-    def __init__(self, state: RngState):
-        super().__init__()
-        self._state = state
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, torch.Generator):
-                self._state.include(value)
-        return function(*args, **(kwargs or {}))
 
 
 class RngState:

@@ -58,9 +58,7 @@ class _Representer(RoundTripRepresenter):
 _Representer.add_representer(str, _Representer.represent_str)
 
 
-def load_document(
-    model_class: type[Model], source: str | os.PathLike[str], *, kind: str = "document"
-) -> Model:
+def load_document(model_class: type[Model], source: str | os.PathLike[str], *, kind: str = "document") -> Model:
     """Read the YAML file at path ``source`` (UTF-8, one document) as a ``model_class``.
 
     ``kind`` is what error texts call such a file. Raises ``PolicyError`` with one line for each mistake:
@@ -80,9 +78,7 @@ def load_document(
     return parse_document(model_class, text, label=label, kind=kind)
 
 
-def parse_document(
-    model_class: type[Model], text: str, *, label: str = "<text>", kind: str = "document"
-) -> Model:
+def parse_document(model_class: type[Model], text: str, *, label: str = "<text>", kind: str = "document") -> Model:
     """Read YAML ``text`` as a ``model_class``; error texts name it by ``label``. Raises ``PolicyError``."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
@@ -210,9 +206,7 @@ def _syntax_error(error: MarkedYAMLError, label: str) -> str:
     return f"{where}: not valid YAML: {text}{hint}"
 
 
-def _report(
-    error: ValidationError, model_class: type[BaseModel], data: Any, label: str, root: Node | None
-) -> str:
+def _report(error: ValidationError, model_class: type[BaseModel], data: Any, label: str, root: Node | None) -> str:
     """One line for each wrong key, in the order of the file; the alternatives of a union share a line."""
     texts: dict[KeyPath, list[str]] = {}
     details = {}

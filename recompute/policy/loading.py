@@ -23,9 +23,7 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, object] | Policy) 
     if isinstance(source, Mapping):
         return validate(Policy, dict(source), label="policy")
     if not isinstance(source, (str, os.PathLike)):
-        raise PolicyError(
-            f"expected a policy: a preset's name, a path, a mapping or a Policy; found {show(source)}"
-        )
+        raise PolicyError(f"expected a policy: a preset's name, a path, a mapping or a Policy; found {show(source)}")
     presets = _presets()
     if source in presets:
         return load_document(Policy, presets[os.fspath(source)], kind="policy")

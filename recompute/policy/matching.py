@@ -37,9 +37,7 @@ def assign(policy: Policy, modules: Iterable[ModuleEntry]) -> dict[str, int]:
     return assignment
 
 
-def unmatched_rules(
-    policy: Policy, modules: Sequence[ModuleEntry], assignment: Mapping[str, int]
-) -> list[str]:
+def unmatched_rules(policy: Policy, modules: Sequence[ModuleEntry], assignment: Mapping[str, int]) -> list[str]:
     """One message for each rule that governs no module: which rule, why, and what was probably meant.
 
     ``assignment`` is what ``assign`` returned for the same policy and modules.

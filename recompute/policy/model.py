@@ -81,13 +81,9 @@ def _path_glob(value: object) -> str:
         if not part:
             raise ValueError("expected a name, '*' or '**' between the dots of a glob, not an empty part")
         if "**" in part and part != "**":
-            raise ValueError(
-                "expected '**' alone between dots, as in 'a.**.b': it stands for whole parts of a path"
-            )
+            raise ValueError("expected '**' alone between dots, as in 'a.**.b': it stands for whole parts of a path")
     if found := re.search(r"[\[\]{}]", value):
-        raise ValueError(
-            f"expected a glob of '*', '**', '?' and plain text; {found[0]!r} has no meaning here"
-        )
+        raise ValueError(f"expected a glob of '*', '**', '?' and plain text; {found[0]!r} has no meaning here")
     return value
 
 
@@ -238,6 +234,4 @@ class Policy(BaseModel):
 
     def to_yaml(self) -> str:
         """This policy as the text of a policy file. Loading the text gives an equal policy."""
-        return dump_document(
-            {"version": self.version, "name": self.name, **self.model_dump(exclude_defaults=True)}
-        )
+        return dump_document({"version": self.version, "name": self.name, **self.model_dump(exclude_defaults=True)})
