@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any, TypeVar
 
+import torch
 from tabulate import tabulate
 from torch import nn
 
-from recompute.engine.context import RUNNER, reachable
+from recompute.engine.context import reachable
 from recompute.engine.recipe import Owner
 from recompute.engine.region import Region, is_recording
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
@@ -27,7 +28,7 @@ from recompute.runners import Forward, KernelMLPRunner, KernelNormRunner, Region
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 Target = TypeVar("Target")
 
-_KEY = RUNNER  # in the __dict__, of which a DataParallel replica gets a copy
+_KEY = "_recompute_runner"  # in the __dict__, of which a DataParallel replica gets a copy
 
 
 def apply(model: nn.Module, policy: PolicyLike) -> AppliedPolicy:
@@ -46,7 +47,7 @@ def apply(model: nn.Module, policy: PolicyLike) -> AppliedPolicy:
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
     policy = load_policy(policy)
-    _refuse_second(model)
+    _refuse_governed(model)
     attachments = _attachments(model, policy)
     _attach(attachments)
     return AppliedPolicy(policy, attachments)
@@ -213,8 +214,13 @@ def _is_decorated(module: nn.Module) -> bool:
     return hasattr(type(module), "_recompute_decorated")
 
 
-def _refuse_second(model: nn.Module) -> None:
+def _refuse_governed(model: nn.Module) -> None:
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{_name(path, module)} is a ScriptModule, whose forward a policy cannot reach. Apply the policy to "
+                "the module that it was scripted from."
+            )
         if _KEY in vars(module) or _is_decorated(module):
             raise AlreadyAppliedError(
                 f"{_name(path, module)} is already under a policy. Remove that one first (handle.remove(), or the "
@@ -230,14 +236,15 @@ def _policed(base: Any) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         runner = self.__dict__.get(_KEY)
         if runner is None:
-            return base.forward(self, *args, **kwargs)
-        return runner.run(self, base.forward, args, kwargs)
+            return super(policed, self).forward(*args, **kwargs)
+        return runner.run(self, super(policed, self).forward, args, kwargs)
 
     namespace = {"forward": forward, "__reduce_ex__": _reduce(base), "_recompute_base": base}
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy(base)
     namespace |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (base,), namespace)
+    policed: Any = type(base.__name__, (base,), namespace)
+    return policed
 
 
 def _reduce(base: Any) -> Callable[..., Any]:
@@ -296,7 +303,7 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     loaded = None if policy is None else load_policy(policy)
     if isinstance(target, nn.Module):
         if loaded is None:
-            _refuse_second(target)
+            _refuse_governed(target)
             _attach([_checkpointed(target)])
         else:
             apply(target, loaded)
@@ -326,7 +333,7 @@ def _decorate_class(cls: Any, policy: Policy | None) -> type[nn.Module]:
         decorated = vars(self)[_KEY]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
-        return decorated.runner.run(self, original, args, kwargs)
+        return decorated.runner.run(self, functools.partial(original, self), args, kwargs)
 
     cls.__reduce_ex__ = _reduce(cls)
     if hasattr(cls, "__deepcopy__"):

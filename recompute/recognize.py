@@ -76,16 +76,16 @@ def is_silu(module: nn.Module) -> bool:
     return traced is not None and traced.formula == ("silu", ("input", 0))
 
 
-def draws_nothing(module: nn.Module) -> bool:
-    """Whether ``module`` is known to draw no random number: it computes a formula of ops that don't."""
+def is_formula(module: nn.Module) -> bool:
+    """Whether ``module`` is known to compute a formula of its input and weights: it draws and notes nothing."""
     traced = _trace(module)
 
-    def is_drawless(value: Any) -> bool:
+    def is_known(value: Any) -> bool:
         if not isinstance(value, tuple):
             return not callable(value)
-        return all(map(is_drawless, value)) and (not value or value[0] != "module")
+        return all(map(is_known, value)) and (not value or value[0] != "module")
 
-    return traced is not None and is_drawless(traced.formula)
+    return traced is not None and is_known(traced.formula)
 
 
 _EPS = 0.1234567  # stands for any epsilon in the patterns
@@ -130,7 +130,10 @@ def _trace(module: nn.Module) -> _Traced | None:
 
     Nothing of the module is changed, whatever its forward does.
     """
-    if len(inspect.signature(type(module).forward).parameters) != 2:
+    try:
+        if len(inspect.signature(type(module).forward).parameters) != 2:
+            return None
+    except ValueError:  # a builtin's
         return None
     trained, evaluated = (_trace_once(module, training) for training in (True, False))
     return trained if trained == evaluated else None

@@ -14,13 +14,13 @@ from recompute.engine.context import surroundings
 from recompute.engine.recipe import Owner, local
 from recompute.engine.region import KeepSpan, Region, Scope, is_recording
 from recompute.policy.model import Rule
-from recompute.recognize import GatedMLP, Norm, draws_nothing, find_gated_mlp, find_norm, is_silu
+from recompute.recognize import GatedMLP, Norm, find_gated_mlp, find_norm, is_formula, is_silu
 
 Forward = Callable[..., Any]
 
 
 class Runner(Protocol):
-    """Runs ``forward(module, *args, **kwargs)``, or what stands in for it."""
+    """Runs ``forward(*args, **kwargs)``, the module's own, or what stands in for it."""
 
     owner: Owner
     note: str
@@ -40,7 +40,11 @@ class RootRunner:
 
     owner: Owner
     inner: Runner | None = None
-    note: str = "outputs that recipes give back are dropped wherever they are saved inside"
+    note: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        scope = "outputs that come back are dropped wherever they are saved inside"
+        self.note = scope if self.inner is None else f"{self.inner.note}; {scope}"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
@@ -50,7 +54,7 @@ class RootRunner:
 
     def _inside(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
-            return forward(module, *args, **kwargs)
+            return forward(*args, **kwargs)
         return self.inner.run(module, forward, args, kwargs)
 
 
@@ -63,9 +67,9 @@ class KeepRunner:
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
-            return forward(module, *args, **kwargs)
+            return forward(*args, **kwargs)
         with KeepSpan(self.owner):
-            return forward(module, *args, **kwargs)
+            return forward(*args, **kwargs)
 
 
 class RegionRunner:
@@ -73,13 +77,14 @@ class RegionRunner:
 
     def __init__(self, owner: Owner, module: nn.Module, *, drops_outputs: bool):
         self.owner = owner
-        self.region = region_of(owner, module, drops_outputs=drops_outputs)
+        self.regions = _Regions(owner, drops_outputs=drops_outputs)
+        self.regions.over(module)
         self.note = "hook: runs again from its input" if drops_outputs else "runs again from its inputs"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
-            return forward(module, *args, **kwargs)
-        return self.region.run(functools.partial(forward, module), (module,), args, kwargs)
+            return forward(*args, **kwargs)
+        return self.regions.over(module).run(forward, (module,), args, kwargs)
 
 
 class GatedMLPRunner:
@@ -90,22 +95,38 @@ class GatedMLPRunner:
     def __init__(self, owner: Owner, parts: GatedMLP):
         self.owner = owner
         self.parts = parts
-        self._region: Region | None = None
-        self._made_for: tuple[nn.Module, bool] | None = None
+        self.regions = _Regions(owner, drops_outputs=True)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
-            return forward(module, *args, **kwargs)
+            return forward(*args, **kwargs)
         x = _only_argument(args, kwargs)
         gate, up, down, activation = (getattr(module, name) for name in _names(self.parts))
         product = functools.partial(_product, activation)
         # Not in the traced order (gate, activation, up), which no result depends on.
-        return down(self._region_over(activation).run(product, (activation,), (gate(x), up(x)), {}))
+        return down(self.regions.over(activation).run(product, (activation,), (gate(x), up(x)), {}))
 
-    def _region_over(self, activation: nn.Module) -> Region:
-        made_for = activation, _is_hooked(activation)
-        if self._region is None or self._made_for != made_for:  # another activation or a hook has come
-            self._region = region_of(self.owner, activation, drops_outputs=True)
+
+class _Regions:
+    """The region over a module's forward, made anew where it was known to be pure and that may have changed."""
+
+    def __init__(self, owner: Owner, *, drops_outputs: bool):
+        self._owner = owner
+        self._drops_outputs = drops_outputs
+        self._region: Region | None = None
+        self._made_for: list[Any] = []
+
+    def over(self, module: nn.Module) -> Region:
+        if self._region is not None and not self._region.pure and self._made_for[0] is module:
+            return self._region
+        # What a trace takes for given, such as a dropout's probability of zero.
+        made_for = [module, _is_hooked(module)]
+        made_for += [value for name, value in vars(module).items() if name[0] != "_" and name != "training"]
+        if self._region is None or list(map(id, made_for)) != list(map(id, self._made_for)):
+            modules = list(module.modules())
+            pure = len(modules) == 1 and not _is_hooked(module) and is_formula(module)
+            beyond = surroundings(modules)
+            self._region = Region(self._owner, drops_outputs=self._drops_outputs, pure=pure, beyond=beyond)
             self._made_for = made_for
         return self._region
 
@@ -135,7 +156,7 @@ class KernelNormRunner:
             return self.fallback.run(module, forward, args, kwargs)
         weight = None if self.norm.weight is None else getattr(module, self.norm.weight)
         if weight is not None and weight.shape != x.shape[-1:]:
-            return forward(module, *args, **kwargs)  # broadcast, which the kernel does not do
+            return forward(*args, **kwargs)  # broadcast, which the kernel does not do
         with _Owned(self.owner):
             return rms_norm(x, weight, self.norm.eps, self.norm.casting)
 
@@ -162,7 +183,7 @@ class KernelMLPRunner:
         gate, up, down, activation = (getattr(module, name) for name in _names(self.parts))
         is_plain = all(map(_is_plain_linear, (gate, up, down)))
         if not is_plain or activation is not self.activation or _is_hooked(activation):
-            return forward(module, *args, **kwargs)  # an adapter or a hook has come since the policy was applied
+            return forward(*args, **kwargs)  # an adapter or a hook has come since the policy was applied
         with _Owned(self.owner):
             return gated_mlp(x, gate.weight, up.weight, down.weight)
 
@@ -181,12 +202,6 @@ class _Owned:
 
     def __exit__(self, *error: object) -> None:
         local.owner = self._outer
-
-
-def region_of(owner: Owner, module: nn.Module, *, drops_outputs: bool) -> Region:
-    modules = list(module.modules())
-    draws = len(modules) > 1 or _is_hooked(module) or not draws_nothing(module)
-    return Region(owner, drops_outputs=drops_outputs, draws=draws, beyond=surroundings(modules))
 
 
 def choose(

@@ -80,32 +80,28 @@ class Inputs:
 
     def __init__(self, arguments: tuple[tuple, dict], name: str):
         self._name = name
-        self._opaque: list[_Opaque] = []
+        self._tensors: dict[int, _Input] = {}  # by id: one tensor passed twice is one tensor again
+        self._opaque: dict[int, _Opaque] = {}
         self.others: list[Any] = []
         """The arguments that are neither."""
+        self._arguments = map_leaves(self._hold, arguments)
 
-        held: dict[int, _Input] = {}  # one tensor passed twice is one tensor again
-
-        def visit(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if (key := id(value)) not in held:
-                    held[key] = _Input(value, name)
-                return held[key]
-            if _is_opaque(value):
-                self._opaque.append(opaque := _Opaque(value))
-                return opaque
-            self.others.append(value)
-            return value
-
-        self._arguments = map_leaves(visit, arguments)
-        self._tensors = list(held.values())
+    def _hold(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if (held := self._tensors.get(id(value))) is None:
+                held = self._tensors[id(value)] = _Input(value, self._name)
+            return held
+        if _is_opaque(value):
+            return self._opaque.setdefault(id(value), _Opaque(value))
+        self.others.append(value)
+        return value
 
     def changed(self) -> str | None:
         """Names an argument that has been modified in place since, if there is one."""
-        for held in self._tensors:
+        for held in self._tensors.values():
             if held.original is not None and version_of(held.original) != held.version:
                 return f"an argument, a {describe(held.original)}"
-        for opaque in self._opaque:
+        for opaque in self._opaque.values():
             if opaque.changed():
                 return f"a tensor in an argument, a {type(opaque.before).__name__}"
         return None
@@ -115,12 +111,16 @@ class Inputs:
 
         Returns the tensors that were given, and those of them that are held as they are.
         """
-        for opaque in self._opaque:
+        for opaque in self._opaque.values():
             opaque.settle()
-        given = [held.original for held in self._tensors if held.original is not None]
-        for held in self._tensors:
-            held.original = None
-        return given, [held.saved.tensor for held in self._tensors if isinstance(held.saved, Kept)]
+        given, kept = [], []
+        for held in self._tensors.values():
+            if held.original is not None:
+                given.append(held.original)
+                held.original = None
+            if type(held.saved) is Kept:
+                kept.append(held.saved.tensor)
+        return given, kept
 
     @contextmanager
     def restored(self) -> Iterator[tuple[tuple, dict]]:
@@ -131,8 +131,8 @@ class Inputs:
                 "cannot be run again as it ran"
             )
 
-        restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors}
-        restored |= {id(opaque): opaque.restore() for opaque in self._opaque}
+        restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors.values()}
+        restored |= {id(opaque): opaque.restore() for opaque in self._opaque.values()}
         yield map_leaves(lambda value: restored.get(id(value), value), self._arguments)
 
 
@@ -173,42 +173,60 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     return {**found, **getattr(value, "__dict__", {})}
 
 
-def fingerprint(value: Any, depth: int = 6) -> Any:
+def fingerprint(value: Any) -> Any:
     """What a value refers to: two fingerprints differ if it was changed in between, or a tensor in it was."""
-    if isinstance(value, Tensor):
-        return id(value), version_of(value)
-    if depth and (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+    seen: dict[int, int] = {}
+
+    def visit(value: Any, depth: int) -> Any:
+        if isinstance(value, Tensor):
+            return id(value), version_of(value)
+        if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+            return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
+        if id(value) in seen:
+            return "seen", seen[id(value)]
+        seen[id(value)] = len(seen)
         parts: list[Any] = [type(value)]
         if isinstance(value, dict):
-            parts += [(key, fingerprint(item, depth - 1)) for key, item in value.items()]
+            parts += [(key, visit(item, depth - 1)) for key, item in value.items()]
         elif isinstance(value, (list, tuple)):
-            parts += [fingerprint(item, depth - 1) for item in value]
+            parts += [visit(item, depth - 1) for item in value]
         if _is_opaque(value):
-            parts += [(key, fingerprint(item, depth - 1)) for key, item in (_attributes(value) or {}).items()]
+            parts += [(key, visit(item, depth - 1)) for key, item in (_attributes(value) or {}).items()]
         return parts
-    return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
+
+    return visit(value, _DEPTH)
 
 
-def snapshot(value: Any, depth: int = 6) -> Any:
-    """A copy of the objects, lists and dicts in ``value`` that refers to the same tensors."""
-    if type(value) is tuple and depth:
-        return tuple([snapshot(item, depth - 1) for item in value])
-    if not depth or not (isinstance(value, (dict, list)) or _is_opaque(value)):
-        return value
-    try:
-        copied = copy.copy(value)
-    except TypeError:  # a stream, a lock: not state that forward changes
-        return value
-    if copied is value:  # a logger, a singleton
-        return value
-    if isinstance(value, dict):
-        dict.update(copied, {key: snapshot(item, depth - 1) for key, item in value.items()})
-    elif isinstance(value, list):
-        list.__setitem__(copied, slice(None), [snapshot(item, depth - 1) for item in value])
-    if _is_opaque(value):
-        for name, item in (_attributes(value) or {}).items():
-            object.__setattr__(copied, name, snapshot(item, depth - 1))
-    return copied
+def snapshot(value: Any) -> Any:
+    """A copy of the objects, lists and dicts in ``value``: they refer alike to each other, and to the same tensors."""
+    copies: dict[int, Any] = {}
+
+    def visit(value: Any, depth: int) -> Any:
+        if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+            return value
+        if id(value) in copies:
+            return copies[id(value)]
+        if type(value) is tuple:
+            return tuple([visit(item, depth - 1) for item in value])
+        try:
+            copied = copies[id(value)] = copy.copy(value)
+        except TypeError:  # a stream, a lock: not state that forward changes
+            return value
+        if copied is value:  # a logger, a singleton
+            return value
+        if isinstance(value, dict):
+            dict.update(copied, {key: visit(item, depth - 1) for key, item in value.items()})
+        elif isinstance(value, list):
+            list.__setitem__(copied, slice(None), [visit(item, depth - 1) for item in value])
+        if _is_opaque(value):
+            for name, item in (_attributes(value) or {}).items():
+                object.__setattr__(copied, name, visit(item, depth - 1))
+        return copied
+
+    return visit(value, _DEPTH)
+
+
+_DEPTH = 6  # a cache, its layers, a layer, its attributes: and not all that hangs on a configuration
 
 
 def reachable(function: Callable[..., Any]) -> list[Any]:
@@ -263,56 +281,52 @@ def surroundings(modules: Iterable[nn.Module]) -> list[Any]:
     return found
 
 
-RUNNER = "_recompute_runner"
-"""In a module's ``__dict__``: how it runs its forward under a policy."""
-
-
 class ModuleState:
-    """What the modules that a frame runs are made of: parameters and buffers, their versions, flags and policies.
+    """What the modules that a frame runs are made of: their classes, attributes, parameters and buffers.
 
-    Buffers that forward itself changes, such as batch-norm statistics, are copied before it runs. Which those are is
-    learned in the first frame with the same training flags, by value because kernels write some of them without a new
-    version; ``learned`` keeps it from frame to frame.
+    Buffers that forward itself changes in place, such as batch-norm statistics, are copied before it runs. Which those
+    are is learned in the first frame with the same training flags, by value too because kernels write some of them
+    without a new version; ``learned`` keeps it from frame to frame.
     """
 
-    __slots__ = ("_before", "_buffers", "_flags", "_learned", "_modules", "_slots", "_versions")
+    __slots__ = ("_before", "_buffers", "_flags", "_learned", "_modules", "_versions")
 
     def __init__(
         self,
         roots: Iterable[nn.Module],
         tensors: Iterable[Tensor],
         learned: dict[tuple[bool, ...], frozenset[int]],
+        *,
+        pure: bool = False,
     ):
+        """pure: the modules are known to note nothing on themselves."""
         modules = list(roots)
         seen = set(modules)
-        slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        parameters: list[Tensor | None] = []
         buffers: list[Tensor] = []
         for module in modules:  # grows as it goes
-            for name, tensor in module._parameters.items():
-                if tensor is not None:
-                    slots.append((module._parameters, name, tensor))
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    slots.append((module._buffers, name, buffer))
-                    buffers.append(buffer)
+            parameters.extend(module._parameters.values())
+            if module._buffers:
+                buffers += [buffer for buffer in module._buffers.values() if buffer is not None]
             for child in module._modules.values():
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-        self._modules = [(module, type(module), module.__dict__.get(RUNNER)) for module in modules]
+        copied = _bindings_of if pure else _attributes_of
+        self._modules = [(module, type(module), copied(module.__dict__)) for module in modules]
         self._flags = tuple([module.training for module in modules])
-        self._slots = slots
         self._buffers = buffers
         self._learned = learned
         self._before: dict[int, Tensor] = {}
-        steady = [tensor for _, _, tensor in slots]
+        steady: list[Tensor] = buffers
         if buffers:
             changing = learned.get(self._flags)
-            copied = range(len(buffers)) if changing is None else changing
-            self._before = {index: buffers[index].detach().clone() for index in copied}
-            ours = {id(buffers[index]) for index in changing or ()}
-            steady = [tensor for tensor in steady if id(tensor) not in ours]
-        self._versions = [(tensor, version_of(tensor), tensor.requires_grad) for tensor in (*steady, *tensors)]
+            indices = range(len(buffers)) if changing is None else changing
+            self._before = {index: buffers[index].detach().clone() for index in indices}
+            steady = [buffer for index, buffer in enumerate(buffers) if changing is None or index not in changing]
+        parameters += steady
+        parameters += tensors
+        self._versions = [(t, version_of(t), t.requires_grad) for t in parameters if t is not None]
 
     def settle(self) -> None:
         """At the end of the frame: keep copies of those buffers only that it changed."""
@@ -367,40 +381,51 @@ class ModuleState:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
-            for container, slot, tensor in self._slots:
-                # Forward may bind another tensor to the name: it is the end of the replay that puts back today's.
-                stack.callback(_bind, container, slot, container.get(slot, _ABSENT))
-                container[slot] = tensor
-            for (module, kind, runner), training in zip(self._modules, self._flags, strict=True):
-                if module.training is not training:
-                    stack.callback(setattr, module, "training", module.training)
-                    module.training = training
-                if type(module) is not kind or module.__dict__.get(RUNNER) is not runner:
-                    stack.callback(_govern, module, type(module), module.__dict__.get(RUNNER))
-                    _govern(module, kind, runner)
+            for module, kind, attributes in self._modules:
+                stack.callback(_become, module, type(module), module.__dict__)
+                _become(module, kind, _attributes_of(attributes))
             yield
 
 
+def _bindings_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A module's attributes, to be put in force again: binding one anew changes the copy."""
+    copied = attributes.copy()
+    copied["_parameters"] = attributes["_parameters"].copy()
+    copied["_buffers"] = attributes["_buffers"].copy()
+    return copied
+
+
+def _attributes_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Likewise, and adding to a list or a dict among them changes the copy too."""
+    copied = _bindings_of(attributes)
+    for name, value in attributes.items():
+        kind = type(value)
+        if kind is list:
+            copied[name] = [_apart(item) if type(item) is Tensor else item for item in value]
+        elif kind is Tensor:
+            copied[name] = _apart(value)
+        elif kind is dict and name[0] != "_":
+            copied[name] = value.copy()
+    return copied
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """Without its graph: that of an auxiliary loss, say, would be held from step to step."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _become(module: nn.Module, kind: type, attributes: dict[str, Any]) -> None:
+    if type(module) is not kind:
+        module.__class__ = kind
+    object.__setattr__(module, "__dict__", attributes)
+
+
 def _differ(before: Tensor, now: Tensor) -> bool:
-    return not before.is_meta and not isinstance(before, FakeTensor) and not torch.equal(before, now)
-
-
-_ABSENT = object()
-
-
-def _bind(container: dict[str, Any], name: str, tensor: Any) -> None:
-    if tensor is _ABSENT:
-        container.pop(name, None)
-    else:
-        container[name] = tensor
-
-
-def _govern(module: nn.Module, kind: type, runner: Any) -> None:
-    """Put a module back under the policy, or the absence of one, that it had."""
-    module.__class__ = kind
-    module.__dict__.pop(RUNNER, None)
-    if runner is not None:
-        module.__dict__[RUNNER] = runner
+    if before.is_meta or isinstance(before, FakeTensor):
+        return False
+    if before.layout is not torch.strided:
+        before, now = before.to_dense(), now.to_dense()
+    return not torch.equal(before, now)
 
 
 def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -54,6 +54,24 @@ class Kept:
         return checked(self.tensor, self.version, self.name)
 
 
+class Alive:
+    """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it."""
+
+    __slots__ = ("layout", "name", "parameter", "version")
+
+    def __init__(self, parameter: Tensor, saved: Tensor, name: str):
+        self.parameter = parameter
+        self.layout = Layout.of(saved)
+        self.version = version_of(saved)
+        self.name = name
+
+    def get(self) -> Tensor:
+        tensor = checked(self.parameter, self.version, self.name).detach()
+        if Layout.of(tensor) == self.layout:
+            return tensor
+        return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
+
+
 class Foreign:
     """A tensor given to saved-tensor hooks that are not ours, and what they made of it."""
 
@@ -84,23 +102,32 @@ class Layout:
 class Handle:
     """Stands for one saved tensor: which value of which recipe, seen through which view.
 
-    ``tensor``, at ``version``, is the saved tensor itself as long as it is not dropped. ``view`` is None where it has
-    the layout of the recipe's value, else its own layout and that of the value.
+    ``tensor``, at ``version``, is the saved tensor itself until it is decided whether to drop it; ``kept`` is what holds
+    it if it is not. ``view`` is None where it has the layout of the recipe's value, else its own layout and that of the
+    value.
     """
 
-    __slots__ = ("__weakref__", "due", "recipe", "slot", "tensor", "version", "view")
+    __slots__ = ("__weakref__", "due", "kept", "recipe", "slot", "tensor", "version", "view")
 
     def __init__(self, recipe: Recipe, slot: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None):
         self.recipe = recipe
         self.slot = slot
         self.tensor = tensor
         self.version = 0 if tensor is None else tensor._version
+        self.kept: Saved | None = None
         self.view = view
         self.due = False  # the recipe has a value that this handle has not had yet
+
+    def keep(self, kept: Saved) -> None:
+        """Not to drop the tensor."""
+        self.kept = kept
+        self.tensor = None
 
     def get(self) -> Tensor:
         if self.tensor is not None:
             return checked(self.tensor, self.version, self.recipe.owner.name)
+        if self.kept is not None:
+            return self.kept.get()
         value = self.recipe.take(self)
         if self.view is None:
             return value
@@ -128,7 +155,8 @@ class Recipe:
 
     def dropped(self) -> list[Handle]:
         """The handles, still alive, of tensors that are not kept."""
-        return [handle for ref in self.handles if (handle := ref()) is not None and handle.tensor is None]
+        alive = [handle for ref in self.handles if (handle := ref()) is not None]
+        return [handle for handle in alive if handle.tensor is None and handle.kept is None]
 
     def take(self, handle: Handle) -> Tensor:
         with self._lock:

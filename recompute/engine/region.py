@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.engine.context import Autocast, Inputs, ModuleState
 from recompute.engine.recipe import (
+    Alive,
     Handle,
     Kept,
     Owner,
@@ -55,6 +56,7 @@ from recompute.errors import RegenerationError, warn
 T = TypeVar("T")
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_NOTHING: AbstractContextManager[None] = nullcontext()
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
@@ -122,12 +124,12 @@ class Region:
     the enclosing scope, which is right where running the region again is cheap.
     """
 
-    def __init__(self, owner: Owner, *, drops_outputs: bool, draws: bool = True, beyond: Iterable[Any] = ()):
-        """draws: False if it is known to draw no random number.
+    def __init__(self, owner: Owner, *, drops_outputs: bool, pure: bool = False, beyond: Iterable[Any] = ()):
+        """pure: it is known to draw no random number, and to note nothing on its modules.
         beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
         self.owner = owner
         self.drops_outputs = drops_outputs
-        self.draws = draws
+        self.pure = pure
         self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
         self.generators: list[torch.Generator] | None = None
         """Those that its first frame drew from."""
@@ -144,8 +146,6 @@ class Region:
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
-        if self.costly:
-            return function(*args, **kwargs)
         frame = Frame(self, function, modules, args, kwargs)
         with frame, frame.watched():
             result = function(*args, **kwargs)
@@ -181,10 +181,13 @@ class Frame(Recipe):
         self._region = region
         self._function = function
         self._inputs = Inputs((args, kwargs), region.owner.name)
-        modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
-        self._state = ModuleState((*modules, *_alive(region.modules)), _alive(region.tensors), region.learned)
+        if self._inputs.others:
+            modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
+        if region.modules:
+            modules += tuple(_alive(region.modules))
+        self._state = ModuleState(modules, _alive(region.tensors), region.learned, pure=region.pure)
         self._rng: RngState | None = None
-        if region.draws and not is_fake():
+        if not region.pure and not is_fake():
             sources = filter(is_source, self._inputs.others)
             self._rng = RngState([*region.sources, *(region.generators or ()), *sources])
         self._autocast = Autocast()
@@ -205,7 +208,7 @@ class Frame(Recipe):
         if kind is not None:  # what ran of the region may live on, as it is
             for ref in self.handles:
                 if (handle := ref()) is not None and handle.tensor is not None:
-                    handle.tensor = handle.tensor.detach()
+                    handle.keep(Kept(handle.tensor.detach(), self.owner.name))
 
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(self, self.count, tensor)
@@ -216,7 +219,7 @@ class Frame(Recipe):
     def watched(self) -> AbstractContextManager[Any]:
         """Around the first frame of a region: learn which generators it draws from, and whether it may run again."""
         if self._rng is None or self._region.generators is not None:
-            return nullcontext()
+            return _NOTHING
         return _FirstFrame(self._region, self._rng)
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -243,22 +246,28 @@ class Frame(Recipe):
             changed = f"runs {self._region.costly}, which action: recompute never runs again (action: checkpoint does)"
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        alive = {storage_key(tensor) for tensor in (*held, *self._state.tensors())}
-        pinned = {None, *(storage_key(pin.tensor) for pin in self._pins)}  # None: what has no storage of its own
+        parameters = {storage_key(tensor): tensor for tensor in self._state.tensors()}
+        alive = {storage_key(tensor): tensor for tensor in held} | parameters
+        pinned: set[int | None] = {None}  # the key of what has no storage of its own
+        pinned.update([storage_key(pin.tensor) for pin in self._pins])
         saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
         for ref in self.handles:
             handle = ref()
             if handle is None or (tensor := handle.tensor) is None:
                 continue
-            if (key := storage_key(tensor)) not in alive and key not in pinned:
-                saved[key] = tensor.untyped_storage().nbytes()
-                if changed is None:
-                    self._expected[handle.slot] = _Expected(tensor.shape, tensor.dtype, key, lives=False)
-                    handle.tensor = None
-                    continue
-            elif key not in pinned:
-                self._expected[handle.slot] = _Expected(tensor.shape, tensor.dtype, key, lives=True)
-            handle.tensor = tensor.detach()  # its graph may include the very node that saved it (invariant 8)
+            key = storage_key(tensor)
+            if key not in pinned:
+                expected = _Expected(tensor.shape, tensor.dtype, key, alive.get(key))
+                self._expected[handle.slot] = expected
+                if expected.lives is None:
+                    saved[key] = tensor.untyped_storage().nbytes()
+                    if changed is None:
+                        handle.tensor = None
+                        continue
+            handle.keep(self._kept(tensor, parameters.get(key), changed is not None))
+        if self._rng is not None:
+            self._region.generators = self._rng.generators()
+            self._rng = self._rng.drawn()
         if changed is not None:
             self.owner.kept_nbytes += sum(saved.values())
             self._state.unlearn()
@@ -269,15 +278,20 @@ class Frame(Recipe):
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
         self.owner.dropped_tensors += len(savings)
         self.owner.dropped_nbytes += sum(savings)
-        if self._rng is not None:
-            self._region.generators = self._rng.generators()
-            self._rng = self._rng.drawn()
         book = open_book()
         if self._region.drops_outputs and book is not None:
             for index, output in enumerate(tree_leaves(result)):
-                if isinstance(output, Tensor) and (key := storage_key(output)) not in alive | pinned:
-                    self._expected[-1 - index] = _Expected(output.shape, output.dtype, key, lives=False)
+                if isinstance(output, Tensor) and (key := storage_key(output)) not in pinned | alive.keys():
+                    self._expected[-1 - index] = _Expected(output.shape, output.dtype, key, None)
                     book.enter(output, self, -1 - index, counted=key in saved)
+
+    def _kept(self, tensor: Tensor, parameter: Tensor | None, all_are: bool) -> Saved:
+        """What holds a tensor as it is, without its graph, of which the node that saved it may be part (invariant 8)."""
+        if parameter is not None and parameter.dtype is tensor.dtype:
+            return Alive(parameter, tensor, self.owner.name)
+        if all_are:  # and none is a slot here: let whoever is around this frame decide
+            return hold_through(self.outer, tensor.detach(), self.owner.name)
+        return Kept(tensor.detach(), self.owner.name)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
         replay = _Replay(self, self._expected, wanted)
@@ -357,12 +371,15 @@ class _Stop(Exception):
 
 
 class _Expected(NamedTuple):
-    """What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed."""
+    """What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed.
+
+    ``lives`` is the parameter or input that it shares its storage with, if it does.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     storage: int | None
-    lives: bool
+    lives: Tensor | None
 
 
 class _Replay:
@@ -428,8 +445,8 @@ class _Replay:
             )
             raise _Stop
         key = storage_key(tensor)
-        if expected.lives:
-            same = key == expected.storage
+        if expected.lives is not None:
+            same = key == storage_key(expected.lives)
         elif slot in self.wanted:  # others may be freed by now, and their storage's address used again
             same = self._storages.setdefault(expected.storage, key) == key
         else:

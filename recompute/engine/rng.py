@@ -18,6 +18,8 @@ from recompute.errors import RngError
 class Source(Protocol):
     """Something random whose state can be read, compared and put back."""
 
+    generator: Any
+
     def state(self) -> Any: ...
 
     def restore(self, state: Any) -> None: ...
@@ -73,16 +75,16 @@ class _TrackerSource:
     """An object with ``get_states`` and ``set_states``, such as Megatron's tracker, that swaps CUDA states by name."""
 
     def __init__(self, tracker: Any):
-        self.tracker = tracker
+        self.generator = tracker
 
     def state(self) -> dict[str, Any]:
         return {
             name: state.clone() if isinstance(state, torch.Tensor) else state
-            for name, state in self.tracker.get_states().items()
+            for name, state in self.generator.get_states().items()
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.tracker.set_states(dict(state))
+        self.generator.set_states(dict(state))
 
     @staticmethod
     def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -162,19 +164,18 @@ class RngState:
         sources: list[Source] = [_CPU]
         if torch.cuda.is_initialized():
             sources += map(_CudaSource, torch.cuda.default_generators)
-        sources += [source for value in extra if (source := _source(value)) is not None]
         self._states: list[tuple[Source, Any]] = [(source, source.state()) for source in sources]
+        for value in extra:
+            self.include(value)
 
-    def include(self, generator: torch.Generator) -> None:
-        """Capture the state of another generator, unless it has been captured."""
-        if all(getattr(source, "generator", None) is not generator for source, _ in self._states):
-            source = _source(generator)
-            assert source is not None
+    def include(self, value: Any) -> None:
+        """Capture the state of another source, unless it has been captured."""
+        source = _source(value)
+        if source is not None and all(known.generator is not source.generator for known, _ in self._states):
             self._states.append((source, source.state()))
 
     def generators(self) -> list[torch.Generator]:
-        found = [getattr(source, "generator", None) for source, _ in self._states]
-        return [generator for generator in found if isinstance(generator, torch.Generator)]
+        return [source.generator for source, _ in self._states if isinstance(source.generator, torch.Generator)]
 
     def drawn(self) -> RngState | None:
         """Only the sources that have been drawn from since this was taken; None where there are none."""

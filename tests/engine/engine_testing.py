@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import gc
 import hashlib
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
 from recompute.apply import Stats
@@ -62,15 +63,16 @@ class Holder(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As in Llama; counts how often it runs."""
+    """As in Llama. ``runs`` counts how often any has run."""
+
+    runs = 0
 
     def __init__(self, size: int = HIDDEN):
         super().__init__()
         self.weight = nn.Parameter(1 + torch.rand(size))
-        self.runs = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        RMSNorm.runs += 1
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)
@@ -169,8 +171,10 @@ def loss_of(result: Any) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def outcome(module: nn.Module, *inputs: Any, backwards: int = 1, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
-    """What one training step makes of ``module``: outputs, gradients of each backward, buffers, the random stream after it."""
+def outcome(
+    module: nn.Module, *inputs: Any, backwards: int = 1, around: AbstractContextManager[Any] | None = None
+) -> dict[str, Any]:
+    """What a training step makes of ``module``: outputs, gradients of each backward, buffers, the random stream."""
     given = tree_map(_fresh, inputs)
     torch.manual_seed(7)
     with around or nullcontext():
@@ -241,7 +245,7 @@ def engine_objects() -> Counter[str]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
-    """What dies here dies by reference count. Gives a function that counts the engine's objects made since and alive."""
+    """What dies here dies by reference count. Gives a function that counts the engine's objects made since."""
     gc.collect()
     gc.disable()
     before = engine_objects()
@@ -249,3 +253,20 @@ def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
         yield lambda: engine_objects() - before
     finally:
         gc.enable()
+
+
+def calls(function: Callable[[], Any]) -> int:
+    """Python and C functions that ``function`` calls: a time that does not depend on the machine."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    with no_garbage_collection():
+        sys.setprofile(profile)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return count

@@ -1,4 +1,4 @@
-"""What goes into a region and what comes out of it: any object, any layout, aliases, views and stateful arguments."""
+"""What goes into a region and what comes out of it: any object, and objects with a state of their own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from engine_testing import (
     HIDDEN,
     TOKENS,
-    RMSNorm,
     assert_as_plain,
     bits,
     holding,
@@ -29,7 +27,6 @@ from engine_testing import (
 )
 from torch import Tensor, nn
 
-import recompute
 from recompute.errors import MutationError
 
 INSIDE = policy(("inside", "checkpoint"))
@@ -156,251 +153,6 @@ def test_a_region_that_returns_nothing_or_no_tensor(action: str) -> None:
         assert model(tokens()) == result
 
 
-# Aliases
-
-
-class Alias(nn.Module):
-    """A region that returns its input or a view of it, between two that save it."""
-
-    def __init__(self, alias: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.first, self.last = nn.Linear(HIDDEN, HIDDEN), RMSNorm()
-        self.alias = type("Body", (nn.Module,), {"forward": lambda self, x: alias(x)})()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.alias(self.first(x))
-        return self.last(y.exp()) * y.sin()
-
-
-@both_actions
-@pytest.mark.parametrize(
-    "alias",
-    [lambda x: x, lambda x: x.view(-1, HIDDEN), lambda x: x.t().t(), lambda x: x.detach(), lambda x: F.dropout(x, 0.0)],
-    ids=["itself", "view", "transposed twice", "detached", "dropout of nothing"],
-)
-def test_a_region_that_returns_its_input_or_a_view_of_it(alias: Callable[[Tensor], Tensor], action: str) -> None:
-    assert_as_plain(Alias(alias), policy(("alias", action), ("last", "recompute")), tokens())
-
-
-def test_an_input_that_a_region_returns_stays_alive_and_is_not_counted() -> None:
-    model = holding(lambda self, x: (x, x.exp()))
-    handle = recompute.apply(model, policy(("inside", "recompute")))
-    hidden = tokens() * 1.0
-    result = model(hidden)[0].sin() + model(hidden)[1]
-    assert handle.stats().dropped_nbytes == 2 * TOKENS * HIDDEN * 4  # each call's exponential
-    result.sum().backward()
-
-
-def test_the_same_tensor_passed_thrice_is_one_tensor_again() -> None:
-    attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
-    model = holding(lambda self, x: self.attention(x, x, x)[0], attention=attention)
-    assert_as_plain(model, policy(("inside.attention", "checkpoint")), tokens(2, TOKENS, HIDDEN))
-    same = holding(lambda self, a, b: (a.exp() * (2.0 if a is b else 3.0)).sin())
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = same.inside
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inside(x, x)
-
-    assert_as_plain(Model(), INSIDE, tokens())
-
-
-def test_a_parameter_passed_as_an_argument_is_that_parameter_again() -> None:
-    def forward(self: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return (x.exp() * weight).sin() * (2.0 if isinstance(weight, nn.Parameter) else 3.0)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(HIDDEN))
-            self.inside = holding(forward).inside
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inside(x, self.weight)
-
-    assert_as_plain(Model(), INSIDE, tokens())
-
-
-# Views of dropped outputs
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda y: y,
-    "transposed": lambda y: y.t(),
-    "slice": lambda y: y[1:4, 2:],
-    "strided slice": lambda y: y[::2, ::3],
-    "row": lambda y: y[3],
-    "expanded": lambda y: y[2:3].expand(5, -1),
-    "chunk": lambda y: y.chunk(3)[2],
-    "unfolded": lambda y: y.unfold(1, 3, 2),
-    "diagonal": lambda y: y.diagonal(1),
-    "as strided": lambda y: y.as_strided((3, 3), (7, 2), 5),
-    "reshaped": lambda y: y.view(2, -1, 4).transpose(0, 2),
-    "number": lambda y: y[2, 3],
-    "empty": lambda y: y[:0],
-    "unsqueezed": lambda y: y[:, None].squeeze(1),
-    "detached": lambda y: y.detach().requires_grad_(),
-    "real view": lambda y: torch.view_as_complex(y.view(TOKENS, -1, 2)).abs(),
-    "bytes": lambda y: y.detach().view(torch.int32).float().log1p().requires_grad_() * y,
-}
-
-
-class Consumed(nn.Module):
-    """``norm``'s output, or what ``source`` makes of it, saved by ops through ``view``."""
-
-    def __init__(self, view: Callable[[Tensor], Tensor], source: Callable[[Tensor], Tensor] = lambda y: y):
-        super().__init__()
-        self.view = view
-        self.norm = type("Body", (nn.Module,), {"forward": lambda self, x: source(self.inner(x))})()
-        self.norm.inner = RMSNorm()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return self.view(y).sin() * self.view(y).abs().sum() + y.cos().sum()
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_view_of_a_dropped_output_comes_back_as_that_view(view: Callable[[Tensor], Tensor]) -> None:
-    assert_as_plain(Consumed(view), policy(("norm", "recompute")), tokens())
-
-
-SOURCES: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda y: y.t().contiguous().t(),
-    "slice of more": lambda y: torch.cat([y, y], -1)[:, 1 : HIDDEN + 1],
-    "expanded": lambda y: y[:1].sin().expand(TOKENS, -1),
-    "with an offset": lambda y: torch.cat([y, y])[TOKENS:],
-}
-
-
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-@pytest.mark.parametrize("view", ["itself", "transposed", "strided slice", "row"])
-def test_a_view_of_a_dropped_output_of_odd_layout(view: str, source: Callable[[Tensor], Tensor]) -> None:
-    assert_as_plain(Consumed(VIEWS[view], source), policy(("norm", "recompute")), tokens())
-
-
-def test_chunks_of_one_dropped_output_saved_by_different_consumers() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.split = type("Body", (nn.Module,), {"forward": lambda self, x: x.exp().chunk(4, -1)})()
-
-        def forward(self, x: Tensor) -> Tensor:
-            a, b, c, d = self.split(x)
-            return (a @ b.t()).sin() @ (c * d)
-
-    assert_as_plain(Model(), policy(("split", "recompute")), tokens())
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda y: y * y.conj(),
-        lambda y: y.conj() * y.sin(),
-        lambda y: y.real * y.imag,
-        lambda y: y.conj().imag.sin() * y.imag,
-        lambda y: torch.view_as_real(y.resolve_conj()).sin(),
-    ],
-    ids=["y y*", "y* sin y", "re im", "im y*", "as real"],
-)
-@pytest.mark.parametrize("conjugated", [False, True])
-def test_complex_outputs_and_their_conjugates(use: Callable[[Tensor], Tensor], conjugated: bool) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            body = (lambda self, z: z.exp().conj()) if conjugated else (lambda self, z: z.exp())
-            self.norm = type("Body", (nn.Module,), {"forward": body})()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(torch.complex(x, x.cos()))
-            return use(y) * y.conj().abs()[..., None] if use(y).dim() == 3 else use(y) * y.conj().abs()
-
-    assert_as_plain(Model(), policy(("norm", "recompute")), tokens())
-
-
-def test_complex_conjugated_inputs_of_a_checkpointed_region() -> None:
-    model = holding(lambda self, x, z: (torch.complex(x, x).conj() * z.conj() * z.exp()).imag.sin())
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = model.inside
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inside(x.conj(), torch.complex(x, 2 * x).conj())
-
-    assert_as_plain(Model(), INSIDE, tokens())
-
-
-@both_actions
-@pytest.mark.parametrize("around", ["save_on_cpu", "contiguous copies"])
-def test_users_hooks_that_give_inputs_back_in_another_layout(action: str, around: str) -> None:
-    """As ``save_on_cpu`` does: what it gives back of a transposed tensor is contiguous."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = RMSNorm(TOKENS), nn.Linear(TOKENS, TOKENS)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm((x * 1.0).t())
-            return self.linear(y).sin() * y.t().sin().sum()
-
-    def hooks() -> Any:
-        if around == "save_on_cpu":
-            return torch.autograd.graph.save_on_cpu()
-        copy = lambda tensor: tensor.clone(memory_format=torch.contiguous_format)  # noqa: E731
-        return torch.autograd.graph.saved_tensors_hooks(copy, lambda tensor: tensor)
-
-    assert_as_plain(Model(), policy(("norm", action)), tokens(), around=hooks)
-
-
-# Subclasses and other tensors
-
-
-class Tagged(Tensor):
-    """Takes part in no dispatch: only its type says what it is."""
-
-
-@both_actions
-def test_tensor_subclasses_keep_their_type_inside_the_region(action: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return (x.exp() * (2.0 if isinstance(x, Tagged) else 3.0)).sin().as_subclass(Tensor)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = holding(forward).inside
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inside((x * 1.0).as_subclass(Tagged))
-
-    assert_as_plain(Model(), policy(("inside", action)), tokens())
-
-
-@both_actions
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_inside_a_region(action: str, layout: torch.layout) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        nested = torch.nested.as_nested_tensor([x[:2] * 2, x[2:] * 2], layout=layout)
-        return torch.cat(self.linear(nested).relu().unbind()).sin()
-
-    model = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
-    assert_as_plain(model, policy(("inside", action)), tokens())
-
-
-@both_actions
-def test_models_on_the_meta_device_run_without_values(action: str) -> None:
-    with torch.device("meta"):
-        model = holding(lambda self, x: self.batch(x).exp().sin(), batch=nn.BatchNorm1d(HIDDEN))
-        x = torch.empty(TOKENS, HIDDEN, requires_grad=True)
-    policed(model, action)
-    model(x).sum().backward()
-    assert x.grad.shape == x.shape
-
-
 # Stateful arguments
 
 
@@ -513,7 +265,9 @@ def test_an_argument_that_cannot_be_copied_is_passed_as_it_is() -> None:
     (found,) = torch.autograd.grad(model(x, given).sum(), x)
     given.stream.close()
     assert bits(found) == bits(expected)
-    assert {name: id(value) for name, value in vars(given.log).items()} == {name: id(value) for name, value in before.items()}
+    assert {name: id(value) for name, value in vars(given.log).items()} == {
+        name: id(value) for name, value in before.items()
+    }
 
 
 def test_a_singleton_argument_is_not_written_to() -> None:
@@ -575,7 +329,10 @@ def test_an_object_argument_changed_after_forward_is_used_as_it_was() -> None:
 
 
 def test_inputs_graphs_are_not_kept_by_a_region_that_does_not_need_them() -> None:
-    model, x = policed(holding(lambda self, x: x.detach().exp() * self.scale, scale=nn.Parameter(torch.ones(())))), tokens()
+    model, x = (
+        policed(holding(lambda self, x: x.detach().exp() * self.scale, scale=nn.Parameter(torch.ones(())))),
+        tokens(),
+    )
     with no_garbage_collection():
         before = x.exp()
         reference = weak(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -151,16 +152,19 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def trial(model: nn.Module, x: Tensor, around: Callable[[], AbstractContextManager[Any]]) -> dict[str, Any]:
-    """Two steps of two backwards each, with the error in place of an outcome where plain PyTorch raises one."""
-    found: dict[str, Any] = {}
-    for step in range(2):
+def trial(
+    model: nn.Module, x: Tensor, around: Callable[[], AbstractContextManager[Any]]
+) -> list[dict[str, Any] | None]:
+    """Two steps of two backwards each; None for a step that is refused, for what it modifies in place."""
+    steps: list[dict[str, Any] | None] = []
+    for _ in range(2):
         try:
-            found |= {f"step {step}: {name}": value for name, value in outcome(model, x, backwards=2, around=around()).items()}
+            steps.append(outcome(model, x, backwards=2, around=around()))
         except RuntimeError as error:
-            assert "inplace operation" in str(error) or "modified in place" in str(error), error
-            found[f"step {step}"] = "refused"
-    return found
+            if not re.search("inplace operation|modified in place", str(error)):
+                raise
+            steps.append(None)
+    return steps
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -182,4 +186,7 @@ def test_any_model_under_any_policy_is_bit_for_bit_the_plain_model(
     expected = trial(plain, x, AROUND[around])
     with recompute.apply(under, rules):
         found = trial(under, x, AROUND[around])
-    assert_same(found, expected)
+    for plain_step, step in zip(expected, found, strict=True):
+        if plain_step is not None:
+            assert step is not None
+            assert_same(step, plain_step)

@@ -12,7 +12,18 @@ from engine_testing import HIDDEN, TOKENS, bits, holding, no_garbage_collection,
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.recipe import Foreign, Kept, Layout, Owner, RecipeBook, fetch, hold, open_book, record, storage_key
+from recompute.engine.recipe import (
+    Foreign,
+    Kept,
+    Layout,
+    Owner,
+    RecipeBook,
+    fetch,
+    hold,
+    open_book,
+    record,
+    storage_key,
+)
 from recompute.engine.region import KeepSpan, Scope
 from recompute.errors import MutationError, RegenerationError
 
@@ -133,7 +144,9 @@ def test_an_input_of_a_recipe_that_is_mutated_before_backward_is_refused() -> No
     given.data.add_(0.0)  # no version: nobody sees it, as in plain eager
     with torch.no_grad():
         given.add_(1.0)
-    with pytest.raises(MutationError, match=r"shape \(6, 8\) and dtype torch.float32 that MulBackward0 needs.*modified"):
+    with pytest.raises(
+        MutationError, match=r"shape \(6, 8\) and dtype torch.float32 that MulBackward0 needs.*modified"
+    ):
         result.sum().backward()
 
 

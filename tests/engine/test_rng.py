@@ -1,4 +1,4 @@
-"""Random numbers: a region draws the same ones again, whatever it draws them from, and backward leaves no trace in any stream."""
+"""Random numbers: a region draws the same ones again, whatever from, and backward leaves no trace in any stream."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @both_actions
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_the_same_numbers_are_drawn_again_and_the_stream_goes_on_where_it_was(draw: Callable[[Tensor], Tensor], action: str) -> None:
+def test_the_same_numbers_are_drawn_again_and_the_stream_goes_on_where_it_was(
+    draw: Callable[[Tensor], Tensor], action: str
+) -> None:
     assert_as_plain(holding(lambda self, x: draw(x.sin()).exp()), policy(("inside", action)), tokens())
 
 
@@ -76,8 +78,9 @@ def test_what_is_drawn_between_forward_and_backward_and_after_it_is_what_it_woul
 
 def test_random_state_is_held_only_by_regions_that_draw() -> None:
     def held(probability: float) -> int:
-        model = holding(lambda self, x: (F.dropout(x, probability) if probability else x.cos()).exp().sum())
+        model = holding(lambda self, x: (F.dropout(x, self.p) if self.p else x.cos()).exp().sum(), p=probability)
         policed(model)
+        model(tokens()).backward()
         x = tokens()
         with memory_trace(CPU) as trace:
             result = model(x)
@@ -204,6 +207,59 @@ def test_a_generator_that_a_module_gets_after_the_policy_was_applied_is_found() 
     mask = torch.rand(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     (expected,) = torch.autograd.grad((x * mask).exp().sin().sum(), x)
     assert found == bits(expected)
+
+
+@both_actions
+def test_a_module_that_comes_to_draw_only_after_the_policy_was_applied(action: str) -> None:
+    """A schedule that raises a dropout's probability from nothing, say."""
+    model = holding(lambda self, x: torch.sigmoid(F.dropout(x, self.p) if self.p > 0 else x), p=0.0)
+    x = tokens()
+
+    def run() -> list[Any]:
+        torch.manual_seed(1)
+        found = []
+        for model.inside.p in (0.0, 0.5):
+            found += torch.autograd.grad(model(x).sum(), x)
+        return [bits(value) for value in (*found, torch.get_rng_state())]
+
+    expected = run()
+    model.inside.p = 0.0
+    policed(model, action)
+    assert run() == expected
+
+
+def deep(x: Tensor) -> Tensor:
+    return deeper(x)
+
+
+def deeper(x: Tensor) -> Tensor:
+    return masked(x, GENERATOR)
+
+
+class DrawsLater(nn.Module):
+    """Draws, far from its forward, once it is ``noisy``."""
+
+    noisy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return deep(x) if self.noisy else x.exp()
+
+
+def test_a_generator_out_of_reach_that_is_drawn_from_in_later_runs_only() -> None:
+    model, x = Draws(DrawsLater()), tokens()
+
+    def run() -> list[Any]:
+        GENERATOR.manual_seed(5)
+        found = []
+        for model.inside.noisy in (False, True):
+            result = model(x)
+            torch.rand(3, generator=GENERATOR)
+            found += torch.autograd.grad(result.sum(), x)
+        return [bits(value) for value in (*found, GENERATOR.get_state())]
+
+    expected = run()
+    policed(model)
+    assert run() == expected
 
 
 def test_a_generator_that_is_not_drawn_from_is_left_alone() -> None:
@@ -397,8 +453,7 @@ def test_replayed_puts_states_back_after_an_error() -> None:
     changed = state.drawn()
     before = torch.get_rng_state()
     with pytest.raises(KeyError), changed.replayed():
-        torch.rand(5)
-        raise KeyError
+        {}[torch.rand(5)]
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -406,7 +461,7 @@ def test_generators_and_trackers_are_sources_and_nothing_else_is() -> None:
     class Half:
         def get_states(self) -> None: ...
 
-    assert is_source(torch.Generator())
-    assert is_source(Tracker())
-    for other in (Tracker, Half(), torch.zeros(1), None, random.Random(1), nn.Linear(1, 1)):
+    for source in (torch.Generator(), Tracker(), random, random.Random(1), np.random, np.random.default_rng()):
+        assert is_source(source)
+    for other in (Tracker, Half(), torch.zeros(1), None, nn.Linear(1, 1), torch):
         assert not is_source(other)

@@ -1,0 +1,391 @@
+"""What modules are made of: statistics, flags, parameters frozen, swapped, sharded, lazy, borrowed or updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_testing import (
+    BOTH,
+    CHECKPOINT,
+    HIDDEN,
+    RECOMPUTE,
+    TOKENS,
+    RMSNorm,
+    Stack,
+    assert_as_plain,
+    bits,
+    holding,
+    loss_of,
+    policed,
+    policy,
+    tokens,
+    weak,
+)
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import recompute
+from recompute.errors import MutationError, RegenerationError
+
+CPU = torch.device("cpu")
+POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
+INSIDE = policy(("inside", "checkpoint"))
+ROW_NBYTES = TOKENS * HIDDEN * 4
+every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+
+# Statistics and flags
+
+
+def test_batch_and_instance_norm_statistics_and_gradients_are_those_of_plain_training() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(4, 4, 3, padding=1)
+            self.batch = nn.BatchNorm1d(4)
+            self.instance = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+            self.average = nn.BatchNorm1d(4, momentum=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.average(self.instance(self.batch(self.conv(x)).relu()).exp())
+
+    def train(model: nn.Module) -> list[Any]:
+        torch.manual_seed(6)
+        found = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            losses = [loss_of(model(torch.randn(3, 4, 5))) for _ in range(2)]
+            for loss in reversed(losses):
+                loss.backward()
+            found += [bits(parameter.grad) for parameter in model.parameters()]
+            found += [bits(buffer) for buffer in model.buffers()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    plain, under = Stacked(Block), Stacked(Block)
+    under.load_state_dict(plain.state_dict())
+    handle = recompute.apply(under, policy(("blocks.*", "checkpoint")))
+    assert train(under) == train(plain)
+    assert handle.stats().dropped_tensors > 0
+
+
+class Stacked(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_statistics_that_are_updated_in_some_runs_only_are_updated_once() -> None:
+    def forward(self: Any, x: Tensor, updates: bool) -> Tensor:
+        return (self.norm(x) if updates else x).exp()
+
+    def train(model: nn.Module) -> list[Any]:
+        torch.manual_seed(6)
+        for updates in (False, True, False, True):
+            loss_of(model(torch.randn(2, 4, 5, requires_grad=True), updates)).backward()
+        return [bits(buffer) for buffer in model.buffers()]
+
+    make = lambda: holding(forward, norm=nn.InstanceNorm1d(4, track_running_stats=True))  # noqa: E731
+    expected = train(make())
+    assert train(policed(make())) == expected
+
+
+def test_a_buffer_that_forward_replaces_is_the_old_one_again_when_the_region_runs_again() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.average = 0.5 * self.average + x.detach().mean()
+        return (x * self.average).exp()
+
+    model = holding(forward)
+    model.inside.register_buffer("average", torch.ones(()))
+    assert_as_plain(model, INSIDE, tokens())
+
+
+def test_spectral_norm_iterates_once_a_step() -> None:
+    linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(HIDDEN, HIDDEN))
+    assert_as_plain(holding(lambda self, x: self.linear(x).sin(), linear=linear), INSIDE, tokens())
+
+
+@every_policy
+def test_eval_between_forward_and_backward_changes_nothing(rules: dict[str, Any]) -> None:
+    model, x = Stack(p=0.5), tokens()
+
+    def grads() -> list[Any]:
+        torch.manual_seed(0)
+        model.train()
+        loss = loss_of(model(x))
+        model.eval()
+        found = torch.autograd.grad(loss, [x, *model.parameters()])
+        assert not any(module.training for module in model.modules())
+        return [bits(grad) for grad in found]
+
+    expected = grads()
+    recompute.apply(model, rules)
+    assert grads() == expected
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [*POLICIES.values(), policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))],
+    ids=[*POLICIES, "nested"],
+)
+def test_removing_the_policy_between_forward_and_backward_changes_nothing(rules: dict[str, Any]) -> None:
+    model, x = Stack(), tokens()
+
+    def grads(remove: Callable[[], None] = lambda: None) -> list[Any]:
+        torch.manual_seed(0)
+        loss = loss_of(model(x))
+        remove()
+        return [bits(grad) for grad in torch.autograd.grad(loss, [x, *model.parameters()])]
+
+    expected = grads()
+    assert grads(recompute.apply(model, rules).remove) == expected
+
+
+def test_freezing_a_weight_between_forward_and_backward_changes_nothing() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.second(self.first(x).exp())
+
+    model = holding(forward, first=nn.Linear(HIDDEN, HIDDEN), second=nn.Linear(HIDDEN, HIDDEN))
+    x = tokens(HIDDEN, HIDDEN)
+
+    def grad() -> Any:
+        loss = loss_of(model(x))
+        model.inside.first.weight.requires_grad_(False)
+        found = torch.autograd.grad(loss, [x, *model.inside.second.parameters()])
+        model.inside.first.weight.requires_grad_(True)
+        return [bits(value) for value in found]
+
+    expected = grad()
+    policed(model)
+    assert grad() == expected
+
+
+@both_actions
+def test_weights_swapped_in_by_functional_call_are_those_that_run_again(action: str) -> None:
+    model, x = holding(lambda self, x: (x * self.scale).exp().sin(), scale=nn.Parameter(torch.rand(HIDDEN))), tokens()
+    other = torch.rand(HIDDEN, requires_grad=True)
+
+    def grads() -> list[Any]:
+        result = torch.func.functional_call(model, {"inside.scale": other * 2}, (x,))
+        return [bits(grad) for grad in torch.autograd.grad(result.sum(), [x, other])]
+
+    expected = grads()
+    policed(model, action)
+    assert grads() == expected
+
+
+def test_a_parameter_replaced_before_backward_is_refused_or_does_what_eager_does() -> None:
+    model, x = holding(lambda self, x: (x * self.scale).exp().sin(), scale=nn.Parameter(torch.rand(HIDDEN))), tokens()
+    old = model.inside.scale
+
+    def grads() -> list[Any]:
+        model.inside.scale = old
+        result = model(x)
+        model.inside.scale = nn.Parameter(torch.rand(HIDDEN))
+        return [bits(grad) for grad in torch.autograd.grad(result.sum(), [x, old])]
+
+    expected = grads()
+    policed(model)
+    try:
+        found = grads()
+    except MutationError:
+        return
+    assert found == expected
+
+
+def late_change(target: Tensor) -> None:
+    with torch.no_grad():
+        target.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    "where", ["attribute", "list of modules", "parameter argument", "module argument", "closure", "default"]
+)
+def test_a_tensor_that_the_region_reaches_in_any_way_is_checked_for_updates(where: str) -> None:
+    """Plain eager runs these, as autograd saves none of the tensors that change; so right or refused will do."""
+    weight = nn.Parameter(torch.rand(HIDDEN))
+    plain = torch.rand(HIDDEN)
+    linear = nn.Linear(HIDDEN, HIDDEN)
+    others: tuple[Any, ...] = ()
+    if where == "attribute":
+        model, changed = holding(lambda self, x: (x + self.plain).exp().sin(), plain=plain), plain
+    elif where == "list of modules":
+        model, changed = holding(lambda self, x: self.unseen[0](x).exp().sin(), unseen=[linear]), linear.bias
+    elif where == "parameter argument":
+        model, changed, others = holding(lambda self, x, w: (x + w).exp().sin()), weight, (weight,)
+    elif where == "module argument":
+        model, changed, others = holding(lambda self, x, m: m(x).exp().sin()), linear.bias, (linear,)
+    elif where == "closure":
+        model, changed = holding(lambda self, x: (x + plain).exp().sin()), plain
+    else:
+        model, changed = holding(lambda self, x, w=plain: (x + w).exp().sin()), plain
+    x = tokens()
+    (expected,) = torch.autograd.grad(model(x, *others).sum(), x)
+    policed(model)
+    result = model(x, *others)
+    late_change(changed)
+    try:
+        (found,) = torch.autograd.grad(result.sum(), x)
+    except MutationError:
+        return
+    assert bits(found) == bits(expected)
+
+
+# Parameters
+
+
+def test_a_parameter_used_inside_and_outside_of_a_region_has_its_hooks_called_once() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+            self.inside = nn.Sequential(self.linear, nn.SiLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inside(self.linear(x)) @ self.linear.weight
+
+    fired: list[str] = []
+    model = Model()
+    model.linear.weight.register_hook(lambda grad: fired.append("tensor"))
+    model.linear.weight.register_post_accumulate_grad_hook(lambda parameter: fired.append("accumulated"))
+    recompute.apply(model, policy(("inside", "checkpoint")))
+    loss_of(model(tokens())).backward()
+    assert sorted(fired) == ["accumulated", "tensor"]
+
+
+@pytest.mark.parametrize("frozen", ["none", "norms", "projections", "all"])
+@pytest.mark.parametrize("grad", [True, False])
+@every_policy
+def test_frozen_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], frozen: str, grad: bool) -> None:
+    model = Stack()
+    for name, parameter in model.named_parameters():
+        wanted = {"none": False, "norms": "norm" in name, "projections": "proj" in name, "all": name != "head.bias"}[
+            frozen
+        ]
+        parameter.requires_grad_(not wanted)
+    assert_as_plain(model, rules, tokens(grad=grad))
+
+
+@both_actions
+def test_inner_no_grad_and_detach(action: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.norm(x).mean()
+        y = self.norm(x) * scale + x.detach().exp()
+        with torch.no_grad(), torch.enable_grad():
+            return y.exp().detach() * y.sin()
+
+    assert_as_plain(
+        holding(forward, norm=RMSNorm()), policy(("inside", action), ("inside.norm", "recompute")), tokens()
+    )
+
+
+def test_rrelu_whose_noise_is_filled_after_it_was_saved() -> None:
+    model = holding(lambda self, x: F.rrelu(x * 1.0, training=True))
+    stats = assert_as_plain(model, INSIDE, tokens())
+    assert stats.regenerations == 2
+    assert_as_plain(holding(lambda self, x: self.act(self.act(x)).sin(), act=nn.RReLU()), INSIDE, tokens())
+
+
+# Parameters that come and go
+
+
+class Sharded(nn.Module):
+    """A linear layer whose weight exists only while it runs, as sharding optimizers do it."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.shard, self.how = self.weight.detach().clone(), how
+        self.references: list[Any] = []
+        self.register_forward_pre_hook(lambda module, args: module.gather())
+        self.register_forward_hook(lambda module, args, result: module.free())
+        self.register_full_backward_pre_hook(lambda module, gradient: module.gather())
+        self.free()
+
+    def gather(self) -> None:
+        if self.how == "data":
+            self.weight.data = self.shard.clone()
+            self.references.append(weak(self.weight))
+        else:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.weight):
+                self.weight.untyped_storage().resize_(self.shard.untyped_storage().nbytes())
+                self.weight.copy_(self.shard)
+
+    def free(self) -> None:
+        if self.how == "data":
+            self.weight.data = torch.empty(0)
+        else:
+            self.weight.untyped_storage().resize_(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+@pytest.mark.parametrize("how", ["data", "storage"])
+@pytest.mark.parametrize("which", ["the layer", "around the layer"])
+def test_weights_that_are_gathered_for_each_run_and_freed_after_it(how: str, which: str) -> None:
+    """How ZeRO-3 (``param.data``) and FSDP2 (the storage) keep memory down: both run under torch's checkpoint."""
+    inside = holding(lambda self, x: self.linear(x.exp()).sin(), linear=Sharded(how))
+    linear, x = inside.inside.linear, tokens()
+
+    def run() -> list[Any]:
+        result = inside(x)
+        held = [reference for reference in linear.references if not reference.expired()]
+        assert not held, "a gathered weight is freed after forward"
+        grads = torch.autograd.grad(result.sum(), x)
+        linear.free()
+        return [bits(grad) for grad in grads]
+
+    expected = run()
+    path = "inside.linear" if which == "the layer" else "inside"
+    recompute.apply(inside, policy((path, "checkpoint")))
+    assert run() == expected
+
+
+@both_actions
+def test_lazy_modules_take_their_shape_in_a_regions_first_run(action: str) -> None:
+    torch.manual_seed(1)
+    plain = holding(lambda self, x: self.norm(self.linear(x)).sin(), linear=nn.LazyLinear(4), norm=nn.LazyBatchNorm1d())
+    torch.manual_seed(1)
+    under = holding(lambda self, x: self.norm(self.linear(x)).sin(), linear=nn.LazyLinear(4), norm=nn.LazyBatchNorm1d())
+    recompute.apply(under, policy(("inside", "checkpoint"), ("inside.norm", action)))
+    x = tokens()
+    for _ in range(2):
+        grads = []
+        for model in (plain, under):
+            torch.manual_seed(2)
+            result = model(x)
+            grads.append([bits(grad) for grad in torch.autograd.grad(result.sum(), [x, *model.parameters()])])
+        assert grads[0] == grads[1]
+    assert [bits(buffer) for buffer in plain.buffers()] == [bits(buffer) for buffer in under.buffers()]
+
+
+def test_a_parametrized_weight_cached_across_regions_is_right_or_refused() -> None:
+    linear = parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN))
+    model = holding(lambda self, x: self.linear(x.exp()).sin(), linear=linear)
+    x = tokens()
+
+    def run() -> list[Any]:
+        with parametrize.cached():
+            shared = linear.weight.sum()
+            loss = model(x).sum() + shared
+        return [bits(grad) for grad in torch.autograd.grad(loss, [x, *model.parameters()])]
+
+    expected = run()
+    policed(model)
+    try:
+        found = run()
+    except RegenerationError:
+        return
+    assert found == expected

@@ -1,0 +1,317 @@
+"""Attaching a policy and taking it off: what it may be, what stays as it was, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import (
+    TinyDecoderLayer,
+    TinyRMSNorm,
+    assert_same,
+    decoder,
+    rule,
+    rules,
+    snapshot,
+    token_ids,
+    train,
+)
+from torch import Tensor, nn
+
+import recompute
+from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning, UnsupportedError
+from recompute.policy.loading import preset_path
+
+PRESETS = ["none", "full", "alternate", "hook", "kernel"]
+NORMS = rules(rule("TinyRMSNorm", "recompute", via="hook"))
+
+
+def governed(model: nn.Module) -> list[str]:
+    """The names of the modules that are not of their own class now."""
+    plain = snapshot(decoder())
+    return [name for name, module in model.named_modules() if type(module) is not plain[name][0]]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "hook",
+        preset_path("hook"),
+        str(preset_path("hook")),
+        recompute.load_policy("hook"),
+        recompute.load_policy("hook").model_dump(exclude_defaults=True),
+    ],
+    ids=["preset", "path", "string", "Policy", "mapping"],
+)
+def test_takes_a_policy_however_it_is_given(policy: Any) -> None:
+    model, expected = decoder(), decoder()
+    recompute.apply(expected, "hook")
+    handle = recompute.apply(model, policy)
+    assert handle.policy.rules == recompute.load_policy("hook").rules
+    assert governed(model) == governed(expected) != []
+
+
+@pytest.mark.parametrize("model", [None, nn.Linear, "hook", [nn.Linear(1, 1)]], ids=repr)
+def test_refuses_what_is_no_module(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got"):
+        recompute.apply(model, "hook")
+
+
+def test_a_bad_policy_changes_nothing() -> None:
+    model = decoder()
+    before = snapshot(model)
+    for policy in ("hok", {"rules": [{"type": "X", "action": "forget"}]}, {"rulez": []}, 3):
+        with pytest.raises(PolicyError):
+            recompute.apply(model, policy)  # type: ignore[arg-type]
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_nothing_that_others_look_at_changes(preset: str) -> None:
+    model = decoder()
+    modules = list(model.named_modules())
+    classes = [type(module) for _, module in modules]
+    signatures = [inspect.signature(module.forward) for _, module in modules]
+    parameters, state, text = dict(model.named_parameters()), model.state_dict(), repr(model)
+    recompute.apply(model, preset)
+    assert list(model.named_modules()) == modules
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    assert list(model.state_dict()) == list(state)
+    assert all(value.data_ptr() == state[name].data_ptr() for name, value in model.state_dict().items())
+    assert repr(model) == text
+    for (_, module), cls, signature in zip(modules, classes, signatures, strict=True):
+        assert isinstance(module, cls)
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            assert getattr(type(module), name) == getattr(cls, name)
+        assert inspect.signature(module.forward) == signature
+        assert module.forward.__doc__ == cls.forward.__doc__
+
+
+def test_state_dicts_go_both_ways() -> None:
+    plain, policed = decoder(0), decoder(1)
+    recompute.apply(policed, "hook")
+    policed.load_state_dict(plain.state_dict())
+    other = decoder(2)
+    other.load_state_dict(policed.state_dict())
+    assert_same(list(other.state_dict().values()), list(plain.state_dict().values()))
+
+
+@pytest.mark.parametrize("second", PRESETS[1:])
+@pytest.mark.parametrize("first", PRESETS[1:])
+def test_a_model_under_a_policy_refuses_another(first: str, second: str) -> None:
+    model = decoder()
+    handle = recompute.apply(model, first)
+    before = snapshot(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what it would have warned of, it does not come to
+        with pytest.raises(AlreadyAppliedError, match=r"layers\.0|TinyDecoder\b"):
+            recompute.apply(model, second)
+    assert snapshot(model) == before
+    handle.remove()
+    recompute.apply(model, second).remove()
+
+
+def test_a_submodule_under_a_policy_is_named() -> None:
+    model = decoder()
+    handle = recompute.apply(model.layers[1], "hook")
+    before = snapshot(model)
+    with pytest.raises(AlreadyAppliedError, match=r"'layers\.1"):
+        recompute.apply(model, "hook")
+    with pytest.raises(AlreadyAppliedError, match=r"'layers\.1"):
+        recompute.apply(model, rules(rule("TinyAttention")))
+    assert snapshot(model) == before
+    handle.remove()
+    recompute.apply(model, "hook")
+    with pytest.raises(AlreadyAppliedError, match="'input_layernorm'"):
+        recompute.apply(model.layers[0], "hook")
+    with pytest.raises(AlreadyAppliedError, match="TinyRMSNorm"):
+        recompute.apply(model.norm, rules(rule("TinyRMSNorm")))
+
+
+def test_disjoint_submodules_take_policies_of_their_own() -> None:
+    model = decoder()
+    before, expected = snapshot(model), train(decoder())
+    handles = [recompute.apply(layer, preset) for layer, preset in zip(model.layers, ("full", "hook"), strict=True)]
+    assert_same(train(model), expected)
+    for handle in handles:
+        handle.remove()
+    assert snapshot(model) == before
+
+
+def test_a_decorated_instance_inside_is_named() -> None:
+    @recompute.recompute
+    class Decorated(TinyDecoderLayer):
+        pass
+
+    model = decoder()
+    model.layers[1] = Decorated()
+    before = snapshot(model)
+    with pytest.raises(AlreadyAppliedError, match=r"'layers\.1' \(Decorated\)"):
+        recompute.apply(model, rules(rule(["TinyDecoderLayer", "Decorated"])))
+    assert snapshot(model) == before
+    with pytest.raises(AlreadyAppliedError, match="Decorated"):
+        recompute.recompute(model.layers[1])
+
+
+class RefusesSubclasses(nn.Module):
+    def __init_subclass__(cls, **options: Any) -> None:
+        raise RuntimeError("final")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class RefusesAnotherClass(nn.Module):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise RuntimeError("frozen")
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+def with_own_forward() -> nn.Module:
+    module = TinyRMSNorm()
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("culprit", "error"),
+    [(with_own_forward, UnsupportedError), (RefusesSubclasses, None), (RefusesAnotherClass, None)],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_half_applied_never(culprit: Callable[[], nn.Module], error: type[Exception] | None, place: int) -> None:
+    children: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    children.insert(place, culprit())
+    model = nn.Sequential(*children)
+    before = snapshot(model)
+    names = [type(child).__name__ for child in children]
+    policy = rules(*(rule(name) for name in names))
+    # Where a class cannot be had, it is this package's error or the class's own; either way nothing is left behind.
+    with pytest.raises(error or (UnsupportedError, RuntimeError), match=r"'[012]'|final|frozen"):
+        recompute.apply(model, policy)
+    assert snapshot(model) == before
+    recompute.apply(model, rules(rule("Linear"))).remove()
+    assert snapshot(model) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("action", ["checkpoint", "recompute", "keep"])
+def test_a_scripted_module_is_refused_by_name(action: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh()))
+    before = {key: type(module) for key, module in model.named_modules()}
+    with pytest.raises(UnsupportedError, match="'1'"):
+        recompute.apply(model, rules({"match": "*", "action": action}))
+    assert {key: type(module) for key, module in model.named_modules()} == before
+    model(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_warning_made_an_error_leaves_the_model_alone() -> None:
+    model = decoder()
+    before = snapshot(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PolicyWarning):
+            recompute.apply(model, rules(rule("TinyRMSNorm", "recompute"), rule("Nothing")))
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_remove_leaves_the_model_exactly_as_it_was(preset: str) -> None:
+    model = decoder()
+    model.norm.register_forward_hook(lambda *_: None)
+    before = snapshot(model)
+    handle = recompute.apply(model, preset)
+    handle.remove()
+    assert snapshot(model) == before
+    handle.remove()
+    assert snapshot(model) == before
+    again = recompute.apply(model, preset)
+    handle.remove()  # a handle whose policy is off does not touch another's
+    assert (governed(model) == []) is (preset == "none")
+    again.remove()
+    assert snapshot(model) == before
+
+
+def test_a_handle_is_a_context_manager() -> None:
+    model = decoder()
+    before = snapshot(model)
+    with recompute.apply(model, "hook") as handle:
+        assert type(handle).__name__ == "AppliedPolicy"
+        assert governed(model)
+    assert snapshot(model) == before
+    with pytest.raises(ZeroDivisionError), recompute.apply(model, "hook"):
+        raise ZeroDivisionError
+    assert snapshot(model) == before
+
+
+def test_a_graph_built_under_the_policy_outlives_it() -> None:
+    model, plain = decoder(), decoder()
+    for preset in ("full", "hook", "kernel"):
+        with recompute.apply(model, preset):
+            output = model(token_ids())
+        found = torch.autograd.grad(output.sum(), list(model.parameters()))
+        expected = torch.autograd.grad(plain(token_ids()).sum(), list(plain.parameters()))
+        if preset != "kernel":
+            assert_same(found, expected)
+        torch.testing.assert_close(found, expected)
+
+
+def test_removes_itself_from_under_a_class_that_came_later() -> None:
+    model = decoder()
+    expected = train(decoder())
+    handle = recompute.apply(model, "hook")
+    theirs = type("Theirs", (type(model.norm),), {})
+    model.norm.__class__ = theirs  # as fully_shard and parametrizations do
+    assert_same(train(copy.deepcopy(model)), expected)
+    handle.remove()
+    assert type(model.norm) is theirs
+    assert vars(model.norm).keys() == vars(TinyRMSNorm()).keys()
+    frames = handle.stats().frames
+    assert_same(train(model), expected)
+    assert handle.stats().frames == frames
+
+
+def test_parametrizations_may_come_and_go_under_a_policy() -> None:
+    model = decoder()
+    handle = recompute.apply(model, "hook")
+    nn.utils.parametrize.register_parametrization(model.norm, "weight", nn.Softplus())
+    plain = decoder()
+    nn.utils.parametrize.register_parametrization(plain.norm, "weight", nn.Softplus())
+    assert_same(train(model), train(plain))
+    nn.utils.parametrize.remove_parametrizations(model.norm, "weight")
+    handle.remove()
+    assert governed(model) == []
+
+
+def test_a_module_shared_by_two_parents_is_attached_once_and_restored() -> None:
+    model, plain = decoder(), decoder()
+    for each in (model, plain):
+        each.layers[1].input_layernorm = each.layers[0].input_layernorm
+    before = snapshot(model)
+    handle = recompute.apply(model, rules(rule("TinyDecoderLayer", "recompute", via="hook")))
+    assert_same(train(model, steps=1), train(plain, steps=1))
+    frames = handle.stats().frames  # a layer's two norms and one MLP
+    handle.remove()
+    assert frames == 6
+    assert {name: cls for name, (cls, _) in snapshot(model).items()} == {name: cls for name, (cls, _) in before.items()}
+    assert [set(vars(module)) for module in model.modules()] == [set(vars(module)) for module in plain.modules()]
+
+
+def test_tied_weights_stay_tied() -> None:
+    model, plain = decoder(), decoder()
+    for each in (model, plain):
+        each.lm_head.weight = each.embed_tokens.weight
+    recompute.apply(model, "hook")
+    assert model.lm_head.weight is model.embed_tokens.weight
+    copied = copy.deepcopy(model)
+    assert copied.lm_head.weight is copied.embed_tokens.weight
+    assert_same(train(model), train(plain))

@@ -1,0 +1,325 @@
+"""The presets on tiny Hugging Face decoders: bitwise where they promise it, and what each drops to the byte."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import assert_same, snapshot, train
+from torch import Tensor, nn
+
+import recompute
+from recompute.errors import PolicyWarning
+
+HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 32, 48, 2, 64
+BATCH, LENGTH = 2, 16
+TOKENS = BATCH * LENGTH
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "gemma": transformers.GemmaConfig,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
+    "phi3": transformers.Phi3Config,
+}
+EXACT = ["none", "full", "alternate", "hook"]
+IDS = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+transformers.logging.set_verbosity_error()
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=64,
+            bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+    else:
+        config = CONFIGS[name](**{**SHAPE, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += torch.randn_like(parameter) * 0.1  # norms that are the identity hide mistakes
+    return model.to(dtype)
+
+
+def steps(model: nn.Module, count: int = 2, **arguments: Any) -> list[list[Tensor]]:
+    return train(model, lambda: model(input_ids=IDS, labels=IDS, **arguments).loss, steps=count)
+
+
+def applied(model: nn.Module, policy: Any, *, quietly: bool = False) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if quietly else "error", PolicyWarning)
+        return recompute.apply(model, policy)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[str], list[list[Tensor]]]:
+    """Two steps without a policy, by the model's name."""
+    found: dict[str, list[list[Tensor]]] = {}
+    return lambda name: found.setdefault(name, steps(make(name)))
+
+
+@pytest.mark.parametrize("preset", EXACT)
+@pytest.mark.parametrize("name", [*CONFIGS, "gpt2"])
+def test_losses_and_gradients_are_bitwise_those_without(
+    name: str, preset: str, plain: Callable[[str], list[list[Tensor]]]
+) -> None:
+    model = make(name)
+    before = snapshot(model)
+    handle = applied(model, preset, quietly=name == "gpt2")
+    assert_same(steps(model), plain(name))
+    stats = handle.stats()
+    assert (stats.dropped_nbytes > 0) is (preset != "none" and name != "gpt2")
+    assert stats.kept_nbytes == 0
+    handle.remove()
+    assert {key: cls for key, (cls, _) in snapshot(model).items()} == {key: cls for key, (cls, _) in before.items()}
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """The same weights with everything in float64, also the norms, which Hugging Face computes in float32."""
+    exact = copy.deepcopy(model).double()
+    for module in exact.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            offset = 1.0 if "Gemma" in type(module).__name__ else 0.0
+            eps = getattr(module, "variance_epsilon", None) or module.eps
+
+            def forward(x: Tensor, weight: Tensor = module.weight, offset: float = offset, eps: float = eps) -> Tensor:
+                return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight)
+
+            module.forward = forward
+    return exact
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kernels_are_as_close_to_float64_as_eager_is(name: str) -> None:
+    model, eager = make(name), make(name)
+    exact = in_float64(eager)
+    applied(model, "kernel", quietly=name in ("gemma", "gemma2", "gemma3", "phi3"))
+    (found,), (without,), (truth,) = steps(model, 1), steps(eager, 1), steps(exact, 1)
+
+    def error(outcome: list[Tensor]) -> float:
+        """Root mean square over all gradients, each relative to its own size."""
+        errors = [
+            (one.double() - other).norm() / other.norm()
+            for one, other in zip(outcome, truth, strict=True)
+            if other.norm() > 0
+        ]
+        return torch.stack(errors).square().mean().sqrt().item()
+
+    assert 0 < error(without) < 1e-5
+    # Both sum the same terms, in another order: a few tens of gradients, each with rounding errors of its own.
+    assert error(found) <= 1.25 * error(without)
+
+
+def test_kernels_leave_out_what_they_do_not_compute() -> None:
+    with pytest.warns(PolicyWarning, match=r"rules\[1\]: no kernel computes what GemmaMLP does; hooks regenerate it"):
+        handle = recompute.apply(make("gemma"), "kernel")
+    assert "gemma casting" in handle.explain()
+
+
+@pytest.mark.parametrize("preset", ["full", "hook"])
+def test_gpt2_is_told_that_no_rule_fits(preset: str) -> None:
+    with pytest.warns(PolicyWarning, match=r"rules\[0\] governs no module"):
+        recompute.apply(make("gpt2"), preset)
+
+
+def norm_nbytes(rows: int, width: int, size: int) -> int:
+    """What a Llama-like norm's own ops and its consumers save, by storage, when the input lives anyway."""
+    widened = 0 if size == 4 else rows * width * 4  # the input in float32; in float32 it is the input itself
+    return widened + rows * 4 + 2 * rows * width * size  # rsqrt; the normalized values and the output
+
+
+def mlp_nbytes(size: int) -> int:
+    return 2 * TOKENS * INTERMEDIATE * size  # the activation's output and the product
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_hook_drops_these_bytes_of_a_llama(dtype: torch.dtype, size: int) -> None:
+    model, without = make("llama", dtype), make("llama", dtype)
+    handle = applied(model, "hook")
+    assert_same(steps(model, 1), steps(without, 1))
+    stats = handle.stats()
+    norms = 2 * LAYERS + 1
+    assert stats.dropped_nbytes == norms * norm_nbytes(TOKENS, HIDDEN, size) + LAYERS * mlp_nbytes(size)
+    assert stats.dropped_tensors == norms * (3 if size == 4 else 4) + LAYERS * 2
+    assert stats.regenerations == stats.frames == norms + LAYERS
+
+
+def test_hook_drops_these_bytes_of_a_qwen3() -> None:
+    model = make("qwen3")
+    handle = applied(model, "hook")
+    steps(model, 1)
+    # Nobody saves the output of the norms over heads: rotary embedding saves cos and sin alone.
+    heads = sum(norm_nbytes(TOKENS * heads, 8, 4) - TOKENS * heads * 8 * 4 for heads in (4, 2))
+    norms = (2 * LAYERS + 1) * norm_nbytes(TOKENS, HIDDEN, 4)
+    assert handle.stats().dropped_nbytes == norms + LAYERS * (heads + mlp_nbytes(4))
+
+
+def held(model: nn.Module) -> int:
+    """Bytes of distinct storages that autograd holds after forward, other than parameters', as an outer hook sees."""
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    alive = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=IDS, labels=IDS, use_cache=False)
+    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in alive)
+
+
+def test_what_hook_says_it_drops_is_no_longer_held() -> None:
+    model, without = make("llama"), make("llama")
+    handle = applied(model, "hook")
+    assert held(without) - held(model) == handle.stats().dropped_nbytes
+
+
+@pytest.mark.parametrize("preset", EXACT)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+def test_low_precision_is_bitwise_too(precision: str, name: str, preset: str) -> None:
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model, without = make(name, dtype), make(name, dtype)
+    applied(model, preset)
+
+    def autocast_steps(each: nn.Module) -> list[list[Tensor]]:
+        def loss() -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+                return each(input_ids=IDS, labels=IDS).loss
+
+        return train(each, loss)
+
+    assert_same(autocast_steps(model), autocast_steps(without))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_kernels_in_low_precision_lose_no_more_than_eager(name: str, precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model, without = make(name, dtype), make(name, dtype)
+    exact = in_float64(without)
+    applied(model, "kernel", quietly=name == "gemma3")
+    logits = []
+    for each in (model, without, exact):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast" and each is not exact):
+            logits.append(each(input_ids=IDS).logits.double())
+    found, eager = ((logits[i] - logits[2]).norm() for i in (0, 1))
+    assert 0 < found <= 1.25 * eager
+
+
+@pytest.mark.parametrize("preset", EXACT)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hugging_faces_checkpointing_runs_inside_the_policy(reentrant: bool, preset: str) -> None:
+    model, without = make("llama"), make("llama")
+    for each in (model, without):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        each.enable_input_require_grads()
+    handle = applied(model, preset)
+    assert_same(steps(model), steps(without))
+    handle.remove()
+    assert_same(steps(model), steps(without))
+
+
+@pytest.mark.parametrize("preset", EXACT)
+def test_a_cache_that_training_fills_is_filled_once(preset: str) -> None:
+    model, without = make("llama"), make("llama")
+    assert model.config.use_cache
+    applied(model, preset)
+    caches = []
+    for each in (model, without):
+        output = each(input_ids=IDS, labels=IDS)
+        output.loss.backward()
+        cache = output.past_key_values
+        assert cache.get_seq_length() == LENGTH
+        caches.append([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
+    assert_same(*caches)
+
+
+@pytest.mark.parametrize("preset", [*EXACT, "kernel"])
+def test_attentions_and_hidden_states_are_recorded(preset: str) -> None:
+    model, without = make("llama"), make("llama")
+    for each in (model, without):
+        each.set_attn_implementation("eager")
+    applied(model, preset)
+    found, expected = (
+        each(input_ids=IDS, output_attentions=True, output_hidden_states=True) for each in (model, without)
+    )
+    assert len(found.hidden_states) == LAYERS + 1
+    assert len(found.attentions) == LAYERS
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states)
+    torch.testing.assert_close(found.attentions, expected.attentions)
+
+
+@pytest.mark.parametrize("preset", EXACT)
+@pytest.mark.parametrize("options", [{"attention_dropout": 0.2}, {"mlp_bias": True, "attention_bias": True}], ids=str)
+def test_options_of_the_model(options: dict[str, Any], preset: str) -> None:
+    model = make("llama", **options)
+    applied(model, preset)
+    assert_same(steps(model), steps(make("llama", **options)))
+
+
+def test_an_mlp_with_biases_is_left_to_hooks() -> None:
+    model, without = make("llama", mlp_bias=True), make("llama", mlp_bias=True)
+    with pytest.warns(PolicyWarning, match="no kernel computes what LlamaMLP does"):
+        recompute.apply(model, "kernel")
+    torch.testing.assert_close(steps(model), steps(without))
+
+
+@pytest.mark.parametrize("preset", [*EXACT, "kernel"])
+def test_generates_the_same(preset: str) -> None:
+    model, without = make("llama").eval(), make("llama").eval()
+    applied(model, preset)
+    found, expected = (each.generate(IDS[:, :4], max_new_tokens=8, do_sample=False) for each in (model, without))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("preset", ["full", "hook", "kernel"])
+def test_saves_and_loads_as_without(preset: str, tmp_path: Path) -> None:
+    model = make("llama")
+    signature = inspect.signature(model.forward)
+    names = [name for name, _ in model.named_parameters()]
+    applied(model, preset)
+    assert inspect.signature(model.forward) == signature  # by which the Trainer drops columns
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert type(loaded) is transformers.LlamaForCausalLM
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert [name for name, _ in loaded.named_parameters()] == names
+    assert_same(steps(loaded), steps(make("llama")))
+
+
+def test_an_explained_llama() -> None:
+    handle = applied(make("llama"), "hook")
+    lines = [line.split() for line in handle.explain().splitlines() if "rules[" in line]
+    assert {line[0]: (line[1], line[2]) for line in lines} == {
+        "model.layers.*.input_layernorm": ("2", "LlamaRMSNorm"),
+        "model.layers.*.post_attention_layernorm": ("2", "LlamaRMSNorm"),
+        "model.layers.*.mlp": ("2", "LlamaMLP"),
+        "model.norm": ("1", "LlamaRMSNorm"),
+    }

@@ -1,0 +1,287 @@
+"""``@recompute.recompute`` on classes and their instances."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyDecoderLayer, TinyMLP, TinyRMSNorm, assert_same, gradients, rule, rules
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+import recompute
+from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning
+
+HIDDEN = 8
+
+
+class Plain(nn.Module):
+    """A Linear and two nonlinearities. Counts its runs, and remembers a storage from inside the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.tally: Counter[str] = Counter()  # an attribute's value would be put back after a second run
+        self.inside: StorageWeakRef | None = None
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        """What it does."""
+        self.tally["runs"] += 1
+        middle = F.dropout(self.linear(x).tanh() * scale, 0.3, self.training).exp()
+        self.inside = StorageWeakRef(middle.untyped_storage())
+        return middle.square().sum(-1)
+
+
+def fresh() -> type[Plain]:
+    """A class of its own to decorate: decorating is in place."""
+    return type("Plain", (Plain,), {"forward": Plain.forward, "__module__": __name__, "__qualname__": "Plain"})
+
+
+def made(cls: type[nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return cls()
+
+
+def inputs() -> Tensor:
+    return torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def outcome(module: nn.Module, **arguments: Any) -> list[Tensor]:
+    """Output and every gradient, of parameters too."""
+    module.zero_grad()
+    found = gradients(functools.partial(module, **arguments), inputs())
+    torch.manual_seed(0)
+    module(inputs(), **arguments).sum().backward()
+    return [*found, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+def is_dropped(module: Any) -> bool:
+    """Whether the storage from inside is dead between forward and backward; also runs that backward."""
+    output = module(inputs().requires_grad_())
+    dead = module.inside.expired()
+    output.sum().backward()
+    return dead
+
+
+CHECKPOINT = rules(rule("Plain"))
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [
+        recompute.recompute,
+        recompute.recompute(),
+        recompute.recompute(policy=CHECKPOINT),
+        recompute.recompute(policy=recompute.Policy(rules=[recompute.Rule(type="Plain", action="checkpoint")])),
+    ],
+    ids=["bare", "called", "mapping", "Policy"],
+)
+class TestAClass:
+    def test_is_decorated_in_place_and_runs_as_without(self, decorate: Callable[..., Any]) -> None:
+        cls = fresh()
+        earlier = made(cls)
+        assert decorate(cls) is cls
+        for module in (earlier, made(cls)):
+            for arguments in ({}, {"scale": 0.5}):
+                assert_same(outcome(module, **arguments), outcome(made(Plain), **arguments))
+            assert is_dropped(module)
+        assert not is_dropped(made(Plain))
+
+    def test_keeps_what_describes_it(self, decorate: Callable[..., Any]) -> None:
+        cls = decorate(fresh())
+        assert cls.__name__ == "Plain"
+        assert cls.forward.__doc__ == "What it does."
+        assert cls.forward.__name__ == "forward"
+        assert inspect.signature(cls.forward) == inspect.signature(Plain.forward)
+        assert repr(made(cls)) == repr(made(Plain))
+        assert made(cls).state_dict().keys() == made(Plain).state_dict().keys()
+
+    def test_runs_once_more_in_backward_and_not_in_eval_mode(self, decorate: Callable[..., Any]) -> None:
+        module = made(decorate(fresh()))
+        module(inputs()).sum().backward()
+        assert module.tally["runs"] == 2
+        module.eval()
+        assert_same(outcome(module), outcome(made(Plain).eval()))
+        assert module.tally["runs"] == 4
+        with torch.no_grad():
+            module.train()(inputs())
+        with torch.inference_mode():
+            module(inputs())
+        assert module.tally["runs"] == 6
+
+
+@recompute.recompute
+class Importable(Plain):
+    """Decorated where pickle can find it."""
+
+
+@recompute.recompute(policy="hook")
+class Governing(TinyDecoderLayer):
+    """Decorated with a policy for what is inside."""
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("cls", [Importable, Governing])
+def test_instances_of_a_decorated_class_are_copied_clean(cls: type[nn.Module], ran: bool) -> None:
+    module, plain = made(cls), made(cls.__base__)  # type: ignore[arg-type]
+    x = torch.randn(2, 3, HIDDEN if cls is Importable else 16)
+    if ran:
+        module(x).sum().backward()
+        module.zero_grad()
+        if cls is Importable:
+            module.inside = None
+    copies = [copy.deepcopy(module), *(pickle.loads(pickle.dumps(module, p)) for p in range(6))]
+    for copied in copies:
+        assert type(copied) is cls
+        for inside, original in zip(copied.modules(), plain.modules(), strict=True):
+            assert vars(inside).keys() == vars(original).keys()
+            assert inside is copied or type(inside) is type(original)
+        assert_same(gradients(copied, x), gradients(plain, x))  # and it is under its class's policy
+
+
+class TestSubclasses:
+    def test_one_that_inherits_forward_is_under_the_policy(self) -> None:
+        cls = recompute.recompute(fresh())
+        sub = type("Sub", (cls,), {})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            module = made(sub)
+            assert_same(outcome(module), outcome(made(Plain)))
+        assert is_dropped(module)
+
+    def test_one_that_calls_super_is_under_the_policy_there(self) -> None:
+        cls = recompute.recompute(fresh())
+
+        class Sub(cls):  # type: ignore[valid-type, misc]
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x.cos()).sin()
+
+        class SubOfPlain(Plain):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x.cos()).sin()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            module = made(Sub)
+            assert_same(outcome(module), outcome(made(SubOfPlain)))
+        assert is_dropped(module)
+
+    def test_one_with_a_forward_of_its_own_is_left_alone(self) -> None:
+        cls = recompute.recompute(fresh())
+        sub = type("Sub", (cls,), {"forward": Plain.forward})
+        module = made(sub)
+        assert_same(outcome(module), outcome(made(Plain)))
+        assert not is_dropped(module)
+
+    def test_one_that_is_decorated_too_runs_once_more_and_not_twice(self) -> None:
+        cls = recompute.recompute(fresh())
+
+        @recompute.recompute
+        class Sub(cls):  # type: ignore[valid-type, misc]
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x).cos()
+
+        module = made(Sub)
+        module(inputs()).sum().backward()
+        assert module.tally["runs"] == 2
+
+    def test_the_base_class_is_not_touched(self) -> None:
+        recompute.recompute(type("Sub", (Plain,), {}))
+        assert not is_dropped(made(Plain))
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.before = nn.Linear(HIDDEN, HIDDEN)
+        self.inner = inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.before(x).tanh()).sin()
+
+
+def test_a_decorated_class_inside_a_decorated_class() -> None:
+    inner = recompute.recompute(fresh())
+    outer = recompute.recompute(type("Outer", (Outer,), {"forward": Outer.forward}))
+    assert_same(outcome(made(lambda: outer(inner))), outcome(made(lambda: Outer(Plain))))  # type: ignore[arg-type]
+
+
+def test_a_decorated_class_inside_itself() -> None:
+    def tree_class() -> type[nn.Module]:
+        class Tree(nn.Module):
+            def __init__(self, depth: int = 3) -> None:
+                super().__init__()
+                self.linear = nn.Linear(HIDDEN, HIDDEN)
+                self.below = Tree(depth - 1) if depth else None
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = F.dropout(self.linear(x).tanh(), 0.2, self.training)
+                return x if self.below is None else x + self.below(x)
+
+        return Tree
+
+    assert_same(outcome(made(recompute.recompute(tree_class()))), outcome(made(tree_class())))
+
+
+def test_paths_in_a_class_policy_start_at_the_class() -> None:
+    policy = {"rules": [{"match": "mlp", "action": "recompute", "via": "hook"}]}
+    cls = recompute.recompute(policy=policy)(type("Layer", (TinyDecoderLayer,), {}))
+    x = torch.randn(2, 3, 16)
+    module = made(cls)
+    assert_same(gradients(module, x), gradients(made(TinyDecoderLayer), x))
+    assert type(module.mlp) is not TinyMLP
+    assert type(module.input_layernorm) is TinyRMSNorm
+
+
+class TestAnInstance:
+    def test_is_itself_and_runs_as_without(self) -> None:
+        module = made(Plain)
+        assert recompute.recompute(module) is module
+        assert isinstance(module, Plain)
+        assert_same(outcome(module), outcome(made(Plain)))
+        assert is_dropped(module)
+        assert not is_dropped(made(Plain))
+
+    def test_takes_a_policy(self) -> None:
+        module = recompute.recompute(made(TinyDecoderLayer), policy=rules(rule("TinyRMSNorm", "recompute")))
+        x = torch.randn(2, 3, 16)
+        assert_same(gradients(module, x), gradients(made(TinyDecoderLayer), x))
+        assert type(module.input_layernorm) is not TinyRMSNorm
+
+    def test_is_refused_twice(self) -> None:
+        module = recompute.recompute(made(Plain))
+        for again in (recompute.recompute, lambda module: recompute.apply(module, CHECKPOINT)):
+            with pytest.raises(AlreadyAppliedError, match="Plain"):
+                again(module)
+
+    def test_of_a_container_runs_its_parts_once_more(self) -> None:
+        inside = made(Plain)
+        model = recompute.recompute(nn.Sequential(nn.Tanh(), nn.Sequential(inside)))
+        model(inputs()).sum().backward()
+        assert inside.tally["runs"] == 2
+
+    def test_warns_where_the_user_stands(self) -> None:
+        with pytest.warns(PolicyWarning, match=r"rules\[0\]") as messages:
+            recompute.recompute(made(Plain), policy=rules(rule("Other")))
+        assert [message.filename for message in messages] == [__file__]
+
+
+def test_a_bad_policy_is_refused_when_decorating() -> None:
+    for target in (fresh(), made(Plain), torch.tanh):
+        with pytest.raises(PolicyError):
+            recompute.recompute(policy={"rules": [{"type": "X", "action": "forget"}]})(target)
+
+
+def test_a_class_policy_that_matches_nothing_warns() -> None:
+    cls = recompute.recompute(policy=rules(rule("Other")))(fresh())
+    with pytest.warns(PolicyWarning, match=r"rules\[0\].*'Other'"):
+        assert_same(outcome(made(cls)), outcome(made(Plain)))

@@ -1,0 +1,279 @@
+"""``@recompute.recompute`` on functions of every kind, and on what is none."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyRMSNorm, assert_same, gradients, rule, rules
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+import recompute
+from recompute.errors import PolicyWarning, UnsupportedError
+
+HIDDEN = 8
+
+
+def inputs() -> Tensor:
+    return torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+LINEAR = nn.Linear(HIDDEN, HIDDEN)
+GENERATOR = torch.Generator()
+SCALE = torch.full((HIDDEN,), 0.7)
+STORAGES: list[StorageWeakRef] = []
+
+
+def noted(x: Tensor) -> Tensor:
+    STORAGES.append(StorageWeakRef(x.untyped_storage()))
+    return x
+
+
+def function(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """A function."""
+    return noted(F.dropout(x.tanh() * scale, 0.5).exp()).square()
+
+
+class Methods:
+    def __init__(self) -> None:
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.generator = torch.Generator()
+
+    def method(self, x: Tensor) -> Tensor:
+        return noted(self.linear(x.tanh()).exp()).square()
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return noted((x.tanh() * torch.rand(x.shape, generator=self.generator)).exp()).square()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.noisy(x)
+
+    @staticmethod
+    def static(x: Tensor) -> Tensor:
+        return noted(x.tanh().exp()).square()
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def closing_over_a_module() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+    linear = LINEAR
+    return lambda x: noted(linear(x.tanh()).exp()).square(), []
+
+
+def closing_over_a_tensor() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+    scale = SCALE
+    return lambda x: noted((x.tanh() * scale).exp()).square(), []
+
+
+def closing_over_a_generator() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+    generator = torch.Generator()
+    return lambda x: noted((x.tanh() * torch.rand(x.shape, generator=generator)).exp()).square(), [generator]
+
+
+def closing_over_a_module_with_a_generator() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+    noise = Noise(torch.Generator())
+    return lambda x: noted(noise(x.tanh()).exp()).square(), [noise.generator]
+
+
+def closing_over_a_container() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+    generators = [torch.Generator()]
+    return lambda x: noted((x.tanh() * torch.rand(x.shape, generator=generators[0])).exp()).square(), generators
+
+
+def calling_a_helper() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+    generator = torch.Generator()
+
+    def helper(x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=generator)
+
+    return lambda x: noted(helper(x.tanh()).exp()).square(), [generator]
+
+
+def naming_a_global() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+    def named(x: Tensor) -> Tensor:
+        return noted((x.tanh() * torch.rand(x.shape, generator=GENERATOR)).exp()).square()
+
+    return named, [GENERATOR]
+
+
+METHODS = Methods()
+FUNCTIONS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[torch.Generator]]]] = {
+    "function": lambda: (function, []),
+    "lambda": lambda: (lambda x: noted(x.tanh().exp()).square(), []),
+    "partial": lambda: (functools.partial(function, scale=0.5), []),
+    "bound method": lambda: (METHODS.method, []),
+    "bound method with a generator": lambda: (METHODS.noisy, [METHODS.generator]),
+    "callable object": lambda: (METHODS, [METHODS.generator]),
+    "static method": lambda: (Methods.static, []),
+    "module's method": lambda: (LINEAR.forward, []),
+    **{
+        make.__name__.replace("_", " "): make
+        for make in (
+            closing_over_a_module,
+            closing_over_a_tensor,
+            closing_over_a_generator,
+            closing_over_a_module_with_a_generator,
+            closing_over_a_container,
+            calling_a_helper,
+            naming_a_global,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_function_of_any_kind_runs_as_without(kind: str) -> None:
+    run, generators = FUNCTIONS[kind]()
+    decorated = recompute.recompute(run)
+    results = []
+    for each in (run, decorated):
+        for generator in generators:
+            generator.manual_seed(0)
+        results.append(gradients(each, inputs()))
+        results[-1] += [torch.rand(1), *(torch.rand(1, generator=generator) for generator in generators)]
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FUNCTIONS if kind != "module's method"])
+def test_a_function_of_any_kind_holds_its_inputs_alone(kind: str) -> None:
+    run, _ = FUNCTIONS[kind]()
+    for each, dropped in ((run, False), (recompute.recompute(run), True)):
+        STORAGES.clear()
+        output = each(inputs().requires_grad_())
+        assert STORAGES[0].expired() is dropped
+        output.sum().backward()
+
+
+class TestAFunction:
+    def test_keeps_its_name_and_signature(self) -> None:
+        for decorated in (recompute.recompute(function), recompute.recompute(policy=rules(rule("function")))(function)):
+            assert decorated is not function
+            assert decorated.__name__ == "function"
+            assert decorated.__doc__ == "A function."
+            assert inspect.signature(decorated) == inspect.signature(function)
+
+    def test_gives_gradients_to_a_module_that_it_closes_over(self) -> None:
+        run, _ = closing_over_a_module()
+        found = []
+        for each in (run, recompute.recompute(run)):
+            LINEAR.zero_grad()
+            each(inputs()).sum().backward()
+            found.append([LINEAR.weight.grad.clone(), LINEAR.bias.grad.clone()])
+        assert_same(*found)
+
+    def test_refuses_a_weight_changed_before_backward(self) -> None:
+        for run in (closing_over_a_module()[0], METHODS.method):
+            output = recompute.recompute(run)(inputs().requires_grad_())
+            linear = run.__self__.linear if hasattr(run, "__self__") else LINEAR
+            with torch.no_grad():
+                linear.weight.add_(0.0)
+            with pytest.raises(RuntimeError, match="modified in place"):
+                output.sum().backward()
+
+    def test_takes_modules_and_trees_of_tensors_as_arguments(self) -> None:
+        def run(batch: dict[str, list[Tensor]], module: nn.Module, flag: bool = False) -> tuple[Tensor, int]:
+            x, y = batch["xy"]
+            return (noted(module(x).tanh()) * y).square().sum(), 3 if flag else 4
+
+        x = inputs()
+        results = []
+        for each in (run, recompute.recompute(run)):
+
+            def call(a: Tensor, b: Tensor, each: Callable[..., Any] = each) -> Tensor:
+                value, number = each({"xy": [a, b]}, module=LINEAR, flag=True)
+                assert number == 3
+                return value
+
+            results.append(gradients(call, x, x + 1))
+        assert_same(*results)
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_is_called_plainly_where_nothing_is_recorded(self, mode: Callable[[], Any]) -> None:
+        STORAGES.clear()
+        with mode():
+            recompute.recompute(function)(inputs())
+        assert len(STORAGES) == 1
+        assert STORAGES[0].expired()
+
+    def test_is_left_as_it_is_by_a_policy_that_keeps_it(self) -> None:
+        assert recompute.recompute(function, policy=rules(rule("function", "keep"))) is function
+
+    @pytest.mark.parametrize("policy", [rules(rule("other")), "hook", "none"])
+    def test_that_no_rule_matches_warns(self, policy: Any) -> None:
+        with pytest.warns(PolicyWarning, match="no rule matches the function function") as messages:
+            decorated = recompute.recompute(policy=policy)(function)
+        assert [message.filename for message in messages] == [__file__]
+        assert_same(gradients(decorated, inputs()), gradients(function, inputs()))
+
+    def test_that_no_kernel_computes_is_refused(self) -> None:
+        with pytest.raises(UnsupportedError, match=r"rules\[0\].*no kernel.*function"):
+            recompute.recompute(policy=rules(rule("function", "recompute", via="kernel")))(function)
+
+    def test_is_regenerated_for_its_consumer_under_an_applied_policy(self) -> None:
+        scale = recompute.recompute(policy=rules(rule("scaled", "recompute")))(scaled)
+        results = []
+        for each in (scaled, scale):
+            model = Consumer(each)
+            recompute.apply(model, rules({"match": "**.norm", "action": "recompute", "via": "hook"}))
+            STORAGES.clear()
+            output = model(inputs())
+            assert STORAGES[0].expired() is (each is scale)
+            output.sum().backward()
+            results.append([p.grad for p in model.parameters()])
+        assert_same(*results)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return noted(x.tanh() * 2.0)
+
+
+class Consumer(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.linear, self.function = TinyRMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.function(self.norm(x)))
+
+
+def generator_function(x: Tensor) -> Iterator[Tensor]:
+    yield x
+
+
+async def coroutine(x: Tensor) -> Tensor:
+    return x
+
+
+async def async_generator(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x
+
+
+@pytest.mark.parametrize("target", [generator_function, coroutine, async_generator], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial], ids=["bare", "partial"])
+def test_what_does_not_run_in_one_piece_is_refused(target: Any, wrap: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be run again as one piece"):
+        recompute.recompute(wrap(target))
+
+
+@pytest.mark.parametrize(
+    "target", [3, "hook", {"rules": []}, recompute.load_policy("hook"), int, torch.ones(1), [nn.Tanh()]], ids=repr
+)
+def test_a_wrong_target_is_refused(target: Any) -> None:
+    with pytest.raises(TypeError, match=r"recompute decorates an nn\.Module class, a module or a function, got"):
+        recompute.recompute(target)

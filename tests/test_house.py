@@ -1,0 +1,255 @@
+"""The house: floors, what the wheel holds, whose ``kernels`` is imported, what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import recompute
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FLOORS = {
+    "recompute.errors": 0,
+    "recompute.policy": 1,
+    "recompute.engine": 2,
+    "recompute.kernels": 3,
+    recompute.apply.__module__: 4,
+    "recompute.runners": 4,
+    "recompute.recognize": 4,
+    "recompute.verify": 5,
+    "recompute.report": 5,
+    "recompute.ablation": 5,
+    "recompute.planning": 5,
+    "recompute.integrations": 6,
+    "recompute.cli": 7,
+    "recompute": 7,
+}
+KERNELS_KNOW = ("recompute.engine.recipe", "recompute.errors", "recompute.kernels")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by its dotted name; links are followed where they stand for a package's folder."""
+    found = {}
+    for folder, package in ((ROOT / "recompute", "recompute"), (ROOT / "kernels", "recompute.kernels")):
+        for directory, _, files in os.walk(folder):
+            for file in files:
+                if file.endswith(".py"):
+                    parts = (*(Path(directory) / file).relative_to(folder).with_suffix("").parts,)
+                    name = ".".join([package, *(part for part in parts if part != "__init__")])
+                    found[name] = Path(directory) / file
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[str]:
+    """The modules of the project that a module imports, at its top, inside a function or for type checking alone."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import on line {node.lineno}"
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            targets = [module if module in MODULES else str(node.module) for module in submodules]
+        else:
+            continue
+        yield from (target for target in targets if target.split(".")[0] == "recompute")
+
+
+def room(name: str) -> str:
+    """The longest entry of the table that ``name`` is or is in; the root package is a room of its own alone."""
+    found = [entry for entry in FLOORS if name == entry or (entry != "recompute" and name.startswith(f"{entry}."))]
+    assert found, f"{name} is on no floor: give it one in this table and in the design"
+    return max(found, key=len)
+
+
+def test_every_floor_imports_only_from_below() -> None:
+    assert len(MODULES) > 20
+    wrong = [
+        f"{name} (floor {FLOORS[room(name)]}) imports {target} (floor {FLOORS[room(target)]})"
+        for name in MODULES
+        for target in imports(name)
+        if FLOORS[room(target)] > FLOORS[room(name)]
+        or (FLOORS[room(target)] == FLOORS[room(name)] < 4 and room(target) != room(name))
+        or (room(name) == "recompute.kernels" and not target.startswith(KERNELS_KNOW))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("room_name", ["recompute.policy", "recompute.errors"])
+def test_plain_data_knows_no_torch(room_name: str) -> None:
+    trees = [ast.parse(path.read_text()) for name, path in MODULES.items() if room(name) == room_name]
+    roots = {
+        module.split(".")[0]
+        for tree in trees
+        for node in ast.walk(tree)
+        for module in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert trees
+    assert not roots & {"torch", "triton", "transformers"}
+
+
+def test_no_module_bears_a_name_of_the_standard_library() -> None:
+    assert not {name.split(".")[-1] for name in MODULES} & sys.stdlib_module_names
+
+
+def test_folders_that_are_linked_are_no_packages_of_their_own() -> None:
+    for name in ("kernels", "policies"):
+        assert not (ROOT / name / "__init__.py").exists()
+        assert (ROOT / "recompute" / name).is_symlink()
+        assert os.readlink(ROOT / "recompute" / name) == f"../{name}"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    """The wheel, built from a copy of the tree, so that this one is not written to."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results")
+    shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, folder / "tree"]
+    if int(importlib.metadata.version("setuptools").split(".")[0]) >= 77:  # what pyproject.toml asks for; else fetch it
+        command.append("--no-build-isolation")
+    subprocess.run(command, check=True)
+    (path,) = folder.glob("torch_recompute-*.whl")
+    return zipfile.Path(path)
+
+
+def test_the_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.Path) -> None:
+    top = {entry.name for entry in wheel.iterdir() if not entry.name.endswith(".dist-info")}
+    assert top == {"recompute"}
+    held = {name for name in wheel.root.namelist() if ".dist-info/" not in name and name[-1] != "/"}
+    expected = {f"{'/'.join(name.split('.'))}.py" for name in MODULES}
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    expected -= {f"{'/'.join(name.split('.'))}.py" for name in packages}
+    expected |= {f"{'/'.join(name.split('.'))}/__init__.py" for name in packages}
+    expected |= {f"recompute/policies/{path.name}" for path in (ROOT / "policies").glob("*.yaml")}
+    assert held == expected | {"recompute/py.typed"}
+
+
+def test_the_wheel_works_where_the_tree_is_not(wheel: zipfile.Path, tmp_path: Path) -> None:
+    wheel.root.extractall(tmp_path / "site")
+    run(
+        "import recompute, sys; from recompute.kernels.rms_norm import rms_norm;"
+        "from recompute.policy.loading import preset_names;"
+        "assert recompute.__file__.startswith(sys.argv[1]);"
+        "assert set(preset_names()) >= {'none', 'full', 'hook', 'kernel', 'alternate'};"
+        "recompute.load_policy('hook')",
+        str(tmp_path / "site"),
+        path=tmp_path / "site",
+        folder=tmp_path,
+    )
+    scripts = next(entry for entry in wheel.iterdir() if entry.name.endswith(".dist-info"))
+    assert "recompute = recompute.cli:app" in (scripts / "entry_points.txt").read_text()
+
+
+def run(script: str, *arguments: str, path: Path | None = None, folder: Path = ROOT) -> str:
+    """Run ``script`` in a fresh interpreter that sees ``path`` and its own working folder; returns what it printed."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment = {**kept, "PYTHONPATH": "" if path is None else str(path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LLAMA = """
+import sys, torch, transformers, importlib.util
+from transformers.utils import import_utils
+shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 64)
+import recompute
+with recompute.apply(model, "hook"):
+    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+import kernels
+print(import_utils.is_kernels_available(), getattr(kernels, "__file__", None), import_utils.KERNELS_MIN_VERSION)
+"""
+
+STAND_IN = """
+__version__ = "{version}"
+def use_kernel_forward_from_hub(name, *args, **kwargs):
+    return lambda cls: cls
+def use_kernelized_func(*names, **kwargs):
+    return lambda cls: cls
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {{"__init__": lambda self, *args, **kwargs: None}})
+"""
+
+
+def test_hugging_face_runs_from_the_root_with_its_kernels_and_without(tmp_path: Path) -> None:
+    available, file, version = run(LLAMA).split()
+    if "kernels" not in {distribution.name for distribution in importlib.metadata.distributions()}:
+        assert (available, file) == ("False", "None")  # our folder is a namespace at most, which is no package
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text(STAND_IN.format(version=version))
+    metadata = tmp_path / f"kernels-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
+    assert run(LLAMA, path=tmp_path).split() == ["True", str(package / "__init__.py"), version]
+
+
+def test_kernels_is_no_module_of_ours() -> None:
+    run(
+        "import kernels, importlib.util;"
+        "assert kernels.__file__ is None;"
+        "assert importlib.util.find_spec('kernels').loader is None or not importlib.util.find_spec('kernels').origin;"
+        "import recompute.kernels.rms_norm as ours;"
+        "assert ours.__name__ == 'recompute.kernels.rms_norm'"
+    )
+
+
+def test_mypy_resolves_the_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text("from recompute.kernels.rms_norm import rms_norm\nreveal_type(rms_norm)\n")
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(snippet)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "def (x: torch._tensor.Tensor, weight: torch._tensor.Tensor | None" in done.stdout
+
+
+def test_the_public_names() -> None:
+    assert recompute.__all__ == sorted(recompute.__all__)
+    assert set(recompute.__all__) >= {"Policy", "Rule", "apply", "errors", "keep", "load_policy", "recompute"}
+    later = {"estimate", "profile", "plan", "verify"}
+    assert set(recompute.__all__) <= {*later, "Policy", "Rule", "apply", "errors", "keep", "load_policy", "recompute"}
+    for name in recompute.__all__:
+        assert getattr(recompute, name) is not None
+        assert name == "errors" or callable(getattr(recompute, name))
+
+
+def test_importing_does_nothing_else() -> None:
+    heavy = "matplotlib transformers typer rich triton.language recompute.kernels.launch recompute.ablation"
+    run(
+        "import sys, torch;"
+        "before = set(sys.modules); state = torch.get_rng_state();"
+        "hooks = torch._C._autograd._top_saved_tensors_default_hooks(True);"
+        "import recompute;"
+        "new = set(sys.modules) - before;"
+        "assert not new & set(sys.argv[1:]), new & set(sys.argv[1:]);"
+        "assert not torch.cuda.is_initialized();"
+        "assert torch.equal(state, torch.get_rng_state());"
+        "assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32;"
+        "assert hooks is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None",
+        *heavy.split(),
+    )

@@ -1,0 +1,165 @@
+"""A decoder small enough for tests, written as Hugging Face writes Llama's, and one way to train and to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HIDDEN, INTERMEDIATE, VOCABULARY = 16, 24, 32
+BATCH, LENGTH = 2, 6
+TOKENS = BATCH * LENGTH
+
+
+class TinyRMSNorm(nn.Module):
+    def __init__(self, hidden: int = HIDDEN, eps: float = 1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(hidden) + 0.5)
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+        return self.weight * hidden_states.to(dtype)
+
+
+class TinyMLP(nn.Module):
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=bias)
+        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=bias)
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=bias)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class TinyAttention(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        dropout = self.dropout if self.training else 0.0
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True))
+
+
+class TinyDecoderLayer(nn.Module):
+    def __init__(self, bias: bool = False, dropout: float = 0.0):
+        super().__init__()
+        self.input_layernorm = TinyRMSNorm()
+        self.self_attn = TinyAttention(dropout)
+        self.post_attention_layernorm = TinyRMSNorm()
+        self.mlp = TinyMLP(bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states))
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class TinyDecoder(nn.Module):
+    def __init__(self, layers: int = 2, bias: bool = False, dropout: float = 0.0):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(TinyDecoderLayer(bias, dropout) for _ in range(layers))
+        self.norm = TinyRMSNorm()
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        hidden_states = self.embed_tokens(ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return self.lm_head(self.norm(hidden_states)) * scale
+
+
+def decoder(seed: int = 0, **options: Any) -> TinyDecoder:
+    torch.manual_seed(seed)
+    return TinyDecoder(**options)
+
+
+def token_ids() -> Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def next_token_loss(model: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(model: nn.Module, loss_of: Callable[[], Tensor] | None = None, *, steps: int = 2) -> list[list[Tensor]]:
+    """For each step of SGD the loss and every gradient there is, always from the same random state."""
+    ids = token_ids()
+    torch.manual_seed(1)
+    outcome = []
+    for _ in range(steps):
+        loss = next_token_loss(model, ids) if loss_of is None else loss_of()
+        loss.backward()
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        outcome.append([loss.detach(), *(parameter.grad.clone() for parameter in parameters)])
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    return outcome
+
+
+def gradients(function: Callable[..., Tensor], *inputs: Tensor, seed: int = 0) -> list[Tensor]:
+    """The output of ``function`` and the gradients of its sum with respect to ``inputs``."""
+    torch.manual_seed(seed)
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
+
+
+def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Bit for bit, also inside nested lists."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, Tensor):
+            assert one.dtype is other.dtype
+            assert torch.equal(one, other)
+        else:
+            assert_same(one, other)
+
+
+def rules(*given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rules": list(given)}
+
+
+def rule(type_name: str | list[str], action: str = "checkpoint", **others: Any) -> dict[str, Any]:
+    return {"type": type_name, "action": action, **others}
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Each module's class and attributes, to compare with ``==``: equal tensors are the same tensors."""
+    return {
+        name: (
+            type(module),
+            {key: dict(v) if isinstance(v, dict) else v for key, v in vars(module).items()},
+        )
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+@contextmanager
+def counted_ops() -> Iterator[dict[str, int]]:
+    """How often each ATen or custom op runs, by its name without the overload."""
+    counts: dict[str, int] = {}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(function.overloadpacket)
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **(kwargs or {}))
+
+    with Count():
+        yield counts
