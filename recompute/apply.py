@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 from tabulate import tabulate
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from recompute.engine.context import reachable
+from recompute.engine.context import RUNNER, reachable
 from recompute.engine.recipe import Owner
 from recompute.engine.region import Region, is_recording
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
@@ -27,8 +28,6 @@ from recompute.runners import Forward, KernelMLPRunner, KernelNormRunner, Region
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 Target = TypeVar("Target")
-
-_KEY = "_recompute_runner"  # in the __dict__, of which a DataParallel replica gets a copy
 
 
 def apply(model: nn.Module, policy: PolicyLike) -> AppliedPolicy:
@@ -188,7 +187,7 @@ def _attach(attachments: list[_Attachment]) -> None:
         for attachment in attachments:
             module = attachment.module
             undo.callback(_detach, attachment)
-            module.__dict__[_KEY] = attachment.runner
+            module.__dict__[RUNNER] = attachment.runner
             try:
                 module.__class__ = _policed(type(module))  # type: ignore[arg-type]
             except TypeError as error:
@@ -200,8 +199,8 @@ def _attach(attachments: list[_Attachment]) -> None:
 
 def _detach(attachment: _Attachment) -> None:
     module = attachment.module
-    if module.__dict__.get(_KEY) is attachment.runner:
-        del module.__dict__[_KEY]
+    if module.__dict__.get(RUNNER) is attachment.runner:
+        del module.__dict__[RUNNER]
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
 
@@ -221,7 +220,11 @@ def _refuse_governed(model: nn.Module) -> None:
                 f"{_name(path, module)} is a ScriptModule, whose forward a policy cannot reach. Apply the policy to "
                 "the module that it was scripted from."
             )
-        if _KEY in vars(module) or _is_decorated(module):
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise UnsupportedError(
+                f"{_name(path, module)} has parameters without a shape yet. Run the model once, then apply the policy."
+            )
+        if RUNNER in vars(module) or _is_decorated(module):
             raise AlreadyAppliedError(
                 f"{_name(path, module)} is already under a policy. Remove that one first (handle.remove(), or the "
                 "decorator), or give the model one policy with the rules of both."
@@ -234,7 +237,7 @@ def _policed(base: Any) -> type[nn.Module]:
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        runner = self.__dict__.get(_KEY)
+        runner = self.__dict__.get(RUNNER)
         if runner is None:
             return super(policed, self).forward(*args, **kwargs)
         return runner.run(self, super(policed, self).forward, args, kwargs)
@@ -278,14 +281,14 @@ def _deepcopy(base: Any) -> Callable[..., Any]:
 @contextmanager
 def _without_policy(module: nn.Module, base: Any) -> Iterator[None]:
     """``module`` as it is without the policy, so that however it copies itself the copy is."""
-    kind, runner = type(module), vars(module).pop(_KEY, None)
+    kind, runner = type(module), vars(module).pop(RUNNER, None)
     module.__class__ = base
     try:
         yield
     finally:
         module.__class__ = kind
         if runner is not None:
-            vars(module)[_KEY] = runner
+            vars(module)[RUNNER] = runner
 
 
 def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
@@ -328,9 +331,9 @@ def _decorate_class(cls: Any, policy: Policy | None) -> type[nn.Module]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _KEY not in vars(self):
+        if RUNNER not in vars(self):
             _attach_decorated(self, cls, policy)
-        decorated = vars(self)[_KEY]
+        decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
         return decorated.runner.run(self, functools.partial(original, self), args, kwargs)
@@ -355,7 +358,7 @@ def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy | 
     attachments = [_checkpointed(module)] if policy is None else _attachments(module, policy, cls.__name__)
     _attach([attachment for attachment in attachments if attachment.path])
     runner = next((attachment.runner for attachment in attachments if not attachment.path), None)
-    vars(module)[_KEY] = _Decorated(cls, runner)
+    vars(module)[RUNNER] = _Decorated(cls, runner)
 
 
 def _function_name(function: Callable[..., Any]) -> str:

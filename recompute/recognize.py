@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from recompute.engine.context import fingerprint, snapshot
+from recompute.engine.context import RUNNER, base_of, fingerprint, snapshot
 from recompute.engine.rng import RngState
 
 
@@ -131,7 +131,7 @@ def _trace(module: nn.Module) -> _Traced | None:
     Nothing of the module is changed, whatever its forward does.
     """
     try:
-        if len(inspect.signature(type(module).forward).parameters) != 2:
+        if len(inspect.signature(base_of(module).forward).parameters) != 2:
             return None
     except ValueError:  # a builtin's
         return None
@@ -140,8 +140,9 @@ def _trace(module: nn.Module) -> _Traced | None:
 
 
 def _trace_once(module: nn.Module, training: bool) -> _Traced | None:
-    stand_in = object.__new__(type(module))
+    stand_in = object.__new__(base_of(module))
     stand_in.__dict__.update(snapshot(vars(module)), training=training)
+    stand_in.__dict__.pop(RUNNER, None)
     before = fingerprint(vars(stand_in))
     try:
         with RngState().replayed():

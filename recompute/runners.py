@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from recompute.engine.context import surroundings
+from recompute.engine.context import base_of, surroundings
 from recompute.engine.recipe import Owner, local
 from recompute.engine.region import KeepSpan, Region, Scope, is_recording
 from recompute.policy.model import Rule
@@ -78,7 +79,7 @@ class RegionRunner:
     def __init__(self, owner: Owner, module: nn.Module, *, drops_outputs: bool):
         self.owner = owner
         self.regions = _Regions(owner, drops_outputs=drops_outputs)
-        self.regions.over(module)
+        self.regions.over(module, running=False)
         self.note = "hook: runs again from its input" if drops_outputs else "runs again from its inputs"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -92,10 +93,11 @@ class GatedMLPRunner:
 
     note = "hook: activation and product run again from gate and up"
 
-    def __init__(self, owner: Owner, parts: GatedMLP):
+    def __init__(self, owner: Owner, module: nn.Module, parts: GatedMLP):
         self.owner = owner
         self.parts = parts
         self.regions = _Regions(owner, drops_outputs=True)
+        self.regions.over(getattr(module, parts.activation), running=False)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
@@ -116,18 +118,23 @@ class _Regions:
         self._region: Region | None = None
         self._made_for: list[Any] = []
 
-    def over(self, module: nn.Module) -> Region:
-        if self._region is not None and not self._region.pure and self._made_for[0] is module:
-            return self._region
-        # What a trace takes for given, such as a dropout's probability of zero.
-        made_for = [module, _is_hooked(module)]
-        made_for += [value for name, value in vars(module).items() if name[0] != "_" and name != "training"]
-        if self._region is None or list(map(id, made_for)) != list(map(id, self._made_for)):
+    def over(self, module: nn.Module, *, running: bool = True) -> Region:
+        # The module itself is not among these, as replicas of it run in the same region, and hold this.
+        made_for = [base_of(module), _is_hooked(module)]
+        if self._region is None or self._region.pure:  # what a trace takes for given, as a dropout's probability of 0
+            made_for += [
+                value
+                for name, value in vars(module).items()
+                if name[0] != "_" and name != "training" and not isinstance(value, Tensor)
+            ]
+        same = len(made_for) == len(self._made_for) and all(map(operator.is_, made_for, self._made_for))
+        if self._region is None or not same:
             modules = list(module.modules())
-            pure = len(modules) == 1 and not _is_hooked(module) and is_formula(module)
+            # A trace patches nn.Module for all threads: not while forward runs.
+            pure = not running and len(modules) == 1 and not _is_hooked(module) and is_formula(module)
             beyond = surroundings(modules)
             self._region = Region(self._owner, drops_outputs=self._drops_outputs, pure=pure, beyond=beyond)
-            self._made_for = made_for
+            self._made_for = made_for if pure else made_for[:2]
         return self._region
 
 
@@ -233,7 +240,7 @@ def _regenerating(owner: Owner, module: nn.Module, rule: Rule) -> Runner | None:
     if parts is not None and not _is_cheap(getattr(module, parts.activation)):
         parts = None
     if parts is not None:
-        hook = GatedMLPRunner(owner, parts)
+        hook = GatedMLPRunner(owner, module, parts)
     elif _is_cheap(module):
         hook = RegionRunner(owner, module, drops_outputs=True)
     if hook is None or rule.via == "hook":

@@ -281,6 +281,15 @@ def surroundings(modules: Iterable[nn.Module]) -> list[Any]:
     return found
 
 
+RUNNER = "_recompute_runner"
+"""In the ``__dict__`` of a module under a policy: how it runs its forward. A DataParallel replica gets a copy."""
+
+
+def base_of(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``, and not the one that a policy puts in its place."""
+    return getattr(type(module), "_recompute_base", type(module))
+
+
 class ModuleState:
     """What the modules that a frame runs are made of: their classes, attributes, parameters and buffers.
 
@@ -326,6 +335,9 @@ class ModuleState:
             steady = [buffer for index, buffer in enumerate(buffers) if changing is None or index not in changing]
         parameters += steady
         parameters += tensors
+        if not pure:
+            for _, _, attributes in self._modules:
+                parameters += [value for value in attributes.values() if type(value) is Tensor]
         self._versions = [(t, version_of(t), t.requires_grad) for t in parameters if t is not None]
 
     def settle(self) -> None:
@@ -382,7 +394,7 @@ class ModuleState:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
             for module, kind, attributes in self._modules:
-                stack.callback(_become, module, type(module), module.__dict__)
+                stack.callback(_become, module, type(module), module.__dict__.copy())
                 _become(module, kind, _attributes_of(attributes))
             yield
 
@@ -417,7 +429,10 @@ def _apart(tensor: Tensor) -> Tensor:
 def _become(module: nn.Module, kind: type, attributes: dict[str, Any]) -> None:
     if type(module) is not kind:
         module.__class__ = kind
-    object.__setattr__(module, "__dict__", attributes)
+    current = module.__dict__  # only what differs is changed: other threads may be using the module
+    for name in current.keys() - attributes.keys():
+        del current[name]
+    current.update({name: value for name, value in attributes.items() if current.get(name, _become) is not value})
 
 
 def _differ(before: Tensor, now: Tensor) -> bool:

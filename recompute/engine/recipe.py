@@ -102,9 +102,9 @@ class Layout:
 class Handle:
     """Stands for one saved tensor: which value of which recipe, seen through which view.
 
-    ``tensor``, at ``version``, is the saved tensor itself until it is decided whether to drop it; ``kept`` is what holds
-    it if it is not. ``view`` is None where it has the layout of the recipe's value, else its own layout and that of the
-    value.
+    ``tensor``, at ``version``, is the saved tensor itself until it is decided whether to drop it; ``kept`` is what
+    holds it if it is not. ``view`` is None where it has the layout of the recipe's value, else its own layout and that
+    of the value.
     """
 
     __slots__ = ("__weakref__", "due", "kept", "recipe", "slot", "tensor", "version", "view")

@@ -211,6 +211,8 @@ class Frame(Recipe):
                     handle.keep(Kept(handle.tensor.detach(), self.owner.name))
 
     def _pack(self, tensor: Tensor) -> Handle:
+        if type(tensor) is nn.Parameter:
+            tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
         handle = Handle(self, self.count, tensor)
         self.count += 1
         self.handles.append(weakref.ref(handle))
@@ -247,6 +249,7 @@ class Frame(Recipe):
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
         parameters = {storage_key(tensor): tensor for tensor in self._state.tensors()}
+        parameters.pop(None, None)
         alive = {storage_key(tensor): tensor for tensor in held} | parameters
         pinned: set[int | None] = {None}  # the key of what has no storage of its own
         pinned.update([storage_key(pin.tensor) for pin in self._pins])
@@ -286,7 +289,7 @@ class Frame(Recipe):
                     book.enter(output, self, -1 - index, counted=key in saved)
 
     def _kept(self, tensor: Tensor, parameter: Tensor | None, all_are: bool) -> Saved:
-        """What holds a tensor as it is, without its graph, of which the node that saved it may be part (invariant 8)."""
+        """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
         if parameter is not None and parameter.dtype is tensor.dtype:
             return Alive(parameter, tensor, self.owner.name)
         if all_are:  # and none is a slot here: let whoever is around this frame decide
@@ -336,6 +339,8 @@ class Frame(Recipe):
 class _FirstFrame(TorchDispatchMode):
     """Sees the ops of a region's first frame: nothing else tells for sure which random generators they are given."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, region: Region, rng: RngState):
         super().__init__()
         self._region = region
@@ -345,7 +350,7 @@ class _FirstFrame(TorchDispatchMode):
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, torch.Generator):
                 self._rng.include(value)
-        name = function.overloadpacket.__name__
+        name = getattr(function, "overloadpacket", function).__name__
         if self._region.drops_outputs and (name in _COSTLY or "attention" in name or "conv" in name):
             self._region.costly = str(function)
         return function(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Every test of the engine starts from a seed, and must leave no hook and no open scope on its thread."""
+"""Every test of the engine starts from a seed, and must leave no hook, no open scope and no patch behind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from recompute.engine import recipe, region
+
+_MODULE_CALL, _MODULE_GETATTR = nn.Module.__call__, nn.Module.__getattr__  # what torch.fx patches while it traces
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +18,10 @@ def clean_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     left = [*recipe.local.books, *region._local.spans]
+    is_patched = nn.Module.__call__ is not _MODULE_CALL or nn.Module.__getattr__ is not _MODULE_GETATTR
     recipe.local.books.clear()  # so that one test's failure is one failure
     region._local.spans.clear()
+    nn.Module.__call__, nn.Module.__getattr__ = _MODULE_CALL, _MODULE_GETATTR  # type: ignore[method-assign]
     assert left == []
+    assert not is_patched
     assert recipe.top_hooks() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from engine_testing import (
     tokens,
 )
 from torch import Tensor, nn
+
+from recompute.errors import PolicyWarning
 
 INSIDE = policy(("inside", "checkpoint"))
 both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
@@ -90,6 +93,49 @@ def test_an_auxiliary_loss_left_on_the_module_is_still_forwards_after_a_backward
         for loss in (model.inside.loss, *model.inside.losses, model.inside.table["last"]):
             found += torch.autograd.grad(loss, x, retain_graph=True)
         return [bits(grad) for grad in found]
+
+    expected = run()
+    policed(model)
+    assert run() == expected
+
+
+@both_actions
+def test_statistics_that_a_module_makes_for_itself_in_its_first_run_and_updates_in_place(action: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = torch.zeros(HIDDEN)
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return (x - self.mean).exp().sin()
+
+    model, x = holding(forward, mean=None), tokens()
+
+    def run() -> list[Any]:
+        model.inside.mean = None
+        found = []
+        for _ in range(3):
+            found += torch.autograd.grad(model(x).sum(), x)
+        return [bits(value) for value in (*found, model.inside.mean)]
+
+    expected = run()
+    policed(model, action)
+    with pytest.warns(PolicyWarning):
+        assert run() == expected
+
+
+def test_a_hidden_state_that_a_module_carries_from_run_to_run_with_its_graph() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.state = (x + self.state).exp().sin()
+        self.states.append(self.state)
+        return self.state * self.states[0]
+
+    model, x = holding(forward, state=torch.zeros(HIDDEN), states=[]), tokens()
+
+    def run() -> list[Any]:
+        model.inside.state = torch.zeros(HIDDEN)
+        model.inside.states = []
+        result = sum(model(x * scale) for scale in (0.5, 1.0, 2.0))
+        found = torch.autograd.grad(result.sum(), x)
+        return [bits(value) for value in (*found, model.inside.state, *model.inside.states)]
 
     expected = run()
     policed(model)

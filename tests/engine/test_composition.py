@@ -376,12 +376,6 @@ class Outside(nn.Module):
 CALLS: list[Any] = []
 
 
-class Noted(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        CALLS.append(x)
-        return torch.sigmoid(x)
-
-
 class Borrower(nn.Module):
     """Uses a parameter and a module that are not its own, as tied weights are."""
 
@@ -396,7 +390,6 @@ class Borrower(nn.Module):
 MAKERS = {
     "stateful": Stateful,
     "outside": Outside,
-    "noted": Noted,
     "borrower": lambda: Borrower(nn.Linear(HIDDEN, HIDDEN)),
 }
 
@@ -454,10 +447,3 @@ def test_what_a_region_inside_cannot_drop_is_dropped_by_the_checkpointed_one_aro
         return trace.held_nbytes["forward"]
 
     assert held(("inside.inner", "recompute"), ("inside", "checkpoint")) == held(("inside", "checkpoint"))
-
-
-def test_higher_order_operators_in_a_region() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x * 2,)).exp()
-
-    assert_as_plain(holding(forward), INSIDE, tokens())

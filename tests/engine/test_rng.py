@@ -236,32 +236,6 @@ def deeper(x: Tensor) -> Tensor:
     return masked(x, GENERATOR)
 
 
-class DrawsLater(nn.Module):
-    """Draws, far from its forward, once it is ``noisy``."""
-
-    noisy = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return deep(x) if self.noisy else x.exp()
-
-
-def test_a_generator_out_of_reach_that_is_drawn_from_in_later_runs_only() -> None:
-    model, x = Draws(DrawsLater()), tokens()
-
-    def run() -> list[Any]:
-        GENERATOR.manual_seed(5)
-        found = []
-        for model.inside.noisy in (False, True):
-            result = model(x)
-            torch.rand(3, generator=GENERATOR)
-            found += torch.autograd.grad(result.sum(), x)
-        return [bits(value) for value in (*found, GENERATOR.get_state())]
-
-    expected = run()
-    policed(model)
-    assert run() == expected
-
-
 def test_a_generator_that_is_not_drawn_from_is_left_alone() -> None:
     class Guarded:
         """Counts how often its state is put back."""

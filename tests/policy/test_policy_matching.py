@@ -136,9 +136,7 @@ def test_a_glob_for_the_model_with_a_head_gets_the_paths_of_the_model_without():
 
 
 def test_a_glob_for_another_architecture_gets_the_paths_that_end_alike():
-    assert complaints(Rule(match="transformer.h.*.mlp", action="keep"))[0].endswith(
-        "; nearest: 'model.layers.0.mlp'"
-    )
+    assert complaints(Rule(match="transformer.h.*.mlp", action="keep"))[0].endswith("; nearest: 'model.layers.0.mlp'")
 
 
 def test_a_glob_like_no_path_gets_no_suggestion():
@@ -168,8 +166,7 @@ def test_layers_beyond_the_last_are_told_how_many_there_are():
 
 def test_layers_of_what_is_in_no_list_are_told_so():
     assert complaints(Rule(match="model.norm", layers="first 4", action="keep")) == [
-        "rules[0] governs no module: layers 'first 4' selects nothing: "
-        "what the rule matches is in no ModuleList"
+        "rules[0] governs no module: layers 'first 4' selects nothing: what the rule matches is in no ModuleList"
     ]
 
 

@@ -31,9 +31,7 @@ def selected(selector, count: int) -> list[int]:
 
 
 anything = st.text(st.characters())
-part = st.text(st.characters(blacklist_characters=".*?[]{}"), min_size=1) | st.sampled_from(
-    ["*", "**", "a?_*"]
-)
+part = st.text(st.characters(blacklist_characters=".*?[]{}"), min_size=1) | st.sampled_from(["*", "**", "a?_*"])
 path_glob = st.lists(part, min_size=1, max_size=4).map(".".join)
 number = st.integers(0, 999)
 selector = (
@@ -148,9 +146,7 @@ def test_the_last_layers_depend_on_how_many_there_are():
     assert selected("last 2", 40) == [38, 39]
 
 
-@pytest.mark.parametrize(
-    "value", ["fifth", "0-", "every", "every 2 from", "last", "1.5", 1.5, True, "0-3, 7", ""]
-)
+@pytest.mark.parametrize("value", ["fifth", "0-", "every", "every 2 from", "last", "1.5", 1.5, True, "0-3, 7", ""])
 def test_what_is_no_layer_selector_is_refused_with_the_forms_there_are(value):
     message = refusal_of(Rule, layers=value, action="keep")
     assert message.startswith(
@@ -190,8 +186,7 @@ def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
 
 def test_an_unknown_action_in_python_names_the_nearest():
     assert refusal_of(Rule, match="a", action="checkpont") == (
-        "Rule: action: expected 'keep', 'recompute' or 'checkpoint'; found 'checkpont' "
-        "(did you mean 'checkpoint'?)"
+        "Rule: action: expected 'keep', 'recompute' or 'checkpoint'; found 'checkpont' (did you mean 'checkpoint'?)"
     )
 
 
@@ -208,8 +203,7 @@ def test_a_rule_has_to_select_by_something():
 @pytest.mark.parametrize("action", ["keep", "checkpoint"])
 def test_via_belongs_to_recompute_only(action):
     assert refusal_of(Rule, match="a", action=action, via="hook") == (
-        f"Rule: via: expected no 'via' beside action '{action}': it belongs to action 'recompute'; "
-        "found 'hook'"
+        f"Rule: via: expected no 'via' beside action '{action}': it belongs to action 'recompute'; found 'hook'"
     )
 
 
@@ -238,8 +232,7 @@ def test_a_key_of_a_later_release_says_that_it_is_not_built_yet(key, value):
         (".a", "expected a name, '*' or '**' between the dots of a glob, not an empty part; found '.a'"),
         (
             "a**b",
-            "expected '**' alone between dots, as in 'a.**.b': it stands for whole parts of a path; "
-            "found 'a**b'",
+            "expected '**' alone between dots, as in 'a.**.b': it stands for whole parts of a path; found 'a**b'",
         ),
         (
             "a[0-3]",
@@ -254,15 +247,12 @@ def test_a_bad_glob_is_refused_with_what_a_glob_may_be(glob, expectation):
 
 def test_a_class_is_named_without_its_module():
     assert refusal_of(Rule, type="torch.nn.LayerNorm", action="keep") == (
-        "Rule: type: expected the name of a class without its module, such as 'LayerNorm'; "
-        "found 'torch.nn.LayerNorm'"
+        "Rule: type: expected the name of a class without its module, such as 'LayerNorm'; found 'torch.nn.LayerNorm'"
     )
 
 
 def test_a_mistake_inside_a_policy_is_located_by_its_whole_key():
-    message = refusal_of(
-        Policy, rules=[{"match": "a", "action": "keep"}, {"match": ["a", "b..c"], "action": "keep"}]
-    )
+    message = refusal_of(Policy, rules=[{"match": "a", "action": "keep"}, {"match": ["a", "b..c"], "action": "keep"}])
     assert message.startswith("Policy: rules[1].match[1]: expected a name")
 
 

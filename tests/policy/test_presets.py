@@ -152,9 +152,7 @@ def test_a_preset_does_what_its_name_says(preset, actions):
 
 def test_hook_and_kernel_select_the_same_modules():
     hook, kernel = load_policy("hook"), load_policy("kernel")
-    assert [(rule.match, rule.type) for rule in hook.rules] == [
-        (rule.match, rule.type) for rule in kernel.rules
-    ]
+    assert [(rule.match, rule.type) for rule in hook.rules] == [(rule.match, rule.type) for rule in kernel.rules]
 
 
 @pytest.mark.parametrize("preset", preset_names())
