@@ -1,7 +1,7 @@
 """Activation recomputation for PyTorch: hooks and Triton kernels, chosen by a policy."""
 
 from recompute import errors
-from recompute.apply import apply, recompute
+from recompute.attach import apply, recompute
 from recompute.engine.region import keep
 from recompute.policy.loading import load_policy
 from recompute.policy.model import Policy, Rule

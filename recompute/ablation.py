@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from recompute.apply import apply
+from recompute.attach import apply
 from recompute.errors import AblationError
 from recompute.planning import profiling
 from recompute.policy.loading import load_policy

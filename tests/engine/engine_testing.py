@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
-from recompute.apply import Stats
+from recompute.attach import Stats
 from recompute.engine import recipe, region
 
 HIDDEN = 8
