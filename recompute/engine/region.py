@@ -276,7 +276,7 @@ class Frame(Recipe):
             self._state.unlearn()
             name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
             warn(f"{name} {changed}, so it cannot be run again and nothing is dropped there.")
-            del self._inputs, self._state, self._function  # it will not run again
+            del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
         self.owner.dropped_tensors += len(savings)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from recompute.engine import recipe, region
 
 HIDDEN = 8
 TOKENS = 6
+ROW_NBYTES = TOKENS * HIDDEN * 4  # of a float32 activation
+CPU = torch.device("cpu")
 
 
 def policy(*rules: tuple[str, str]) -> dict[str, Any]:
@@ -35,6 +38,10 @@ def policy(*rules: tuple[str, str]) -> dict[str, Any]:
 CHECKPOINT = policy(("layers.*", "checkpoint"))
 RECOMPUTE = policy(("**.norm*", "recompute"), ("**.mlp", "recompute"), ("**.dropout", "recompute"))
 BOTH = policy(("layers.0", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
+INSIDE = policy(("inside", "checkpoint"))
+POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
+every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 
 def holding(forward: Callable[..., Any], **parts: Any) -> Holder:

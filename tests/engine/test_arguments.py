@@ -14,9 +14,11 @@ import pytest
 import torch
 from engine_testing import (
     HIDDEN,
+    INSIDE,
     TOKENS,
     assert_as_plain,
     bits,
+    both_actions,
     holding,
     loss_of,
     no_garbage_collection,
@@ -28,9 +30,6 @@ from engine_testing import (
 from torch import Tensor, nn
 
 from recompute.errors import MutationError
-
-INSIDE = policy(("inside", "checkpoint"))
-both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 
 class Color(enum.Enum):

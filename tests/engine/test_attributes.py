@@ -9,21 +9,19 @@ import pytest
 import torch
 from engine_testing import (
     HIDDEN,
+    INSIDE,
     TOKENS,
     assert_as_plain,
     bits,
+    both_actions,
     calls,
     holding,
     policed,
-    policy,
     tokens,
 )
 from torch import Tensor, nn
 
 from recompute.errors import PolicyWarning
-
-INSIDE = policy(("inside", "checkpoint"))
-both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 # Attributes
 

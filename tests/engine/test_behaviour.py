@@ -10,15 +10,18 @@ import pytest
 import torch
 from engine_testing import (
     BOTH,
-    CHECKPOINT,
+    CPU,
     HIDDEN,
-    RECOMPUTE,
+    INSIDE,
+    ROW_NBYTES,
     TOKENS,
     Projections,
     RMSNorm,
     Stack,
     assert_as_plain,
     bits,
+    both_actions,
+    every_policy,
     holding,
     loss_of,
     no_garbage_collection,
@@ -32,13 +35,6 @@ from torch import Tensor, nn
 import recompute
 from recompute.errors import PolicyWarning
 from recompute.planning.profiling import memory_trace, step_memory
-
-CPU = torch.device("cpu")
-POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
-INSIDE = policy(("inside", "checkpoint"))
-ROW_NBYTES = TOKENS * HIDDEN * 4
-every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
-both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 # Autocast
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import (
-    BOTH,
-    CHECKPOINT,
     HIDDEN,
-    RECOMPUTE,
+    INSIDE,
+    POLICIES,
     TOKENS,
     Holder,
     Layer,
@@ -22,6 +21,8 @@ from engine_testing import (
     assert_as_plain,
     assert_same,
     bits,
+    both_actions,
+    every_policy,
     holding,
     loss_of,
     no_garbage_collection,
@@ -38,11 +39,7 @@ import recompute
 from recompute.errors import MutationError
 from recompute.planning.profiling import memory_trace
 
-POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
-INSIDE = policy(("inside", "checkpoint"))
 NESTED = policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
-every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
-both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 
 # Hooks on saved tensors

@@ -9,15 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import (
-    BOTH,
-    CHECKPOINT,
     HIDDEN,
-    RECOMPUTE,
-    TOKENS,
     Projections,
     RMSNorm,
     assert_as_plain,
     bits,
+    both_actions,
     holding,
     loss_of,
     no_garbage_collection,
@@ -30,13 +27,6 @@ from torch import Tensor, nn
 import recompute
 from recompute.engine.recipe import local, top_hooks
 from recompute.errors import MutationError, RegenerationError
-
-CPU = torch.device("cpu")
-POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
-INSIDE = policy(("inside", "checkpoint"))
-ROW_NBYTES = TOKENS * HIDDEN * 4
-every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
-both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 # What does not run the same way twice
 

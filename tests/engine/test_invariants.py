@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from engine_testing import (
-    BOTH,
-    CHECKPOINT,
     HIDDEN,
-    RECOMPUTE,
+    POLICIES,
     TOKENS,
     Layer,
     Projections,
@@ -39,7 +37,6 @@ import recompute
 from recompute.errors import MutationError, PolicyWarning
 from recompute.planning.profiling import memory_trace
 
-POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
 FLOAT_NBYTES = 4
 ROW_NBYTES = TOKENS * HIDDEN * FLOAT_NBYTES
 

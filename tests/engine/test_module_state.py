@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import (
-    BOTH,
-    CHECKPOINT,
     HIDDEN,
-    RECOMPUTE,
-    TOKENS,
+    INSIDE,
+    POLICIES,
     RMSNorm,
     Stack,
     assert_as_plain,
     bits,
+    both_actions,
+    every_policy,
     holding,
     loss_of,
     policed,
@@ -30,13 +30,6 @@ from torch.nn.utils import parametrizations, parametrize
 
 import recompute
 from recompute.errors import MutationError, RegenerationError, UnsupportedError
-
-CPU = torch.device("cpu")
-POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
-INSIDE = policy(("inside", "checkpoint"))
-ROW_NBYTES = TOKENS * HIDDEN * 4
-every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
-both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 # Statistics and flags
 

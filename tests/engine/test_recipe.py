@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_testing import HIDDEN, TOKENS, bits, holding, no_garbage_collection, policy, tokens, weak
+from engine_testing import ROW_NBYTES, bits, holding, no_garbage_collection, policy, tokens, weak
 from torch import Tensor, nn
 
 import recompute
@@ -26,8 +26,6 @@ from recompute.engine.recipe import (
 )
 from recompute.engine.region import KeepSpan, Scope
 from recompute.errors import MutationError, RegenerationError
-
-ROW_NBYTES = TOKENS * HIDDEN * 4
 
 
 class Cube:

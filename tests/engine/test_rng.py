@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import (
+    CPU,
     HIDDEN,
     TOKENS,
     Stack,
     assert_as_plain,
     bits,
+    both_actions,
     holding,
     loss_of,
     policed,
@@ -29,11 +31,8 @@ import recompute
 from recompute.engine.rng import RngState, is_source
 from recompute.planning.profiling import memory_trace
 
-INSIDE = policy(("inside", "checkpoint"))
-CPU = torch.device("cpu")
 GENERATOR = torch.Generator()
 STATE_NBYTES = torch.get_rng_state().nbytes
-both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),

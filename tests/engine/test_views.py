@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from engine_testing import (
     HIDDEN,
+    INSIDE,
     TOKENS,
     RMSNorm,
     assert_as_plain,
+    both_actions,
     holding,
     policed,
     policy,
@@ -21,9 +23,6 @@ from engine_testing import (
 from torch import Tensor, nn
 
 import recompute
-
-INSIDE = policy(("inside", "checkpoint"))
-both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 # Aliases
 
