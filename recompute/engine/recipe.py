@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class Handle:
         return value.as_strided(view.shape, view.stride, view.offset)
 
 
-class Recipe:
+class Recipe(ABC):
     """Regenerates a group of values, numbered by slot, and shares them among the handles that stand for them.
 
     The first handle that asks makes the recipe run; every other live handle then finds its value ready. A value is
@@ -188,9 +189,9 @@ class Recipe:
             release = weakref.WeakMethod(self.release)  # a strong one would hold every region's inputs to the end
             torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := release()) and method())
 
+    @abstractmethod
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
         """The values of the slots in ``wanted``."""
-        raise NotImplementedError
 
 
 class OpRecipe(Recipe):

@@ -341,6 +341,11 @@ class _FirstFrame(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """So that what is compiled inside of the region, as flex attention is, is compiled all the same."""
+        return True
+
     def __init__(self, region: Region, rng: RngState):
         super().__init__()
         self._region = region

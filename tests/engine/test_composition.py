@@ -444,3 +444,12 @@ def test_what_a_region_inside_cannot_drop_is_dropped_by_the_checkpointed_one_aro
         return trace.held_nbytes["forward"]
 
     assert held(("inside.inner", "recompute"), ("inside", "checkpoint")) == held(("inside", "checkpoint"))
+
+
+def test_higher_order_operators_and_compiled_code_run_in_a_region() -> None:
+    compiled = torch.compile(lambda x: x.sin().exp(), backend="aot_eager", fullgraph=True)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return compiled(torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x * 2,)))
+
+    assert_as_plain(holding(forward), INSIDE, tokens())
