@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -27,7 +27,6 @@ from recompute.policy.model import Policy
 from recompute.runners import Forward, KernelMLPRunner, KernelNormRunner, RegionRunner, RootRunner, Runner, choose
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
-Target = TypeVar("Target")
 
 
 def apply(model: nn.Module, policy: PolicyLike) -> AppliedPolicy:
