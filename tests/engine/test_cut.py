@@ -1,0 +1,385 @@
+"""What is kept and what is run again: tables that can be read, and random ones against trying everything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from fractions import Fraction
+from itertools import compress, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recompute.engine.cut import Op, Value, minimum_cut
+
+MEMORY, MATH = 2e12, 4e14  # bytes and FLOPs a second
+PRICE = 1e9  # bytes a second: regenerating 4 bytes a token may take 4 ns
+
+
+class Table:
+    """A frame's values and ops, by name. An op takes as long as moving its bytes, or as its `flops` where given."""
+
+    def __init__(self, forbidden: Collection[str] = ()):
+        self.forbidden = forbidden
+        self.names: list[str] = []
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.op_names: list[str] = []
+
+    def value(self, name: str, nbytes: int | None, *, saved: bool = False, alive: bool = False) -> str:
+        self.names.append(name)
+        self.values.append(Value(nbytes, demanded=saved, alive=alive))
+        return name
+
+    def op(self, op: str, inputs: Collection[str], *outputs: str, flops: float = 0.0) -> None:
+        sources, targets = tuple(map(self.names.index, inputs)), tuple(map(self.names.index, outputs))
+        moved = sum(self.values[index].nbytes or 0 for index in (*sources, *targets))
+        self.op_names.append(op)
+        self.ops.append(Op(sources, targets, flops / MATH or moved / MEMORY, op not in self.forbidden))
+
+    def made(self, op: str, *inputs: str, to: str, nbytes: int | None, saved: bool = False, flops: float = 0.0) -> str:
+        """Add an op and its only output."""
+        self.value(to, nbytes, saved=saved)
+        self.op(op, inputs, to, flops=flops)
+        return to
+
+    def cut(self, price: float = 0.0) -> tuple[set[str], set[str]]:
+        """The names of the values kept and of the ops run again."""
+        kept, rerun = minimum_cut(self.values, self.ops, price)
+        return {self.names[index] for index in kept}, {self.op_names[index] for index in rerun}
+
+    def held_nbytes(self, price: float = 0.0) -> int:
+        kept = [self.values[index] for index in minimum_cut(self.values, self.ops, price).kept]
+        return sum(value.nbytes or 0 for value in kept if not value.alive)
+
+
+def rms_norm(table: Table, x: str, name: str, hidden: int) -> str:
+    """Llama's, of one token in bfloat16; autograd saves 8 bytes an element and the 4 of rstd."""
+
+    def made(op: str, *inputs: str, to: str, nbytes: int, saved: bool = False) -> str:
+        return table.made(f"{name}.{op}", *inputs, to=f"{name}.{to}", nbytes=nbytes, saved=saved)
+
+    weight = table.value(f"{name}.weight", 2 * hidden, saved=True, alive=True)
+    wide = made("to float", x, to="wide", nbytes=4 * hidden, saved=True)
+    square = made("pow", wide, to="square", nbytes=4 * hidden)
+    variance = made("add", made("mean", square, to="mean", nbytes=4), to="variance", nbytes=4)
+    rstd = made("rsqrt", variance, to="rstd", nbytes=4, saved=True)
+    scaled = made("mul", wide, rstd, to="scaled", nbytes=4 * hidden)
+    normed = made("to bfloat16", scaled, to="normed", nbytes=2 * hidden, saved=True)
+    return made("weigh", weight, normed, to="out", nbytes=2 * hidden, saved=True)
+
+
+def swiglu(table: Table, gate: str, up: str, intermediate: int) -> str:
+    silu = table.made("silu", gate, to="silu", nbytes=2 * intermediate, saved=True)
+    return table.made("mul", silu, up, to="product", nbytes=2 * intermediate, saved=True)
+
+
+H, K, INTER, HEADS, LENGTH = 4096, 1024, 14336, 32, 8192  # Llama 8B: hidden, keys, intermediate, heads, sequence
+
+
+def decoder_layer(forbidden: Collection[str]) -> Table:
+    """What one token costs in a Llama layer in bfloat16."""
+    table = Table(forbidden)
+
+    def made(op: str, *inputs: str, to: str, size: int, saved: bool = False) -> str:
+        return table.made(op, *inputs, to=to, nbytes=2 * size, saved=saved)
+
+    def linear(x: str, to: str, rows: int, columns: int, *, saved: bool = False) -> str:
+        weight = table.value(f"{to}.weight", 2 * rows * columns, saved=True, alive=True)
+        return table.made(f"mm {to}", x, weight, to=to, nbytes=2 * columns, saved=saved, flops=2 * rows * columns)
+
+    def rotary(x: str, size: int) -> str:
+        negative = made(f"neg {x}", x, to=f"{x}.negative", size=size // 2)
+        half = made(f"cat {x}", x, negative, to=f"{x}.half", size=size)
+        parts = [
+            made(f"mul {x}", x, "cos", to=f"{x}.cos", size=size),
+            made(f"mul {x}", half, "sin", to=f"{x}.sin", size=size),
+        ]
+        return made(f"add {x}", *parts, to=f"{x}.rotated", size=size, saved=True)
+
+    x = table.value("x", 2 * H)
+    for name in ("cos", "sin"):
+        table.value(name, 2 * H // HEADS, saved=True, alive=True)
+    y = rms_norm(table, x, "input_norm", H)
+    q, k, v = linear(y, "q", H, H), linear(y, "k", H, K), linear(y, "v", H, K, saved=True)
+    q, k = rotary(q, H), rotary(k, K)
+    table.value("attention", 2 * H, saved=True)
+    table.value("logsumexp", 4 * HEADS, saved=True)
+    table.op("attention", (q, k, v), "attention", "logsumexp", flops=2 * LENGTH * H)
+    h = made("add h", x, linear("attention", "o", H, H), to="h", size=H)
+    y = rms_norm(table, h, "post_norm", H)
+    gate, up = linear(y, "gate", H, INTER, saved=True), linear(y, "up", H, INTER, saved=True)
+    made("add out", h, linear(swiglu(table, gate, up, INTER), "down", INTER, H), to="out", size=H)
+    return table
+
+
+GEMMS = {f"mm {name}" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+ATTENTION = {"attention"}
+EVERYTHING = set(decoder_layer(()).op_names)
+ROWS = 4 * HEADS + 2 * 4  # bytes of what is one number a row: the logsumexp, and an rstd of each norm
+
+
+@pytest.mark.parametrize(
+    ("forbidden", "price", "nbytes"),
+    [
+        pytest.param(EVERYTHING, 0, 20 * H + 4 * K + 8 * INTER + ROWS, id="keep"),  # 200,840
+        pytest.param(GEMMS | ATTENTION, PRICE, 8 * H + 4 * K + 4 * INTER + ROWS, id="recompute"),  # 94,344
+        pytest.param(GEMMS | ATTENTION, 0, 8 * H + 4 * K + 4 * INTER + 4 * HEADS, id="recompute, to the last byte"),
+        pytest.param(
+            GEMMS - {"mm gate", "mm up"} | ATTENTION, PRICE, 8 * H + 4 * K + ROWS, id="rerun two GEMMs of the MLP"
+        ),  # 37,000
+        pytest.param({"mm o", "mm down"} | ATTENTION, PRICE, 6 * H + ROWS, id="rerun q, k and v too"),  # 24,712
+        pytest.param(ATTENTION, PRICE, 4 * H + ROWS, id="rerun all GEMMs"),
+        pytest.param(ATTENTION, 0, 4 * H + 4 * HEADS, id="checkpoint but for attention"),
+        pytest.param((), 0, 2 * H, id="checkpoint"),  # 8,192
+    ],
+)
+def test_bytes_a_decoder_layer_holds(forbidden: Collection[str], price: float, nbytes: int) -> None:
+    assert decoder_layer(forbidden).held_nbytes(price) == nbytes
+
+
+def test_recompute_of_a_decoder_layer_keeps_what_gemms_and_attention_made() -> None:
+    table = decoder_layer(GEMMS | ATTENTION)
+    kept, rerun = table.cut(PRICE)
+    free = {name for name, value in zip(table.names, table.values, strict=True) if value.alive}
+    assert kept - free == {
+        *("x", "input_norm.rstd", "q.rotated", "k.rotated", "v", "attention", "logsumexp"),
+        *("h", "post_norm.rstd", "gate", "up"),
+    }
+    assert rerun == {
+        f"{norm}.{op}" for norm in ("input_norm", "post_norm") for op in ("to float", "mul", "to bfloat16", "weigh")
+    } | {"silu", "mul"}
+    assert kept >= free
+
+
+def test_a_norm_keeps_its_input_and_neither_float_copies_nor_its_output() -> None:
+    table = Table()
+    rms_norm(table, table.value("x", 2 * H), "norm", H)
+    assert table.cut()[0] == {"x", "norm.weight"}
+
+
+def test_four_bytes_of_rstd_are_kept_where_time_has_a_price() -> None:
+    table = Table()
+    rms_norm(table, table.value("x", 2 * H), "norm", H)
+    kept, rerun = table.cut(PRICE)
+    assert kept == {"x", "norm.weight", "norm.rstd"}
+    assert rerun.isdisjoint({"norm.pow", "norm.mean", "norm.add", "norm.rsqrt"})
+
+
+def test_at_a_high_price_all_that_is_saved_is_kept() -> None:
+    table = decoder_layer(())
+    assert table.cut(1e30) == ({n for n, v in zip(table.names, table.values, strict=True) if v.demanded}, set())
+
+
+def test_swiglu_keeps_gate_and_up_alone() -> None:
+    table = Table()
+    swiglu(table, table.value("gate", 2 * INTER, saved=True), table.value("up", 2 * INTER, saved=True), INTER)
+    assert table.cut(PRICE) == ({"gate", "up"}, {"silu", "mul"})
+
+
+def test_a_small_value_far_back_is_kept_for_a_large_one() -> None:
+    table = Table()
+    bias = table.made("slice", table.value("table", 800), to="bias", nbytes=8)
+    table.made("exp", table.made("expand", bias, to="wide", nbytes=400), to="saved", nbytes=400, saved=True)
+    assert table.cut() == ({"bias"}, {"expand", "exp"})
+
+
+def test_among_equal_cuts_the_fewest_ops_run_again() -> None:
+    table = Table()
+    y = table.made("neg", table.value("x", 8), to="y", nbytes=8)
+    table.made("exp", y, to="z", nbytes=8, saved=True)
+    table.made("sum", y, to="s", nbytes=8)
+    assert table.cut() == ({"z"}, set())
+
+
+def test_one_run_of_an_op_regenerates_all_its_outputs() -> None:
+    table = Table()
+    table.value("x", 100, saved=True)
+    for name, nbytes in (("out", 60), ("mean", 4), ("rstd", 4)):
+        table.value(name, nbytes, saved=True)
+    table.op("layer_norm", ["x"], "out", "mean", "rstd")
+    once = table.ops[0].seconds
+    assert table.cut(67 / once) == ({"x"}, {"layer_norm"})
+    assert table.cut(69 / once) == ({"x", "out", "mean", "rstd"}, set())
+
+
+def test_what_lives_anyway_is_kept_and_all_else_made_from_it() -> None:
+    table = Table()
+    y = table.made("neg", table.value("x", 8), to="y", nbytes=80)
+    table.value("parameter", 1000, saved=True, alive=True)
+    table.made("mul", y, "parameter", to="z", nbytes=1000, saved=True)
+    table.value("alive", 8, alive=True)
+    table.op("exp", [y], "alive")
+    table.made("log", "alive", to="saved", nbytes=8, saved=True)
+    assert table.cut() == ({"x", "parameter", "alive"}, {"neg", "mul", "log"})
+
+
+def test_alive_output_of_an_op_that_runs_again_is_used_as_it_is() -> None:
+    table = Table()
+    table.value("x", 1)
+    table.value("alive", 10, saved=True, alive=True)
+    table.value("other", 10, saved=True)
+    table.op("split", ["x"], "alive", "other")
+    assert table.cut() == ({"x", "alive"}, {"split"})
+
+
+def test_what_was_written_over_is_regenerated_or_made_needless() -> None:
+    def table(*forbidden: str) -> Table:
+        table = Table(forbidden)
+        before = table.made("neg", table.value("x", 8), to="before", nbytes=None)
+        table.made("add_", before, to="after", nbytes=80, saved=True)
+        return table
+
+    assert table().cut() == ({"x"}, {"neg", "add_"})
+    assert table("neg").cut() == ({"after"}, set())
+
+
+def test_what_lives_but_was_written_over_cannot_be_kept() -> None:
+    table = Table()
+    table.value("before", None, alive=True)
+    table.made("exp", "before", to="saved", nbytes=80, saved=True)
+    assert table.cut() == ({"saved"}, set())
+
+
+def test_values_that_cannot_be_had_are_named() -> None:
+    table = Table(forbidden={"rand"})
+    table.value("x", 8, saved=True)
+    table.value("lost", None, saved=True)
+    table.made("rand", "x", to="noise", nbytes=None, saved=True)
+    table.made("mul", "noise", to="product", nbytes=None, saved=True)
+    table.made("neg", "x", to="regenerated", nbytes=None, saved=True)
+    with pytest.raises(ValueError, match=r"values \[1, 2, 3\] are demanded, but"):
+        table.cut()
+
+
+def test_one_byte_of_many_decides() -> None:
+    for nbytes, kept in ((2**60 - 1, "x"), (2**60 + 1, "y")):
+        table = Table()
+        table.value("x", nbytes)
+        table.made("neg", "x", to="y", nbytes=2**60, saved=True)
+        assert table.cut()[0] == {kept}
+
+
+def test_fractions_of_a_byte_add_up() -> None:
+    def kept(price: float) -> set[str]:
+        table = Table()
+        table.value("x", 1, alive=True)
+        table.made("neg", table.made("exp", "x", to="y", nbytes=2), to="z", nbytes=1, saved=True)
+        seconds = sum(op.seconds for op in table.ops)
+        return table.cut(price / seconds)[0]
+
+    assert kept(0.999) == {"x"}
+    assert kept(1.001) == {"z"}
+
+
+@pytest.mark.parametrize("large", ["left", "right"])
+def test_of_two_ops_that_share_an_input_one_runs_again_alone(large: str) -> None:
+    table = Table()
+    shared = table.made("neg", table.value("x", 8), to="shared", nbytes=1000)
+    for side in ("left", "right"):
+        table.made(side, shared, to=f"{side} output", nbytes=100 if side == large else 1, saved=True)
+    (small,) = {"left", "right"} - {large}
+    assert table.cut(0.01 / table.ops[0].seconds)[1] == {"neg", large, small}
+    assert table.cut(2 / table.ops[0].seconds) == ({"x", f"{small} output"}, {"neg", large})
+
+
+def test_nothing_is_kept_for_nothing() -> None:
+    table = Table()
+    table.made("neg", table.value("x", 8, alive=True), to="y", nbytes=8)
+    assert table.cut() == (set(), set())
+    assert minimum_cut([], [], 1.0) == (frozenset(), frozenset())
+
+
+Tables = tuple[list[Value], list[Op]]
+
+NBYTES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, None, 2**60, 2**60 + 1])  # the last two are one float
+EXACT_PRICES = st.sampled_from([0.0, 2.0**-18, 0.25, 0.5, 1.0, 2.0, 3.0, 1000.0, 2.0**62, 2.0**80])
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Tables:
+    """Up to five ops of up to two outputs, with the values that they are given and those that they make."""
+    often = st.sampled_from([True, True, True, False])
+    values = st.builds(Value, NBYTES, st.booleans(), often.map(lambda often: not often))
+    table = draw(st.lists(values, min_size=1, max_size=3))
+    ops = []
+    for _ in range(draw(st.integers(1, 5))):
+        inputs = draw(st.lists(st.integers(0, len(table) - 1), min_size=1, max_size=3))
+        made = draw(st.lists(values, min_size=1, max_size=2))
+        outputs = range(len(table), len(table) + len(made))
+        seconds = draw(st.integers(0, 8)) / 4
+        ops.append(Op(tuple(inputs), tuple(outputs), seconds, draw(often)))
+        table += made
+    return table, ops
+
+
+def choices(values: Sequence[Value], ops: Sequence[Op]) -> Iterator[tuple[frozenset[int], set[int]]]:
+    """Every set of ops that could run again, with the values that would have to be kept."""
+    for bits in product((False, True), repeat=len(ops)):
+        rerun = list(compress(ops, bits))
+        needed = {index for index, value in enumerate(values) if value.demanded}.union(*(op.inputs for op in rerun))
+        kept = needed.difference(*(op.outputs for op in rerun))
+        if all(op.may_rerun for op in rerun) and all(values[index].nbytes is not None for index in kept):
+            yield frozenset(compress(range(len(ops)), bits)), kept
+
+
+def cost(
+    values: Sequence[Value], ops: Sequence[Op], price: float, rerun: Collection[int], kept: Collection[int]
+) -> Fraction:
+    nbytes = sum(values[index].nbytes or 0 for index in kept if not values[index].alive)
+    return nbytes + Fraction(price) * sum(Fraction(ops[index].seconds) for index in rerun)
+
+
+@settings(max_examples=500, deadline=None)
+@given(tables(), EXACT_PRICES)
+def test_no_choice_is_cheaper_nor_as_cheap_with_other_ops(table: Tables, price: float) -> None:
+    values, ops = table
+    costs = {rerun: (cost(values, ops, price, rerun, kept), kept) for rerun, kept in choices(values, ops)}
+    if not costs:
+        with pytest.raises(ValueError, match="neither kept nor regenerated"):
+            minimum_cut(values, ops, price)
+        return
+    cut = minimum_cut(values, ops, price)
+    found, must_keep = costs[cut.rerun]
+    least = min(least for least, _ in costs.values())
+    assert found == least
+    assert all(cut.rerun <= rerun for rerun, (as_cheap, _) in costs.items() if as_cheap == least)
+    needed = {index for index, value in enumerate(values) if value.demanded}
+    needed |= {index for op in cut.rerun for index in ops[op].inputs}
+    assert cut.kept == must_keep | {
+        index for index in needed if values[index].alive and values[index].nbytes is not None
+    }
+
+
+@settings(deadline=None)
+@given(tables(), st.floats(0, 1e12))
+def test_any_price_is_right_to_a_millionth_of_a_byte_an_op(table: Tables, price: float) -> None:
+    values, ops = table
+    costs = {rerun: cost(values, ops, price, rerun, kept) for rerun, kept in choices(values, ops)}
+    if costs:
+        assert costs[minimum_cut(values, ops, price).rerun] - min(costs.values()) <= Fraction(len(ops), 10**6)
+
+
+@settings(deadline=None)
+@given(tables())
+def test_the_error_names_just_the_values_that_cannot_be_had(table: Tables) -> None:
+    values, ops = table
+    alone = [
+        [value._replace(demanded=index == one) for index, value in enumerate(values)] for one in range(len(values))
+    ]
+    lost = [one for one, table in enumerate(alone) if values[one].demanded and not any(choices(table, ops))]
+    if lost:
+        with pytest.raises(ValueError, match=rf"^values {re.escape(str(lost))} are demanded"):
+            minimum_cut(values, ops, 1.0)
+    else:
+        minimum_cut(values, ops, 1.0)
+
+
+@settings(deadline=None)
+@given(tables(), st.lists(st.floats(0, 1e20) | EXACT_PRICES, min_size=2, max_size=2))
+def test_a_higher_price_runs_no_other_op_again(table: Tables, prices: list[float]) -> None:
+    values, ops = table
+    if any(choices(values, ops)):
+        low, high = (minimum_cut(values, ops, price) for price in sorted(prices))
+        assert high.rerun <= low.rerun
