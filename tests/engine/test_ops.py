@@ -1,0 +1,337 @@
+"""What is claimed of each op: test_ops_review.py holds them to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from recompute.engine import ops
+from recompute.engine.ops import Kind, draws, facts, facts_of_call, is_op, seconds
+
+aten = torch.ops.aten
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "family"),
+    [
+        (aten.t.default, Kind.VIEW, None),
+        (aten.slice.Tensor, Kind.VIEW, None),
+        (aten.split.Tensor, Kind.VIEW, None),
+        (aten.unbind.int, Kind.VIEW, None),
+        (aten.detach.default, Kind.VIEW, None),
+        (aten._conj.default, Kind.VIEW, None),
+        (aten._unsafe_view.default, Kind.VIEW, None),  # by its schema, its output is new
+        (aten.unsafe_split.Tensor, Kind.VIEW, None),
+        (aten._local_scalar_dense.default, Kind.VIEW, None),  # makes no tensor
+        (torch.ops.prim.device.default, Kind.VIEW, None),
+        (aten.add.Tensor, Kind.PURE, None),
+        (aten.leaky_relu.default, Kind.PURE, None),
+        (aten._to_copy.default, Kind.OPAQUE, None),  # unless it is waited for
+        (aten._softmax.default, Kind.PURE, None),
+        (aten.native_layer_norm.default, Kind.PURE, None),
+        (aten._native_batch_norm_legit.no_stats, Kind.PURE, None),
+        (aten.embedding.default, Kind.PURE, None),
+        (aten.mm.default, Kind.PURE, "gemm"),
+        (aten._scaled_mm.default, Kind.PURE, "gemm"),
+        (aten._scaled_dot_product_flash_attention.default, Kind.RANDOM, "attention"),  # unless its dropout is 0
+        (aten.native_dropout.default, Kind.RANDOM, None),
+        (aten.rand_like.default, Kind.RANDOM, None),
+        (torch.ops.higher_order.flex_attention, Kind.OPAQUE, "attention"),
+        (torch.ops.prims.sin.default, Kind.OPAQUE, None),
+    ],
+)
+def test_kinds_and_families(op: Any, kind: Kind, family: str | None) -> None:
+    known = facts(op)
+    assert (known.kind, known.family, known.writes) == (kind, family, ())
+    assert bool(known.reason) == (kind is Kind.OPAQUE)
+
+
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [
+        (aten.empty.memory_format, ops.FACTORY),
+        (aten.zeros_like.default, ops.FACTORY),
+        (aten.new_full.default, ops.FACTORY),
+        (aten.arange.default, ops.FACTORY),
+        (aten.nonzero.default, ops.DATA_DEPENDENT),
+        (aten.masked_select.default, ops.DATA_DEPENDENT),
+        (aten.repeat_interleave.Tensor, ops.DATA_DEPENDENT),
+        (aten.scatter_add.default, ops.DIFFERS),
+        (aten.scatter.src, ops.DIFFERS),
+        (aten.index_put.default, ops.DIFFERS),
+        (aten.topk.default, ops.REORDERS),
+        (aten.sort.stable, ops.REORDERS),
+        (aten._cudnn_rnn.default, ops.UNKNOWN),
+        (aten.native_layer_norm_backward.default, ops.UNKNOWN),
+    ],
+)
+def test_what_is_not_provably_regenerable_is_opaque_with_a_reason(op: OpOverload, reason: str) -> None:
+    known = facts(op)
+    assert (known.kind, known.reason, known.writes) == (Kind.OPAQUE, reason, ())
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "writes"),
+    [
+        (aten.add_.Tensor, Kind.IN_PLACE, (0,)),
+        (aten.fill_.Scalar, Kind.IN_PLACE, (0,)),
+        (aten.zero_.default, Kind.IN_PLACE, (0,)),
+        (aten.hardtanh_.default, Kind.IN_PLACE, (0,)),
+        (aten.scatter_.value, Kind.IN_PLACE, (0,)),
+        (aten.addmm_.default, Kind.IN_PLACE, (0,)),
+        (aten.scatter_.src, Kind.OPAQUE, (0,)),
+        (aten.index_add_.default, Kind.OPAQUE, (0,)),
+        (aten.bernoulli_.float, Kind.OPAQUE, (0,)),
+        (aten.uniform_.default, Kind.OPAQUE, (0,)),
+        (aten.rrelu_with_noise.default, Kind.OPAQUE, (1,)),
+        (aten.t_.default, Kind.OPAQUE, (0,)),
+        (aten.resize_.default, Kind.OPAQUE, (0,)),
+        (aten.mm.out, Kind.OPAQUE, ("out",)),
+        (aten.max.dim_max, Kind.OPAQUE, ("max", "max_values")),
+        (aten.native_batch_norm.default, Kind.OPAQUE, (3, 4)),
+        (aten.cudnn_batch_norm.default, Kind.OPAQUE, (3, 4)),
+        (aten.native_batch_norm.out, Kind.OPAQUE, (3, 4, "out", "save_mean", "save_invstd")),
+        (aten._batch_norm_with_update.default, Kind.OPAQUE, (3, 4)),
+        (aten._native_batch_norm_legit.default, Kind.OPAQUE, (3, 4)),
+        (aten.batch_norm_update_stats.default, Kind.OPAQUE, (1, 2)),
+    ],
+)
+def test_what_is_written_to(op: OpOverload, kind: Kind, writes: tuple[int | str, ...]) -> None:
+    known = facts(op)
+    assert (known.kind, known.writes) == (kind, writes)
+
+
+def test_facts_are_the_same_object_each_time() -> None:
+    assert facts(aten.mm.default) is facts(aten.mm.default)
+    assert facts(aten.mm.default).name == "aten.mm"
+
+
+def test_is_op() -> None:
+    assert is_op("aten._softmax")
+    assert is_op("higher_order.flex_attention")
+    assert not any(map(is_op, ("aten.no_such_op", "nowhere.mm", "mm", "aten.mm.default", "")))
+
+
+def test_only_the_first_two_outputs_of_an_attention_are_sure_to_be_set() -> None:
+    attention = aten._scaled_dot_product_efficient_attention.default
+    assert [ops.is_defined(attention, slot) for slot in range(4)] == [True, True, False, False]
+    assert ops.is_defined(aten.native_layer_norm.default, 2)
+
+
+def test_names_in_the_lists_are_ops() -> None:
+    listed = (
+        ops._PURE | ops._RANDOM | ops._UNANNOTATED_VIEWS | ops._UNANNOTATED_WRITES.keys() | ops._DIFFER | ops._REORDER
+    )
+    assert [name for name in sorted(listed) if not is_op(f"aten.{name.partition('.')[0]}")] == []
+
+
+class TestCalls:
+    """Of some ops, a call is known to be harmless by its arguments."""
+
+    @pytest.mark.parametrize(
+        "op", [aten._scaled_dot_product_flash_attention.default, aten._flash_attention_forward.default]
+    )
+    def test_attention_draws_only_with_dropout(self, op: OpOverload) -> None:
+        q = torch.zeros(1, 1, 1, 1)
+        arguments = {
+            "query": q,
+            "key": q,
+            "value": q,
+            "max_q": 1,
+            "max_k": 1,
+            "is_causal": False,
+            "return_debug_mask": False,
+        }
+
+        def args(dropout: float) -> tuple[Any, ...]:
+            names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+            return tuple(({**arguments, "dropout_p": dropout}).get(name) for name in names)
+
+        assert draws(op, args(0.1), {})
+        assert not draws(op, args(0.0), {})
+        assert facts_of_call(op, args(0.0), {}) == ops.OpFacts(facts(op).name, Kind.PURE, "attention")
+
+    def test_an_omitted_dropout_is_its_default(self) -> None:
+        q = torch.zeros(1, 1, 1, 1)
+        assert not draws(aten._scaled_dot_product_flash_attention.default, (q, q, q), {})
+        assert draws(aten.native_dropout.default, (q, 0.5, True), {})
+        assert not draws(aten.add.Tensor, (q, q), {})
+
+    @pytest.mark.parametrize(
+        ("indices", "reason"),
+        [
+            ([torch.tensor([0])], ""),
+            ([None, torch.tensor([0])], ""),
+            ([torch.tensor([True, False])], ops.DATA_DEPENDENT),
+            ([None, torch.tensor([1, 0], dtype=torch.uint8)], ops.DATA_DEPENDENT),
+        ],
+    )
+    def test_an_index_of_booleans_gives_a_shape_that_depends_on_data(self, indices: list[Any], reason: str) -> None:
+        assert facts_of_call(aten.index.Tensor, (torch.zeros(2, 2), indices), {}).reason == reason
+        assert facts(aten.index.Tensor).reason == ops.DATA_DEPENDENT
+
+    @pytest.mark.parametrize("op", [aten.native_batch_norm.default, aten.cudnn_batch_norm.default])
+    def test_a_batch_norm_is_pure_where_it_updates_nothing(self, op: OpOverload) -> None:
+        x, stats = torch.zeros(2, 3), torch.zeros(3)
+        training = facts_of_call(op, (x, stats, stats, stats, stats, True, 0.1, 1e-5), {})
+        assert (training.kind, training.writes, training.statistics) == (Kind.OPAQUE, (3, 4), (3, 4))
+        for running, is_training in ((stats, False), (None, True)):
+            known = facts_of_call(op, (x, stats, stats, running, running, is_training, 0.1, 1e-5), {})
+            assert (known.kind, known.writes, known.reason) == (Kind.PURE, (), "")
+
+    @pytest.mark.parametrize(
+        ("device", "dtype", "asked", "reason"),
+        [
+            ("cpu", torch.float32, None, ""),
+            ("cuda", torch.int64, None, ""),
+            ("cuda", torch.int64, torch.float32, ops.DIFFERS),
+            ("cuda", torch.float32, None, ops.DIFFERS),
+        ],
+    )
+    @pytest.mark.parametrize("op", [aten.cumsum.default, aten.cumsum_.default, aten.cumprod.default])
+    def test_a_scan_of_floats_differs_from_run_to_run_on_cuda(
+        self, op: OpOverload, device: str, dtype: torch.dtype, asked: torch.dtype | None, reason: str
+    ) -> None:
+        tensor = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype)
+        known = facts_of_call(op, (tensor, 0), {"dtype": asked} if asked else {})
+        assert known.reason == reason
+        assert known.writes == ((0,) if op is aten.cumsum_.default else ())
+
+    def test_a_transposed_convolution_may_differ_from_run_to_run_on_cuda(self) -> None:
+        def known(is_cuda: bool, transposed: bool) -> ops.OpFacts:
+            tensor = SimpleNamespace(is_cuda=is_cuda)
+            return facts_of_call(
+                aten.convolution.default, (tensor, tensor, None, [1], [0], [1], transposed, [0], 1), {}
+            )
+
+        assert known(True, True) == ops.OpFacts(
+            "aten.convolution", Kind.OPAQUE, "convolution", reason=ops.DIFFERS, varies=True
+        )
+        with torch.backends.cudnn.flags(deterministic=True):
+            assert known(True, True).kind is Kind.PURE
+        assert {known(True, False), known(False, True)} == {ops.OpFacts("aten.convolution", Kind.PURE, "convolution")}
+
+    @pytest.mark.parametrize(("op", "kind"), [(aten._to_copy.default, Kind.PURE), (aten.copy_.default, Kind.IN_PLACE)])
+    def test_a_copy_that_is_not_waited_for_is_kept(self, op: OpOverload, kind: Kind) -> None:
+        tensor = torch.zeros(1)
+        args, keywords = ((tensor, tensor), {}) if op is aten.copy_.default else ((tensor,), {"dtype": torch.bfloat16})
+        assert facts_of_call(op, args, keywords).kind is kind
+        if op is aten.copy_.default:
+            args = (*args, True)
+        else:
+            keywords = {**keywords, "non_blocking": True}
+        assert facts_of_call(op, args, keywords).kind is Kind.OPAQUE
+
+
+class TestLibraries:
+    """Ops of other libraries are taken at the word of their schemas, tags and names."""
+
+    @pytest.fixture
+    def define(self) -> Iterator[Callable[..., OpOverload]]:
+        library = torch.library.Library("ops_of_a_test", "DEF")
+
+        def define(schema: str, *tags: torch.Tag) -> OpOverload:
+            library.define(schema, tags=tags)
+            return getattr(torch.ops.ops_of_a_test, schema.partition("(")[0]).default
+
+        yield define
+        library._destroy()
+
+    @pytest.mark.parametrize(
+        ("schema", "tags", "kind", "family", "writes"),
+        [
+            ("norm(Tensor x) -> Tensor", (), Kind.PURE, None, ()),
+            ("noise(Tensor x) -> Tensor", (torch.Tag.nondeterministic_seeded,), Kind.RANDOM, None, ()),
+            ("noise_of(Tensor x, Generator? g) -> Tensor", (), Kind.RANDOM, None, ()),
+            ("racy(Tensor x) -> Tensor", (torch.Tag.nondeterministic_bitwise,), Kind.OPAQUE, None, ()),
+            ("unique(Tensor x) -> Tensor", (torch.Tag.dynamic_output_shape,), Kind.OPAQUE, None, ()),
+            ("row(Tensor(a) x) -> Tensor(a)", (), Kind.VIEW, None, ()),
+            ("row_and_sum(Tensor(a) x) -> (Tensor(a), Tensor)", (), Kind.OPAQUE, None, ()),
+            ("norm_(Tensor x, Tensor(a!) y, *, Tensor(b!) z) -> ()", (), Kind.OPAQUE, None, (1, "z")),
+            ("log(Tensor x) -> ()", (), Kind.VIEW, None, ()),
+            ("grouped_gemm(Tensor a, Tensor b) -> Tensor", (), Kind.PURE, "gemm", ()),
+            ("flash_attn_fwd(Tensor q, Tensor k, float dropout_p) -> Tensor", (), Kind.RANDOM, "attention", ()),
+            ("causal_conv1d(Tensor x, Tensor w) -> Tensor", (), Kind.PURE, "convolution", ()),
+            ("quick_all_reduce(Tensor x) -> Tensor", (), Kind.OPAQUE, "collective", ()),
+        ],
+    )
+    def test_by_schema_tags_and_name(
+        self,
+        define: Callable[..., OpOverload],
+        schema: str,
+        tags: tuple[torch.Tag, ...],
+        kind: Kind,
+        family: str | None,
+        writes: tuple[int | str, ...],
+    ) -> None:
+        known = facts(define(schema, *tags))
+        assert (known.kind, known.family, known.writes) == (kind, family, writes)
+        assert bool(known.reason) == (kind is Kind.OPAQUE)
+
+    def test_dropout_of_zero_draws_nothing(self, define: Callable[..., OpOverload]) -> None:
+        op = define("fmha(Tensor q, float dropout_p=0.0, Tensor? dropout_mask=None) -> Tensor")
+        assert [draws(op, args, {}) for args in ((0,), (0, 0.0, torch.ones(2)), (0, 0.1))] == [False, False, True]
+
+    def test_the_projects_own_kernels_are_pure(self) -> None:
+        from recompute.kernels import rms_norm, swiglu
+
+        assert {facts(rms_norm._forward_op), facts(swiglu.swiglu_forward)} == {
+            ops.OpFacts("recompute.rms_norm_forward", Kind.PURE),
+            ops.OpFacts("recompute.swiglu_forward", Kind.PURE),
+        }
+
+    def test_collectives_are_opaque_and_those_of_c10d_write_without_saying_so(self) -> None:
+        c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
+        found = {
+            op: facts(op)
+            for op in (
+                c10d.allreduce_.default,
+                c10d._allgather_base_.default,
+                functional.all_reduce.default,
+                functional.all_reduce_.default,
+                functional.wait_tensor.default,
+            )
+        }
+        assert {(known.kind, known.family, known.reason) for known in found.values()} == {
+            (Kind.OPAQUE, "collective", ops.COLLECTIVE)
+        }
+        assert [known.writes for known in found.values()] == [(0, 3), (0,), (), (0,), (0,)]
+
+
+class TestSeconds:
+    def test_costly_ops_by_their_arithmetic(self) -> None:
+        a, b, bias = (torch.empty(shape, device="meta") for shape in ((4096, 8192), (8192, 2048), (2048,)))
+        expected = 2 * 4096 * 8192 * 2048 / ops.FLOPS
+        assert seconds(aten.mm.default, (a, b), {}, a @ b) == pytest.approx(expected)
+        assert seconds(aten.addmm.default, (bias, a, b), {}, a @ b) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_convolutions_and_batches_as_torch_counts_them(self, transposed: bool) -> None:
+        image = torch.empty(2, 64, 32, 32, device="meta")
+        weight = torch.empty(64, 64, 3, 3, device="meta")
+        args = (image, weight, None, [2, 2], [1, 1], [1, 1], transposed, [0, 0], 1)
+        output = aten.convolution.default(*args)
+        counted = flop_registry[aten.convolution](*args, out_val=output)
+        assert ops._flops(facts(aten.convolution.default), args, output) == counted
+
+    def test_attention_with_grouped_heads_as_torch_counts_it_without(self) -> None:
+        query, key = torch.empty(2, 8, 512, 64), torch.empty(2, 8, 256, 64)
+        counted = flop_registry[aten._scaled_dot_product_flash_attention](query, key, key, out_val=(query,))
+        known = facts(aten._scaled_dot_product_flash_attention.default)
+        assert ops._flops(known, (query, key, key), (query,)) == counted
+        assert ops._flops(known, (query, key[:, :2], key[:, :2]), (query,)) == counted
+        by_token = [tensor.transpose(1, 2) for tensor in (query, key, key)]
+        assert ops._flops(facts(aten._flash_attention_forward.default), tuple(by_token), (query,)) == counted
+
+    def test_other_ops_by_what_they_move(self) -> None:
+        x = torch.empty(1000)
+        assert seconds(aten.add.Tensor, (x, x), {"alpha": 1}, x) == 3 * 4000 / ops.BANDWIDTH
+        assert seconds(aten.cat.default, ([x, x],), {}, torch.empty(2000)) == 4 * 4000 / ops.BANDWIDTH
+        assert seconds(aten.mm.default, (), {}, None) == 0.0
