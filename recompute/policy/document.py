@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import enum
 import functools
 import io
 import os
@@ -12,7 +11,7 @@ import reprlib
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -246,7 +245,7 @@ def _sentence(detail: ErrorDetails, expectation: str, model_class: type[BaseMode
         keys = _known_keys(model_class, path[:-1])
         return f"unknown key{nearest(path[-1], keys)}; expected one of {', '.join(keys)}"
     is_word = detail["type"] in ("literal_error", "enum")
-    suggestion = nearest(detail["input"], _choices(model_class, path)) if is_word else ""
+    suggestion = nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"])) if is_word else ""
     return f"{expectation}; found {show(detail['input'])}{suggestion}"
 
 
@@ -284,17 +283,7 @@ def _pairs(node: Node) -> list[tuple[Node, Node]]:
 
 def _known_keys(model_class: type[BaseModel], path: KeyPath) -> list[str]:
     models = [kind for kind in _types_at(model_class, path) if _is_subclass(kind, BaseModel)]
-    return [name for model in models for name, field in model.model_fields.items() if not field.exclude]
-
-
-def _choices(model_class: type[BaseModel], path: KeyPath) -> list[str]:
-    choices: list[str] = []
-    for kind in _types_at(model_class, path):
-        if get_origin(kind) is Literal:
-            choices += map(str, get_args(kind))
-        elif _is_subclass(kind, enum.Enum):
-            choices += (str(member.value) for member in kind)
-    return choices
+    return [name for model in models for name in model.model_fields]
 
 
 def _types_at(kind: Any, path: KeyPath) -> Iterator[Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Field,
     PlainSerializer,
     PlainValidator,
     ValidationInfo,
@@ -24,7 +23,12 @@ from recompute.policy.document import dump_document, raises_policy_error
 
 Action = Literal["keep", "recompute", "checkpoint"]
 Via = Literal["hook", "kernel", "auto"]
+Family = Literal["gemm", "convolution", "attention", "collective"]
 
+FAMILIES: tuple[Family, ...] = get_args(Family)
+"""The kinds of op that cost so much that ``recompute`` runs none of them again, unless a rule's ``rerun`` says so."""
+
+_BELONGS_TO = {"via": ("recompute",), "rerun": ("recompute",), "keep": ("recompute", "checkpoint")}
 _UNBUILT_ACTIONS = ("offload", "compress")
 _VERSION = 1
 _LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
@@ -93,6 +97,29 @@ def _class_glob(value: object) -> str:
     return _path_glob(value)
 
 
+def is_tensor_name(word: str) -> bool:
+    """Whether a tensor may bear this name: an identifier that is no family's, so that ``keep`` means one thing."""
+    return word.isidentifier() and word not in FAMILIES
+
+
+def is_op_name(word: str) -> bool:
+    """Whether this is spelled as an op's name without its overload: ``"aten.mm"``."""
+    parts = word.split(".")
+    return len(parts) == 2 and all(map(str.isidentifier, parts))
+
+
+def _keepable(value: object) -> str:
+    if isinstance(value, str):
+        if value in FAMILIES or is_op_name(value) or is_tensor_name(value):
+            return value
+        if "." in value or ":" in value:
+            raise ValueError("expected an op as 'namespace.name', without an overload, such as 'aten.mm'")
+    raise ValueError(
+        f"expected a family ({', '.join(FAMILIES)}), an op such as 'aten.mm', the name of a tensor (letters, digits "
+        "and '_'), or a list of these"
+    )
+
+
 def _list_as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
@@ -125,33 +152,23 @@ def _built(action: object) -> object:
     return action
 
 
-def _unbuilt_key(value: object) -> None:
-    raise ValueError("this key is not built yet: it comes in a later release; until then leave it out")
-
-
 def _known_version(version: int) -> int:
     if version != _VERSION:
         raise ValueError(f"expected {_VERSION}, the only version of this format that this release reads")
     return version
 
 
-PathGlobs = Annotated[
-    tuple[Annotated[str, PlainValidator(_path_glob)], ...],
-    BeforeValidator(_as_tuple),
-    PlainSerializer(_as_written),
-]
-ClassGlobs = Annotated[
-    tuple[Annotated[str, PlainValidator(_class_glob)], ...],
-    BeforeValidator(_as_tuple),
-    PlainSerializer(_as_written),
-]
+Item = TypeVar("Item")
+OneOrMore = Annotated[tuple[Item, ...], BeforeValidator(_as_tuple), PlainSerializer(_as_written)]
+PathGlob = Annotated[str, PlainValidator(_path_glob)]
+ClassGlob = Annotated[str, PlainValidator(_class_glob)]
+Keepable = Annotated[str, PlainValidator(_keepable)]
 Layers = Annotated[
     tuple[Annotated[LayerSpan, PlainValidator(LayerSpan.parse)], ...] | None,
     BeforeValidator(_as_tuple_or_none),
     AfterValidator(_not_empty),
     PlainSerializer(_as_written),
 ]
-Unbuilt = Annotated[None, BeforeValidator(_unbuilt_key), Field(exclude=True, repr=False)]
 LayerSpelling = int | str | LayerSpan
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -165,20 +182,24 @@ class Rule(BaseModel):
     type: globs over class names; () is any class.
     layers: which indices of the nearest enclosing ModuleList; None is any, and modules in no list.
     via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).
+    rerun: the costly families (see ``FAMILIES``) that ``recompute`` may run again.
+    keep: what ``recompute`` and ``checkpoint`` never drop: outputs of a costly family ("attention") or of an op
+        ("aten.mm", any overload), and tensors that bear a name ("logits", from ``recompute.keep(tensor, "logits")``).
+        The three spellings never overlap, so ``word in rule.keep`` asks for any of them.
 
-    At least one of match, type and layers is needed. One string or number stands for a list of one.
-    Raises ``PolicyError``.
+    At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
+    number stands for a list of one. Raises ``PolicyError``.
     """
 
     model_config = _STRICT
 
-    match: PathGlobs = ()
-    type: ClassGlobs = ()
+    match: OneOrMore[PathGlob] = ()
+    type: OneOrMore[ClassGlob] = ()
     layers: Layers = None
     action: Annotated[Action, BeforeValidator(_built)]
     via: Via = "auto"
-    rerun: Unbuilt = None
-    keep: Unbuilt = None
+    rerun: OneOrMore[Family] = ()
+    keep: OneOrMore[Keepable] = ()
 
     if TYPE_CHECKING:
 
@@ -190,15 +211,26 @@ class Rule(BaseModel):
             layers: LayerSpelling | Sequence[LayerSpelling] | None = None,
             action: Action,
             via: Via = "auto",
+            rerun: Family | Sequence[Family] = (),
+            keep: str | Sequence[str] = (),
         ) -> None: ...
 
-    @field_validator("via")
+    @field_validator("via", "rerun", "keep")
     @classmethod
-    def _only_with_recompute(cls, via: Via, info: ValidationInfo) -> Via:
-        action = info.data.get("action", "recompute")
-        if via != "auto" and action != "recompute":
-            raise ValueError(f"expected no 'via' beside action {action!r}: it belongs to action 'recompute'")
-        return via
+    def _beside_its_action(cls, value: Via | tuple[str, ...], info: ValidationInfo) -> Via | tuple[str, ...]:
+        action, key = info.data.get("action", "recompute"), str(info.field_name)
+        if value not in ("auto", ()) and action not in _BELONGS_TO[key]:
+            actions = " or ".join(map(repr, _BELONGS_TO[key]))
+            raise ValueError(f"expected no {key!r} beside action {action!r}: it belongs to action {actions}")
+        return value
+
+    @field_validator("keep")
+    @classmethod
+    def _not_rerun(cls, keep: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        for family in info.data.get("rerun", ()):
+            if family in keep:
+                raise ValueError(f"expected {family!r} in 'rerun' or in 'keep', not in both")
+        return keep
 
     @model_validator(mode="after")
     def _selects_something(self) -> Rule:

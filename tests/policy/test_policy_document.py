@@ -16,7 +16,7 @@ from recompute.errors import PolicyError
 from recompute.policy.document import dump_document, load_document, parse_document
 from recompute.policy.model import Policy
 
-KEYS_OF_A_RULE = "match, type, layers, action, via"
+KEYS_OF_A_RULE = "match, type, layers, action, via, rerun, keep"
 
 
 def refusal_of(text: str, model_class: type[BaseModel] = Policy, kind: str = "policy") -> str:
@@ -89,10 +89,41 @@ def test_an_action_of_a_later_release_says_so():
     )
 
 
-def test_a_key_of_a_later_release_says_so():
-    assert refusal_of("rules:\n- match: a\n  action: recompute\n  rerun: [gemm]") == (
-        "p.yaml:4:10: rules[0].rerun: this key is not built yet: it comes in a later release; "
-        "until then leave it out; found ['gemm']"
+@pytest.mark.parametrize(("value", "column", "key"), [("atention", 10, "rerun"), ("[gemm, atention]", 17, "rerun[1]")])
+def test_a_misspelt_family_suggests_the_nearest_alone_and_in_a_list(value, column, key):
+    assert refusal_of(f"rules:\n- match: a\n  action: recompute\n  rerun: {value}") == (
+        f"p.yaml:4:{column}: rules[0].{key}: expected 'gemm', 'convolution', 'attention' or 'collective'; "
+        "found 'atention' (did you mean 'attention'?)"
+    )
+
+
+def test_rerun_with_an_action_other_than_recompute_is_refused_at_rerun():
+    assert refusal_of("rules:\n- match: a\n  action: checkpoint\n  rerun: gemm") == (
+        "p.yaml:4:10: rules[0].rerun: expected no 'rerun' beside action 'checkpoint': "
+        "it belongs to action 'recompute'; found 'gemm'"
+    )
+
+
+def test_keep_with_an_action_that_drops_nothing_is_refused_at_keep():
+    assert refusal_of("rules:\n- match: a\n  action: keep\n  keep: [gemm]") == (
+        "p.yaml:4:9: rules[0].keep: expected no 'keep' beside action 'keep': "
+        "it belongs to action 'recompute' or 'checkpoint'; found ['gemm']"
+    )
+
+
+def test_a_family_in_rerun_and_in_keep_is_refused_at_keep_whichever_comes_first():
+    rerun, keep = "rerun: [collective, gemm]", "keep: [attention, gemm]"
+    for line, keys in ((5, (rerun, keep)), (4, (keep, rerun))):
+        assert refusal_of("\n  ".join(("rules:\n- match: a\n  action: recompute", *keys))) == (
+            f"p.yaml:{line}:9: rules[0].keep: expected 'gemm' in 'rerun' or in 'keep', not in both; "
+            "found ['attention', 'gemm']"
+        )
+
+
+def test_an_op_with_its_overload_is_reported_where_it_stands():
+    assert refusal_of("rules:\n- match: a\n  action: recompute\n  keep:\n  - gemm\n  - aten.mm.default") == (
+        "p.yaml:6:5: rules[0].keep[1]: expected an op as 'namespace.name', without an overload, such as 'aten.mm'; "
+        "found 'aten.mm.default'"
     )
 
 

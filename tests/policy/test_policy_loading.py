@@ -13,7 +13,7 @@ from recompute.policy.loading import load_policy, preset_names, preset_path
 from recompute.policy.model import Policy, Rule
 
 POLICY = Policy(name="mine", rules=[Rule(match="**.mlp", action="recompute")])
-PRESETS = "the presets are alternate, full, hook, kernel, none"
+PRESETS = "the presets are alternate, auto, elementwise, full, hook, kernel, none"
 
 
 def refusal_of(source) -> str:
@@ -90,7 +90,7 @@ def test_what_is_no_source_of_a_policy_is_refused(source, found):
 
 
 def test_the_presets_are_the_files_of_the_policies_folder():
-    assert preset_names() == ("alternate", "full", "hook", "kernel", "none")
+    assert preset_names() == ("alternate", "auto", "elementwise", "full", "hook", "kernel", "none")
     folder = Path(__file__).parents[2] / "policies"
     if folder.is_dir():
         assert preset_names() == tuple(sorted(path.stem for path in folder.glob("*.yaml")))

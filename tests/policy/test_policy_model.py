@@ -16,7 +16,7 @@ import recompute.policy
 from recompute.errors import PolicyError
 from recompute.policy.document import parse_document
 from recompute.policy.loading import load_policy
-from recompute.policy.model import LayerSpan, Policy, Rule
+from recompute.policy.model import FAMILIES, LayerSpan, Policy, Rule, is_op_name, is_tensor_name
 
 
 def refusal_of(make, /, **values) -> str:
@@ -43,17 +43,31 @@ selector = (
     | number.map(lambda n: f"first {n + 1}")
     | number.map(lambda n: f"last {n + 1}")
 )
+families = st.sampled_from(FAMILIES)
+word = st.text(st.characters(categories=["L"]) | st.sampled_from("_07"), min_size=1, max_size=9).filter(
+    str.isidentifier
+)
+op_name = st.tuples(word, word).map(".".join)
+tensor_name = word.filter(is_tensor_name) | st.sampled_from(["null", "true", "off", "_", "class"])
+
+
+def one_or_more(item):
+    return item | st.lists(item, max_size=3)
 
 
 @st.composite
 def rules(draw) -> Rule:
     action = draw(st.sampled_from(["keep", "recompute", "checkpoint"]))
+    rerun = draw(one_or_more(families)) if action == "recompute" else ()
+    keepable = families.filter(lambda family: family not in rerun) | op_name | tensor_name
     return Rule(
         match=draw(path_glob | st.lists(path_glob, min_size=1, max_size=3)),
         type=draw(st.lists(part, max_size=2)),
         layers=draw(st.none() | selector | st.lists(selector, min_size=1, max_size=3)),
         action=action,
         via=draw(st.sampled_from(["hook", "kernel", "auto"])) if action == "recompute" else "auto",
+        rerun=rerun,
+        keep=draw(one_or_more(keepable)) if action != "keep" else (),
     )
 
 
@@ -79,8 +93,8 @@ def test_yaml_holds_what_was_said_as_it_was_spelled_and_no_defaults():
     policy = Policy(
         name="mine",
         rules=[
-            Rule(match="**.mlp", layers=["0-3", 7, "last 2"], action="recompute", via="kernel"),
-            Rule(type=["*Norm", "Dropout"], layers="every 2 from 1", action="checkpoint"),
+            Rule(match="**.mlp", layers=["0-3", 7, "last 2"], action="recompute", via="kernel", rerun=["gemm"]),
+            Rule(type=["*Norm", "Dropout"], layers="every 2 from 1", action="checkpoint", keep=["aten.mm", "logits"]),
         ],
     )
     assert policy.to_yaml() == (
@@ -94,11 +108,15 @@ def test_yaml_holds_what_was_said_as_it_was_spelled_and_no_defaults():
         "  - last 2\n"
         "  action: recompute\n"
         "  via: kernel\n"
+        "  rerun: gemm\n"
         "- type:\n"
         "  - '*Norm'\n"
         "  - Dropout\n"
         "  layers: every 2 from 1\n"
         "  action: checkpoint\n"
+        "  keep:\n"
+        "  - aten.mm\n"
+        "  - logits\n"
     )
 
 
@@ -109,8 +127,10 @@ def test_one_glob_and_a_list_of_one_are_the_same_rule():
 
 def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     rule = Rule(type="*MLP", action="recompute")
-    assert (rule.match, rule.layers, rule.via) == ((), None, "auto")
-    assert repr(rule) == "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto')"
+    assert (rule.match, rule.layers, rule.via, rule.rerun, rule.keep) == ((), None, "auto", (), ())
+    assert repr(rule) == (
+        "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=())"
+    )
 
 
 def test_a_rule_cannot_be_changed():
@@ -180,7 +200,7 @@ def test_the_wrong_item_of_a_list_of_layers_is_named():
 
 def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
     assert refusal_of(Rule, mach="**.mlp", action="keep") == (
-        "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via"
+        "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, keep"
     )
 
 
@@ -214,12 +234,70 @@ def test_an_action_of_a_later_release_says_that_it_is_not_built_yet(action):
     )
 
 
-@pytest.mark.parametrize(("key", "value"), [("rerun", ["gemm"]), ("keep", ["aten.mm"]), ("keep", None)])
-def test_a_key_of_a_later_release_says_that_it_is_not_built_yet(key, value):
-    message = refusal_of(Rule, match="a", action="recompute", **{key: value})
-    assert message.startswith(
-        f"Rule: {key}: this key is not built yet: it comes in a later release; until then leave it out; "
+def test_rerun_and_keep_are_tuples_and_one_word_is_a_list_of_one():
+    rule = Rule(match="a", action="recompute", rerun="gemm", keep=["attention", "aten._softmax", "router_logits"])
+    assert rule.rerun == ("gemm",)
+    assert rule.keep == ("attention", "aten._softmax", "router_logits")
+    assert Rule(match="a", action="checkpoint", keep="attention").keep == ("attention",)
+
+
+@pytest.mark.parametrize("value", ["gem", "aten.mm", 3, None, [["gemm"]]])
+def test_only_a_family_can_be_rerun(value):
+    assert ": expected 'gemm', 'convolution', 'attention' or 'collective'; found " in refusal_of(
+        Rule, match="a", action="recompute", rerun=value
     )
+
+
+@pytest.mark.parametrize("action", ["keep", "checkpoint"])
+def test_rerun_belongs_to_recompute_only(action):
+    assert refusal_of(Rule, match="a", action=action, rerun="gemm") == (
+        f"Rule: rerun: expected no 'rerun' beside action '{action}': it belongs to action 'recompute'; found 'gemm'"
+    )
+
+
+def test_keep_belongs_to_what_drops_tensors():
+    assert refusal_of(Rule, match="a", action="keep", keep=["aten.mm"]) == (
+        "Rule: keep: expected no 'keep' beside action 'keep': it belongs to action 'recompute' or 'checkpoint'; "
+        "found ['aten.mm']"
+    )
+
+
+def test_empty_lists_say_nothing_beside_any_action():
+    assert Rule(match="a", action="keep", rerun=[], keep=[]) == Rule(match="a", action="keep")
+
+
+def test_a_family_is_rerun_or_kept_but_not_both():
+    assert refusal_of(Rule, match="a", action="recompute", rerun=["gemm"], keep=["attention", "gemm"]) == (
+        "Rule: keep: expected 'gemm' in 'rerun' or in 'keep', not in both; found ['attention', 'gemm']"
+    )
+    Rule(match="a", action="recompute", rerun="gemm", keep="aten.mm")
+
+
+@pytest.mark.parametrize(
+    "op", ["aten.mm.default", "torch.ops.aten.mm", "aten::mm", "aten.", ".mm", "aten..mm", "aten. mm", "aten.*"]
+)
+def test_an_op_is_kept_by_its_namespace_and_name(op):
+    assert refusal_of(Rule, match="a", action="recompute", keep=op) == (
+        f"Rule: keep: expected an op as 'namespace.name', without an overload, such as 'aten.mm'; found '{op}'"
+    )
+
+
+@pytest.mark.parametrize("value", ["", "router-logits", "router logits", "2nd", "*", 3, None, True, ["a"]])
+def test_what_nothing_could_bear_as_a_name_cannot_be_kept(value):
+    assert refusal_of(Rule, match="a", action="recompute", keep=[value]).startswith(
+        "Rule: keep[0]: expected a family (gemm, convolution, attention, collective), an op such as 'aten.mm', "
+        "the name of a tensor (letters, digits and '_'), or a list of these; found "
+    )
+
+
+def test_a_word_close_to_a_family_names_a_tensor():
+    assert Rule(match="a", action="recompute", keep="attenton").keep == ("attenton",)
+
+
+@settings(deadline=None)
+@given(families | op_name | tensor_name)
+def test_a_word_in_keep_has_one_meaning(text):
+    assert [text in FAMILIES, is_op_name(text), is_tensor_name(text)].count(True) == 1
 
 
 @pytest.mark.parametrize(

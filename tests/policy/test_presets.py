@@ -1,4 +1,4 @@
-"""The presets on real Hugging Face decoders, built from tiny configurations without memory."""
+"""The presets on real Hugging Face models, built from tiny configurations without memory."""
 
 from __future__ import annotations
 
@@ -32,6 +32,51 @@ NORMS_PER_LAYER = {
     "Gemma3": 6,
 }
 FORMS = [(family, form) for family in NORMS_PER_LAYER for form in ("ForCausalLM", "Model")]
+BERT_SIZES = {
+    key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
+# Of a model: its class, its configuration, its layers by class, and the blocks inside of those.
+ARCHITECTURES = [
+    (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        SIZES | {"num_local_experts": 2},
+        {"MixtralDecoderLayer": LAYERS},
+        {"MixtralSparseMoeBlock": LAYERS},
+    ),
+    (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        SIZES | {"num_experts": 2, "moe_intermediate_size": 16},
+        {"Qwen3MoeDecoderLayer": LAYERS},
+        {"Qwen3MoeSparseMoeBlock": LAYERS},
+    ),
+    ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4}, {"GPT2Block": 3}, {}),
+    ("BertForMaskedLM", "BertConfig", BERT_SIZES, {"BertLayer": LAYERS}, {}),
+    ("ViTForImageClassification", "ViTConfig", BERT_SIZES, {"ViTLayer": LAYERS}, {}),
+    (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2},
+        {"T5Block": 3 + 2},
+        {},
+    ),
+    (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {"d_model": 24, "encoder_layers": 3, "decoder_layers": 2},  # of 6 heads
+        {"WhisperEncoderLayer": 3, "WhisperDecoderLayer": 2},
+        {},
+    ),
+    (
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"},
+        {"ResNetConvLayer": 1, "ResNetBasicLayer": 1 + 2},
+        {"ResNetConvLayer": 2 * (1 + 2)},
+    ),
+]
+ARCHITECTURE_IDS = [model_class for model_class, *_ in ARCHITECTURES]
 
 
 def build(family: str, form: str) -> nn.Module:
@@ -92,8 +137,9 @@ def test_hook_and_kernel_govern_every_norm_and_every_gated_mlp_and_nothing_else(
 
 
 @pytest.mark.parametrize(("family", "form"), FORMS)
-def test_full_governs_every_decoder_layer_and_nothing_else(family, form):
-    assignment, complaints = governed("full", build(family, form))
+@pytest.mark.parametrize("preset", ["full", "elementwise", "auto"])
+def test_full_elementwise_and_auto_govern_every_decoder_layer_and_nothing_else(preset, family, form):
+    assignment, complaints = governed(preset, build(family, form))
     prefix = "model." if form == "ForCausalLM" else ""
     assert assignment == {f"{prefix}layers.{index}": 0 for index in range(LAYERS)}
     assert complaints == []
@@ -105,6 +151,45 @@ def test_alternate_governs_every_second_decoder_layer_and_nothing_else(family, f
     prefix = "model." if form == "ForCausalLM" else ""
     assert assignment == {f"{prefix}layers.{index}": 0 for index in (0, 2, 4)}
     assert complaints == []
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "sizes", "layers", "inner"), ARCHITECTURES, ids=ARCHITECTURE_IDS
+)
+@pytest.mark.parametrize("preset", ["elementwise", "auto"])
+def test_elementwise_and_auto_govern_the_layers_of_every_architecture(
+    preset, model_class, config_class, sizes, layers, inner
+):
+    config = getattr(transformers, config_class)(**sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, model_class)(config)
+    assignment, complaints = governed(preset, model)
+    nested = {path for path in assignment if any(path.startswith(f"{other}.") for other in assignment)}
+    classes = {path: type(model.get_submodule(path)).__name__ for path in assignment}
+    assert Counter(classes[path] for path in assignment.keys() - nested) == layers
+    assert Counter(classes[path] for path in nested) == inner
+    assert complaints == []
+
+
+@pytest.mark.parametrize("preset", ["elementwise", "auto"])
+def test_elementwise_and_auto_govern_a_vision_tower_too(preset):
+    model = build_gemma3_with_vision()
+    assignment, complaints = governed(preset, model)
+    assert Counter(type(model.get_submodule(path)).__name__ for path in assignment) == {
+        "SiglipEncoderLayer": 2,
+        "Gemma3DecoderLayer": LAYERS,
+    }
+    assert complaints == []
+
+
+@pytest.mark.parametrize("preset", ["elementwise", "auto"])
+@pytest.mark.parametrize("path", ["", "layers.0", "layer1.2", "transformer.h.10", "encoder.layers.encoder_layer_0"])
+def test_elementwise_and_auto_know_a_layer_by_its_class_wherever_it_is(preset, path):
+    """Also as the root: a decorated class, or one layer alone under the policy."""
+    layers = ["Block", "TransformerBlock", "EncoderBlock", "BasicBlock", "Bottleneck", "TransformerEncoderLayer"]
+    others = ["LayerNorm", "T5LayerFF", "ModuleList", "MLP", "Attention", "LlamaModel", "LayerDrop", "BlockList"]
+    for name in layers + others:
+        assert assign(load_policy(preset), [ModuleEntry(path, name)]) == ({path: 0} if name in layers else {})
 
 
 def test_none_governs_nothing():
@@ -144,15 +229,20 @@ def test_hook_and_kernel_find_the_mlps_of_a_decoder_inside_a_wrapper(wrapper):
         ("alternate", [("checkpoint", "auto")]),
         ("hook", [("recompute", "hook"), ("recompute", "hook")]),
         ("kernel", [("recompute", "kernel"), ("recompute", "kernel")]),
+        ("elementwise", [("recompute", "hook")]),
+        ("auto", [("recompute", "auto")]),
     ],
 )
 def test_a_preset_does_what_its_name_says(preset, actions):
-    assert [(rule.action, rule.via) for rule in load_policy(preset).rules] == actions
+    rules = load_policy(preset).rules
+    assert [(rule.action, rule.via) for rule in rules] == actions
+    assert not any(rule.rerun or rule.keep for rule in rules)
 
 
-def test_hook_and_kernel_select_the_same_modules():
-    hook, kernel = load_policy("hook"), load_policy("kernel")
-    assert [(rule.match, rule.type) for rule in hook.rules] == [(rule.match, rule.type) for rule in kernel.rules]
+@pytest.mark.parametrize(("one", "other"), [("hook", "kernel"), ("elementwise", "auto")])
+def test_presets_that_differ_in_via_alone_select_the_same_modules(one, other):
+    selections = [[(rule.match, rule.type, rule.layers) for rule in load_policy(name).rules] for name in (one, other)]
+    assert selections[0] == selections[1]
 
 
 @pytest.mark.parametrize("preset", preset_names())
