@@ -158,6 +158,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, casting
 
 
 class _RMSNorm(torch.autograd.Function):
+    seen_by_dispatcher = True  # so that a tape around may run again what forward runs
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, casting: str) -> Tensor:
         y, rstd = _forward_op(x, weight, eps, casting)

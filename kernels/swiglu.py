@@ -84,6 +84,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
+    seen_by_dispatcher = True  # so that a tape around may run again what forward runs
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)

@@ -5,5 +5,6 @@ from recompute.attach import apply, recompute
 from recompute.engine.region import keep
 from recompute.policy.loading import load_policy
 from recompute.policy.model import Policy, Rule
+from recompute.verification import verify
 
-__all__ = ["Policy", "Rule", "apply", "errors", "keep", "load_policy", "recompute"]
+__all__ = ["Policy", "Rule", "apply", "errors", "keep", "load_policy", "recompute", "verify"]

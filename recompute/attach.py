@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,30 +12,34 @@ from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from recompute.engine.context import RUNNER, reachable
-from recompute.engine.recipe import Owner
+from recompute.engine.ops import is_op
+from recompute.engine.plan import PlanCache
 from recompute.engine.region import Region, is_recording
+from recompute.engine.saved import Owner
+from recompute.engine.tape import TapeRegion
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
+from recompute.explain import Attachment, explanation
 from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
-from recompute.policy.model import Policy
-from recompute.runners import Forward, KernelMLPRunner, KernelNormRunner, RegionRunner, RootRunner, Runner, choose
+from recompute.policy.model import Policy, Rule, is_op_name
+from recompute.runners import KERNELS, Forward, RootRunner, Runner, choose, setting_of
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def apply(model: nn.Module, policy: PolicyLike) -> AppliedPolicy:
+def apply(model: nn.Module, policy: PolicyLike = "elementwise") -> AppliedPolicy:
     """Put ``model`` under ``policy``, in place.
 
     Module names, ``state_dict``, and copies and pickles of the model are as without it. So is the model itself where
     gradients are off or a module is in ``eval()`` mode, but for kernels, which stand in there too. If anything fails,
     the model is as before.
 
-    policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset.
+    policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
+    any gradient.
     Returns a handle with ``explain()``, ``stats()`` and ``remove()``, which is also a context manager that removes the
     policy at its end.
     Raises ``PolicyError`` for a bad policy, ``AlreadyAppliedError`` where a module is already under one,
@@ -63,13 +66,13 @@ class Stats:
     kept_nbytes: int
     """Bytes saved in regions that could not be dropped."""
     regenerations: int
-    """Times that backward ran a region again."""
+    """Times that backward ran something again: an op of a tape, a checkpoint, what a kernel recorded."""
 
 
 class AppliedPolicy:
     """A policy on a model. As a context manager it removes itself at the end."""
 
-    def __init__(self, policy: Policy, attachments: list[_Attachment]):
+    def __init__(self, policy: Policy, attachments: list[Attachment]):
         self.policy = policy
         self._attachments = attachments
 
@@ -79,29 +82,13 @@ class AppliedPolicy:
         return Stats(*(sum(getattr(owner, name) for owner in owners) for name in Stats.__dataclass_fields__))
 
     def explain(self) -> str:
-        """A table: which modules got which rule, how they come back, and what a forward drops of them.
+        """A table of which modules got which rule, and what a forward drops of them; then each tensor, and why.
 
         Modules whose paths differ in their indices alone, and that are treated alike, share a line. Bytes are a mean
-        over the forward runs so far.
+        over the forward runs so far. The tensors are those of the last forward: what autograd saved, and what is held
+        only so that others come back.
         """
-        groups: dict[tuple[str, ...], list[Owner]] = {}
-        for attachment in self._attachments:
-            pattern = re.sub(r"\d+", "*", attachment.path) or "(the model)"
-            rule = "-" if attachment.rule is None else f"rules[{attachment.rule}]: {self._action(attachment.rule)}"
-            key = pattern, type(attachment.module).__name__, rule, attachment.runner.note
-            groups.setdefault(key, []).append(attachment.runner.owner)
-        rows = []
-        for (pattern, type_name, rule, note), owners in groups.items():
-            frames = sum(owner.frames for owner in owners)
-            dropped = sum(owner.dropped_nbytes for owner in owners)
-            kept = sum(owner.kept_nbytes for owner in owners)
-            per_forward = [f"{nbytes / frames:,.0f}" if frames else "" for nbytes in (dropped, kept)]
-            rows.append((pattern, len(owners), type_name, rule, note, *per_forward))
-        headers = ("module", "count", "class", "rule", "in backward", "bytes dropped", "bytes kept")
-        return f"policy {self.policy.name}\n" + tabulate(rows, headers, disable_numparse=True)
-
-    def _action(self, rule: int) -> str:
-        return self.policy.rules[rule].action
+        return explanation(self.policy, self._attachments)
 
     def remove(self) -> None:
         """Take the policy off: the model is what it was. Graphs that were built under it still run backward."""
@@ -118,49 +105,64 @@ class AppliedPolicy:
         return f"<policy {self.policy.name!r} on {len(self._attachments)} modules>"
 
 
-@dataclass(frozen=True)
-class _Attachment:
-    path: str
-    module: nn.Module
-    rule: int | None
-    runner: Runner
+def _attachments(
+    model: nn.Module, policy: Policy, name: str | None = None, openings: PlanCache | None = None
+) -> list[Attachment]:
+    """What the policy does to which module; nothing is changed yet.
 
-
-def _attachments(model: nn.Module, policy: Policy, name: str | None = None) -> list[_Attachment]:
-    """What the policy does to which module; nothing is changed yet. ``name`` stands for the model's class's."""
+    name: stands for the model's class's. openings: the plans of regions like these, if others share them.
+    """
+    openings = PlanCache() if openings is None else openings
     entries, modules = _entries(model, name or type(model).__name__)
     rules = assign(policy, entries)
     for message in unmatched_rules(policy, entries, rules):
         warn(f"policy {policy.name}: {message}")
-    chosen: dict[int, _Attachment] = {}
+    chosen: dict[int, Attachment] = {}
+    joined = {
+        path for path, i in rules.items() if policy.rules[i].action == "recompute" and _governor(path, rules) == i
+    }
     for path, index in rules.items():
-        found = list(choose(path, modules[path], policy.rules[index], rules.keys()))
+        if path in joined:  # a part of that module's tape
+            continue
+        rule = policy.rules[index]
+        found = list(choose(path, modules[path], rule, rules.keys() - joined, openings))
         for inside, module, runner in found:
-            chosen.setdefault(id(module), _Attachment(inside, module, index, runner))
-        _warn_of_little(policy, index, modules[path], [runner for _, _, runner in found])
+            chosen.setdefault(id(module), Attachment(inside, module, index, runner))
+        if rule.via == "kernel" and not any(isinstance(runner, KERNELS) for _, _, runner in found):
+            name = type(modules[path]).__name__
+            warn(f"policy {policy.name}: rules[{index}]: no kernel computes what {name} does; hooks regenerate it")
+    _warn_of_unknown_ops(policy)
     if any(policy.rules[index].action == "recompute" for index in rules.values()):
         root = chosen.get(id(model))
         inner, index_of_root = (None, None) if root is None else (root.runner, root.rule)
         owner = Owner(type(model).__name__) if inner is None else inner.owner
-        chosen[id(model)] = _Attachment("", model, index_of_root, RootRunner(owner, inner))
+        chosen[id(model)] = Attachment("", model, index_of_root, RootRunner(owner, inner))
     return list(chosen.values())
 
 
-def _warn_of_little(policy: Policy, index: int, module: nn.Module, runners: list[Runner]) -> None:
-    rule, name = policy.rules[index], type(module).__name__
-    if not runners:
-        message = f"nothing in {name} can be regenerated without running a GEMM again; use action: checkpoint"
-    elif rule.via == "kernel" and not any(isinstance(runner, KernelNormRunner | KernelMLPRunner) for runner in runners):
-        message = f"no kernel computes what {name} does; hooks regenerate it"
-    else:
-        return
-    warn(f"policy {policy.name}: rules[{index}]: {message}")
+def _governor(path: str, rules: Mapping[str, int]) -> int | None:
+    """The rule of the nearest module around ``path`` that has one."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in rules:
+            return rules[path]
+    return None
+
+
+def _warn_of_unknown_ops(policy: Policy) -> None:
+    for index, rule in enumerate(policy.rules):
+        for word in filter(is_op_name, rule.keep):
+            if not is_op(word):
+                warn(
+                    f"policy {policy.name}: rules[{index}]: keep: no op is called {word}; a region's explain() names "
+                    "those that it runs, as they are below autograd ('aten._softmax', not 'aten.softmax')"
+                )
 
 
 def _entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
-    """The modules that a policy on ``model`` may govern: all, but for those in instances of a decorated class."""
-    entries = [ModuleEntry("", name)]
-    modules = {"": model}
+    """The modules that a policy on ``model`` may govern: those with a forward, not in a decorated class's."""
+    entries: list[ModuleEntry] = []
+    modules: dict[str, nn.Module] = {}
     pending: list[tuple[str, nn.Module, tuple[int | None, int | None]]] = [("", model, (None, None))]
     while pending:
         path, parent, around = pending.pop()
@@ -168,13 +170,13 @@ def _entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, 
             if module is not None and not _is_decorated(module):
                 layer = (int(key), len(parent)) if isinstance(parent, nn.ModuleList) and key.isdigit() else around
                 pending.append((f"{path}.{key}" if path else key, module, layer))
-        if path:
-            entries.append(ModuleEntry(path, type(parent).__name__, *around))
+        if type(parent).forward is not nn.Module.forward or "forward" in vars(parent):  # unlike a ModuleList
+            entries.append(ModuleEntry(path, type(parent).__name__ if path else name, *around))
             modules[path] = parent
     return entries, modules
 
 
-def _attach(attachments: list[_Attachment]) -> None:
+def _attach(attachments: list[Attachment]) -> None:
     """Have the modules run by their runners: all of them, or none if one cannot be."""
     for attachment in attachments:
         if "forward" in vars(attachment.module):
@@ -196,7 +198,7 @@ def _attach(attachments: list[_Attachment]) -> None:
         undo.pop_all()
 
 
-def _detach(attachment: _Attachment) -> None:
+def _detach(attachment: Attachment) -> None:
     module = attachment.module
     if module.__dict__.get(RUNNER) is attachment.runner:
         del module.__dict__[RUNNER]
@@ -293,22 +295,18 @@ def _without_policy(module: nn.Module, base: Any) -> Iterator[None]:
 def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     """Decorate an ``nn.Module`` class, a module or a function so that it runs under ``policy``.
 
-    Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy what is decorated is checkpointed: its
-    inputs are held, and it runs again in backward. A class is decorated in place, and its instances get the policy
-    when they first run; module paths in the policy start at the decorated module, whose own path is empty. A function
-    is to a policy one module of an empty path whose class name is the function's name.
+    Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy all of what is decorated gets what the
+    preset ``elementwise`` gives a layer, which changes no bit of any gradient. A class is decorated in place, and its
+    instances get the policy when they first run; module paths in the policy start at the decorated module, whose own
+    path is empty. A function is to a policy one module of an empty path whose class name is the function's name.
 
     Raises ``PolicyError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
     """
     if target is None:
         return functools.partial(recompute, policy=policy)
-    loaded = None if policy is None else load_policy(policy)
+    loaded = _ALL_OF_IT if policy is None else load_policy(policy)
     if isinstance(target, nn.Module):
-        if loaded is None:
-            _refuse_governed(target)
-            _attach([_checkpointed(target)])
-        else:
-            apply(target, loaded)
+        apply(target, loaded)
         return target
     if isinstance(target, type) and issubclass(target, nn.Module):
         return _decorate_class(target, loaded)
@@ -320,18 +318,17 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     return _decorate_function(target, loaded)
 
 
-def _checkpointed(module: nn.Module) -> _Attachment:
-    """What a decorator without a policy does."""
-    return _Attachment("", module, None, RegionRunner(Owner(type(module).__name__), module, drops_outputs=False))
+_ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recompute", via="hook")])
 
 
-def _decorate_class(cls: Any, policy: Policy | None) -> type[nn.Module]:
+def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     original = cls.forward
+    openings = PlanCache()  # of all instances
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if RUNNER not in vars(self):
-            _attach_decorated(self, cls, policy)
+            _attach_decorated(self, cls, policy, openings)
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
@@ -353,8 +350,8 @@ class _Decorated:
     runner: Runner | None
 
 
-def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy | None) -> None:
-    attachments = [_checkpointed(module)] if policy is None else _attachments(module, policy, cls.__name__)
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, openings: PlanCache) -> None:
+    attachments = _attachments(module, policy, cls.__name__, openings)
     _attach([attachment for attachment in attachments if attachment.path])
     runner = next((attachment.runner for attachment in attachments if not attachment.path), None)
     vars(module)[RUNNER] = _Decorated(cls, runner)
@@ -364,23 +361,33 @@ def _function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _decorate_function(function: Forward, policy: Policy | None) -> Forward:
+def _decorate_function(function: Forward, policy: Policy) -> Forward:
     name = _function_name(function)
     if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
-    action = "checkpoint"
-    if policy is not None:
-        index = assign(policy, [ModuleEntry("", name)]).get("")
-        if index is None:
-            warn(f"policy {policy.name}: no rule matches the function {name}: a module of an empty path and that class")
-            return function
-        action = policy.rules[index].action
-        if policy.rules[index].via == "kernel":
-            raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
-    if action == "keep":
+    index = assign(policy, [ModuleEntry("", name)]).get("")
+    if index is None:
+        warn(f"policy {policy.name}: no rule matches the function {name}: a module of an empty path and that class")
         return function
-    region = Region(Owner(name), drops_outputs=action == "recompute")
+    rule = policy.rules[index]
+    if rule.via == "kernel":
+        raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
+    if rule.action == "keep":
+        return function
+    if rule.action == "recompute" or rule.keep:
+        return _taped(function, TapeRegion(setting_of(Owner(name), rule)))
+    return _checkpointed(function, Region(Owner(name)))
 
+
+def _taped(function: Forward, region: TapeRegion) -> Forward:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return region.run(function, args, kwargs) if is_recording() else function(*args, **kwargs)
+
+    return run
+
+
+def _checkpointed(function: Forward, region: Region) -> Forward:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not is_recording():

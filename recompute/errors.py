@@ -48,8 +48,16 @@ class MutationError(RecomputeError, RuntimeError):
     """A tensor that backward needs was modified in place after it was saved."""
 
 
+class GradientMismatch(RecomputeError):
+    """A model does not compute under a policy what it computes without it."""
+
+
 class RngError(RecomputeError, RuntimeError):
     """The state of a random number generator could not be captured."""
+
+
+class ModelError(RecomputeError):
+    """There is no model as it is described, or it cannot be run without data of its own."""
 
 
 class AblationError(RecomputeError):

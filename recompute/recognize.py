@@ -76,18 +76,6 @@ def is_silu(module: nn.Module) -> bool:
     return traced is not None and traced.formula == ("silu", ("input", 0))
 
 
-def is_formula(module: nn.Module) -> bool:
-    """Whether ``module`` is known to compute a formula of its input and weights: it draws and notes nothing."""
-    traced = _trace(module)
-
-    def is_known(value: Any) -> bool:
-        if not isinstance(value, tuple):
-            return not callable(value)
-        return all(map(is_known, value)) and (not value or value[0] != "module")
-
-    return traced is not None and is_known(traced.formula)
-
-
 _EPS = 0.1234567  # stands for any epsilon in the patterns
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,11 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from recompute.engine.context import base_of, surroundings
-from recompute.engine.recipe import Owner, local
+from recompute.engine.context import surroundings
+from recompute.engine.plan import PlanCache
+from recompute.engine.recipe import local
 from recompute.engine.region import KeepSpan, Region, Scope, is_recording
-from recompute.policy.model import Rule
-from recompute.recognize import GatedMLP, Norm, find_gated_mlp, find_norm, is_formula, is_silu
+from recompute.engine.saved import Owner
+from recompute.engine.setting import Setting
+from recompute.engine.tape import TapeRegion
+from recompute.policy.model import FAMILIES, Rule
+from recompute.recognize import GatedMLP, Norm, find_gated_mlp, find_norm, is_silu
 
 Forward = Callable[..., Any]
 
@@ -60,6 +62,17 @@ class RootRunner:
 
 
 @dataclass
+class PlainRunner:
+    """Runs forward as it is: where a kernel stands in on CUDA alone, and a tape around sees the ops elsewhere."""
+
+    owner: Owner
+    note: str = "its ops are on the tape around it"
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)
+
+
+@dataclass
 class KeepRunner:
     """``action: keep``: what autograd saves is kept, also inside a region that drops."""
 
@@ -73,73 +86,43 @@ class KeepRunner:
             return forward(*args, **kwargs)
 
 
-class RegionRunner:
-    """The whole forward is a region."""
+class CheckpointRunner:
+    """``action: checkpoint``: the whole forward is run again from its inputs."""
 
-    def __init__(self, owner: Owner, module: nn.Module, *, drops_outputs: bool):
+    note = "its Python runs again from its inputs"
+
+    def __init__(self, owner: Owner, module: nn.Module):
         self.owner = owner
-        self.regions = _Regions(owner, drops_outputs=drops_outputs)
-        self.regions.over(module, running=False)
-        self.note = "hook: runs again from its input" if drops_outputs else "runs again from its inputs"
+        self._region = Region(owner, beyond=surroundings(module.modules()))
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
             return forward(*args, **kwargs)
-        return self.regions.over(module).run(forward, (module,), args, kwargs)
+        return self._region.run(forward, (module,), args, kwargs)
 
 
-class GatedMLPRunner:
-    """The product of a gated MLP, which its down-projection saves, and the activation are regenerated; no GEMM is."""
+class TapeRunner:
+    """``action: recompute``, or ``checkpoint`` with a ``keep``: ops run again, by a tape of the whole forward."""
 
-    note = "hook: activation and product run again from gate and up"
-
-    def __init__(self, owner: Owner, module: nn.Module, parts: GatedMLP):
+    def __init__(self, owner: Owner, rule: Rule, openings: PlanCache):
         self.owner = owner
-        self.parts = parts
-        self.regions = _Regions(owner, drops_outputs=True)
-        self.regions.over(getattr(module, parts.activation), running=False)
+        self._region = TapeRegion(setting_of(owner, rule, openings))
+        what = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
+        if rule.rerun:
+            what += f" and {', '.join(rule.rerun)}"
+        self.note = f"{what}; {', '.join(rule.keep)} kept" if rule.keep else what
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
             return forward(*args, **kwargs)
-        x = _only_argument(args, kwargs)
-        gate, up, down, activation = (getattr(module, name) for name in _names(self.parts))
-        product = functools.partial(_product, activation)
-        # Not in the traced order (gate, activation, up), which no result depends on.
-        return down(self.regions.over(activation).run(product, (activation,), (gate(x), up(x)), {}))
+        return self._region.run(forward, args, kwargs)
 
 
-class _Regions:
-    """The region over a module's forward, made anew where it was known to be pure and that may have changed."""
-
-    def __init__(self, owner: Owner, *, drops_outputs: bool):
-        self._owner = owner
-        self._drops_outputs = drops_outputs
-        self._region: Region | None = None
-        self._made_for: list[Any] = []
-
-    def over(self, module: nn.Module, *, running: bool = True) -> Region:
-        # The module itself is not among these, as replicas of it run in the same region, and hold this.
-        made_for = [base_of(module), _is_hooked(module)]
-        if self._region is None or self._region.pure:  # what a trace takes for given, as a dropout's probability of 0
-            made_for += [
-                value
-                for name, value in vars(module).items()
-                if name[0] != "_" and name != "training" and not isinstance(value, Tensor)
-            ]
-        same = len(made_for) == len(self._made_for) and all(map(operator.is_, made_for, self._made_for))
-        if self._region is None or not same:
-            modules = list(module.modules())
-            # A trace patches nn.Module for all threads: not while forward runs.
-            pure = not running and len(modules) == 1 and not _is_hooked(module) and is_formula(module)
-            beyond = surroundings(modules)
-            self._region = Region(self._owner, drops_outputs=self._drops_outputs, pure=pure, beyond=beyond)
-            self._made_for = made_for if pure else made_for[:2]
-        return self._region
-
-
-def _product(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    return activation(gate) * up
+def setting_of(owner: Owner, rule: Rule, openings: PlanCache | None = None) -> Setting:
+    """What a rule says of each op."""
+    if rule.action == "checkpoint":  # fewest bytes, whatever it costs
+        return Setting(owner, rerun=set(FAMILIES) - {"collective"}, keep=rule.keep, price=0, openings=openings)
+    return Setting(owner, rerun=rule.rerun, keep=rule.keep, openings=openings)
 
 
 @dataclass
@@ -195,6 +178,9 @@ class KernelMLPRunner:
             return gated_mlp(x, gate.weight, up.weight, down.weight)
 
 
+KERNELS = (KernelNormRunner, KernelMLPRunner)
+
+
 class _Owned:
     """Recipes recorded inside are counted for ``owner``."""
 
@@ -212,59 +198,50 @@ class _Owned:
 
 
 def choose(
-    path: str, module: nn.Module, rule: Rule, governed: Collection[str]
+    path: str, module: nn.Module, rule: Rule, governed: Collection[str], openings: PlanCache
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
     """The modules, ``module`` itself or inside it, that ``rule`` makes run otherwise, and how.
 
-    ``recompute`` goes down to the largest modules that run no GEMM and have no rule of their own (``governed``).
+    Kernels stand in for what is inside ``module`` and has no rule of its own (``governed``). ``openings``: the plans
+    that the modules under one policy share.
     """
     owner = Owner(f"{path} ({type(module).__name__})" if path else type(module).__name__)
     if rule.action == "keep":
         yield path, module, KeepRunner(owner)
-    elif rule.action == "checkpoint":
-        yield path, module, RegionRunner(owner, module, drops_outputs=False)
-    elif (runner := _regenerating(owner, module, rule)) is not None:
-        yield path, module, runner
+    elif rule.action == "checkpoint" and not rule.keep:
+        yield path, module, CheckpointRunner(owner, module)
     else:
-        for name, child in module.named_children():
-            child_path = f"{path}.{name}" if path else name
-            if child_path not in governed:
-                yield from choose(child_path, child, rule, governed)
+        tape = TapeRunner(owner, rule, openings)
+        kernel = None if rule.via == "hook" else _kernel(owner, module, tape if rule.via == "auto" else None)
+        yield path, module, kernel or tape
+        if kernel is None and rule.via != "hook" and rule.action == "recompute":
+            yield from _kernels_inside(path, module, governed)
 
 
-def _regenerating(owner: Owner, module: nn.Module, rule: Rule) -> Runner | None:
-    """The runner for a module that comes back without running a GEMM again; None for any other module."""
-    hook: Runner | None = None
-    leaves = all(not any(child.children()) for child in module.children())
-    parts = find_gated_mlp(module) if leaves and 4 <= len(list(module.children())) <= 6 else None
-    if parts is not None and not _is_cheap(getattr(module, parts.activation)):
-        parts = None
-    if parts is not None:
-        hook = GatedMLPRunner(owner, module, parts)
-    elif _is_cheap(module):
-        hook = RegionRunner(owner, module, drops_outputs=True)
-    if hook is None or rule.via == "hook":
-        return hook
-    fallback = hook if rule.via == "auto" else None
-    if parts is not None:
+def _kernels_inside(path: str, module: nn.Module, governed: Collection[str]) -> Iterator[tuple[str, nn.Module, Runner]]:
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if child_path in governed:
+            continue
+        owner = Owner(f"{child_path} ({type(child).__name__})")
+        kernel = _kernel(owner, child, PlainRunner(owner))
+        if kernel is not None:
+            yield child_path, child, kernel
+        else:
+            yield from _kernels_inside(child_path, child, governed)
+
+
+def _kernel(owner: Owner, module: nn.Module, fallback: Runner | None) -> Runner | None:
+    """The runner of the kernel that computes what ``module`` does, if there is one."""
+    if any(any(child.children()) for child in module.children()):
+        return None
+    if 4 <= len(list(module.children())) <= 6 and (parts := find_gated_mlp(module)) is not None:
         *projections, activation = (getattr(module, name) for name in _names(parts))
         if all(map(_is_plain_linear, projections)) and not _is_hooked(activation) and is_silu(activation):
             return KernelMLPRunner(owner, parts, activation, fallback)
-    elif leaves and (norm := find_norm(module)) is not None:
+    elif (norm := find_norm(module)) is not None:
         return KernelNormRunner(owner, norm, fallback)
-    return hook
-
-
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-
-
-def _is_cheap(module: nn.Module) -> bool:
-    """Whether running ``module`` again runs no GEMM, convolution or embedding: it has no weight matrix."""
-    return type(module).forward is not nn.Module.forward and all(
-        parameter.dim() <= 1 or isinstance(owner, _NORMS)
-        for owner in module.modules()
-        for parameter in owner.parameters(recurse=False)
-    )
+    return None
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning, UnsupportedError
-from recompute.policy.loading import preset_path
+from recompute.policy.loading import preset_names, preset_path
 
-PRESETS = ["none", "full", "alternate", "hook", "kernel"]
+PRESETS = ["none", "full", "alternate", "hook", "kernel", "elementwise", "auto"]
 NORMS = rules(rule("TinyRMSNorm", "recompute", via="hook"))
 
 
@@ -54,6 +54,26 @@ def test_takes_a_policy_however_it_is_given(policy: Any) -> None:
     handle = recompute.apply(model, policy)
     assert handle.policy.rules == recompute.load_policy("hook").rules
     assert governed(model) == governed(expected) != []
+
+
+def held(handle: Any) -> tuple[int, int, int]:
+    stats = handle.stats()
+    return stats.frames, stats.dropped_nbytes, stats.kept_nbytes
+
+
+def test_these_are_all_presets() -> None:
+    assert {*PRESETS} == {*preset_names()}
+
+
+def test_without_a_policy_every_layer_gets_the_preset_that_changes_no_bit() -> None:
+    model, named = decoder(dropout=0.3), decoder(dropout=0.3)
+    with recompute.apply(model) as handle, recompute.apply(named, "elementwise") as other:
+        assert handle.policy == other.policy == recompute.load_policy("elementwise")
+        assert governed(model) == governed(named) == ["", "layers.0", "layers.1"]
+        assert_same(train(model), train(decoder(dropout=0.3)))
+        train(named)
+        assert held(handle) == held(other)
+        assert handle.stats().dropped_nbytes > 0
 
 
 @pytest.mark.parametrize("model", [None, nn.Linear, "hook", [nn.Linear(1, 1)]], ids=repr)
@@ -255,7 +275,7 @@ def test_a_handle_is_a_context_manager() -> None:
 
 def test_a_graph_built_under_the_policy_outlives_it() -> None:
     model, plain = decoder(), decoder()
-    for preset in ("full", "hook", "kernel"):
+    for preset in PRESETS:
         with recompute.apply(model, preset):
             output = model(token_ids())
         found = torch.autograd.grad(output.sum(), list(model.parameters()))
@@ -297,13 +317,53 @@ def test_a_module_shared_by_two_parents_is_attached_once_and_restored() -> None:
     for each in (model, plain):
         each.layers[1].input_layernorm = each.layers[0].input_layernorm
     before = snapshot(model)
-    handle = recompute.apply(model, rules(rule("TinyDecoderLayer", "recompute", via="hook")))
+    handle = recompute.apply(model, NORMS)
     assert_same(train(model, steps=1), train(plain, steps=1))
-    frames = handle.stats().frames  # a layer's two norms and one MLP
+    frames = handle.stats().frames  # of four norms, one of which runs twice
     handle.remove()
-    assert frames == 6
+    assert frames == 5
     assert {name: cls for name, (cls, _) in snapshot(model).items()} == {name: cls for name, (cls, _) in before.items()}
     assert [set(vars(module)) for module in model.modules()] == [set(vars(module)) for module in plain.modules()]
+
+
+ALL_BELOW = [
+    {"match": ["layers.*", "layers.*.**"]},
+    {"match": "layers.**"},  # a ModuleList too, which has no forward
+    {"type": ["ModuleList", "TinyDecoderLayer", "TinyMLP", "TinyRMSNorm"], "match": "layers.**"},
+]
+
+
+@pytest.mark.parametrize("pattern", ALL_BELOW, ids=str)
+def test_what_a_rule_matches_inside_of_what_it_matches_joins_the_outermost_tape(pattern: dict[str, Any]) -> None:
+    model = decoder()
+    handle = recompute.apply(model, rules({**pattern, "action": "recompute", "via": "hook"}))
+    assert governed(model) == ["", "layers.0", "layers.1"]
+    assert_same(train(model, steps=1), train(decoder(), steps=1))
+    layers_alone = decoder()
+    expected = recompute.apply(layers_alone, "elementwise")
+    train(layers_alone, steps=1)
+    assert held(handle) == held(expected)
+    assert handle.stats().frames == 2
+
+
+@pytest.mark.parametrize("pattern", ALL_BELOW, ids=str)
+def test_kernels_stand_in_for_what_the_same_rule_matches_inside(pattern: dict[str, Any]) -> None:
+    model, named = decoder(), decoder()
+    recompute.apply(named, rules(rule("TinyDecoderLayer", "recompute", via="auto")))
+    recompute.apply(model, rules({**pattern, "action": "recompute", "via": "auto"}))
+    assert governed(model) == governed(named)
+    assert {"layers.0", "layers.0.input_layernorm", "layers.1.mlp"} < {*governed(model)}
+
+
+def test_another_rule_inside_says_otherwise_for_its_part_of_the_tape() -> None:
+    counts = []
+    for inside in ([], [rule("TinyMLP", "recompute", rerun="gemm")], [rule("TinyMLP", "keep")]):
+        model = decoder()
+        handle = recompute.apply(model, rules(*inside, rule("TinyDecoderLayer", "recompute", via="hook")))
+        assert_same(train(model, steps=1), train(decoder(), steps=1))
+        assert handle.stats().frames == (2 if not inside or inside[0]["action"] == "keep" else 4)
+        counts.append(handle.stats().dropped_nbytes)
+    assert counts[2] < counts[0] < counts[1]
 
 
 def test_tied_weights_stay_tied() -> None:

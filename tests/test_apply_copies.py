@@ -39,7 +39,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("preset", ["full", "hook", "kernel"])
+@pytest.mark.parametrize("preset", ["full", "hook", "kernel", "elementwise", "auto"])
 def test_copies_are_of_the_model_without_the_policy(how: str, preset: str) -> None:
     model, plain = decoder(), decoder()
     handle = recompute.apply(model, preset)

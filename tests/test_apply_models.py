@@ -44,7 +44,8 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "gemma3": transformers.Gemma3TextConfig,
     "phi3": transformers.Phi3Config,
 }
-EXACT = ["none", "full", "alternate", "hook"]
+TAPES = ["hook", "elementwise", "auto"]
+EXACT = ["none", "full", "alternate", *TAPES]  # where there is no CUDA auto has no kernels
 IDS = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 
 transformers.logging.set_verbosity_error()
@@ -94,8 +95,9 @@ def test_losses_and_gradients_are_bitwise_those_without(
     handle = applied(model, preset, quietly=name == "gpt2")
     assert_same(steps(model), plain(name))
     stats = handle.stats()
-    assert (stats.dropped_nbytes > 0) is (preset != "none" and name != "gpt2")
-    assert stats.kept_nbytes == 0
+    does_something = preset in ("elementwise", "auto") or (preset != "none" and name != "gpt2")
+    assert (stats.dropped_nbytes > 0) is does_something
+    assert (stats.kept_nbytes > 0) is (does_something and preset in TAPES)  # a checkpoint holds its inputs alone
     handle.remove()
     assert {key: cls for key, (cls, _) in snapshot(model).items()} == {key: cls for key, (cls, _) in before.items()}
 
@@ -158,16 +160,46 @@ def mlp_nbytes(size: int) -> int:
     return 2 * TOKENS * INTERMEDIATE * size  # the activation's output and the product
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def of_one_more(run: Callable[[], Any], handle: Any) -> Any:
+    """The stats of a run in which every region knows its plan: before it may have begun with another region's."""
+    before = vars(handle.stats())
+    run()
+    after = handle.stats()
+    return type(after)(**{name: value - before[name] for name, value in vars(after).items()})
+
+
+every_size = pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+
+
+@every_size
 def test_hook_drops_these_bytes_of_a_llama(dtype: torch.dtype, size: int) -> None:
     model, without = make("llama", dtype), make("llama", dtype)
     handle = applied(model, "hook")
     assert_same(steps(model, 1), steps(without, 1))
-    stats = handle.stats()
+    stats = of_one_more(lambda: steps(model, 1), handle)
     norms = 2 * LAYERS + 1
     assert stats.dropped_nbytes == norms * norm_nbytes(TOKENS, HIDDEN, size) + LAYERS * mlp_nbytes(size)
     assert stats.dropped_tensors == norms * (3 if size == 4 else 4) + LAYERS * 2
-    assert stats.regenerations == stats.frames == norms + LAYERS
+    # A norm's input; gate and up. An MLP's input is a norm's output.
+    assert stats.kept_nbytes == norms * TOKENS * HIDDEN * size + LAYERS * 2 * TOKENS * INTERMEDIATE * size
+    assert stats.frames == norms + LAYERS
+    # pow, mean, add, rsqrt and two mul of a norm, and two casts if there are any; silu and mul of an MLP.
+    assert stats.regenerations == norms * (6 if size == 4 else 8) + LAYERS * 2
+
+
+@every_size
+def test_elementwise_drops_and_keeps_these_bytes_of_a_llama(dtype: torch.dtype, size: int) -> None:
+    model, without = make("llama", dtype), make("llama", dtype)
+    handle = applied(model, "elementwise")
+    assert_same(steps(model, 1), steps(without, 1))
+    stats = of_one_more(lambda: steps(model, 1), handle)
+    assert stats.dropped_nbytes == LAYERS * (2 * norm_nbytes(TOKENS, HIDDEN, size) + mlp_nbytes(size))
+    heads, kv, head = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
+    # The input, q, attention's output and the stream after it; k and v; gate and up. A logarithm a head; and cosine
+    # and sine, which are the same for all sequences.
+    a_token = (4 * HIDDEN + 2 * kv * head + 2 * INTERMEDIATE) * size + heads * 4
+    assert stats.kept_nbytes == LAYERS * (TOKENS * a_token + 2 * LENGTH * head * size)
+    assert stats.frames == LAYERS
 
 
 def test_hook_drops_these_bytes_of_a_qwen3() -> None:
@@ -194,9 +226,10 @@ def held(model: nn.Module) -> int:
     return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in alive)
 
 
-def test_what_hook_says_it_drops_is_no_longer_held() -> None:
+@pytest.mark.parametrize("preset", TAPES)
+def test_what_a_tape_says_it_drops_is_no_longer_held(preset: str) -> None:
     model, without = make("llama"), make("llama")
-    handle = applied(model, "hook")
+    handle = applied(model, preset)
     assert held(without) - held(model) == handle.stats().dropped_nbytes
 
 
@@ -299,7 +332,7 @@ def test_generates_the_same(preset: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("preset", ["full", "hook", "kernel"])
+@pytest.mark.parametrize("preset", ["full", *TAPES, "kernel"])
 def test_saves_and_loads_as_without(preset: str, tmp_path: Path) -> None:
     model = make("llama")
     signature = inspect.signature(model.forward)

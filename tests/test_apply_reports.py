@@ -1,17 +1,21 @@
-"""What a policy says of itself: stats, explain, warnings; and which layers ``layers`` means."""
+"""What a policy says of itself: stats, warnings, the first table of explain; and which layers ``layers`` means."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tiny import (
+    BATCH,
     HIDDEN,
     INTERMEDIATE,
+    LENGTH,
     TOKENS,
     TinyRMSNorm,
     assert_same,
@@ -30,21 +34,86 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import recompute
 from recompute.errors import PolicyWarning
+from recompute.policy.loading import preset_names
+
+
+def of_one_more(run: Callable[[], Any], handle: Any) -> Any:
+    """The stats of a run in which every region knows its plan: before it may have begun with another region's."""
+    before = vars(handle.stats())
+    run()
+    after = handle.stats()
+    return type(after)(**{name: value - before[name] for name, value in vars(after).items()})
 
 
 def test_stats_count_the_bytes_that_are_dropped() -> None:
     model = decoder()
     handle = recompute.apply(model, "hook")
     assert handle.stats() == type(handle.stats())(*[0] * 5)
-    next_token_loss(model, token_ids()).backward()
-    norm = TOKENS * 4 + 2 * TOKENS * HIDDEN * 4  # rsqrt a row; the normalized and the scaled values, one storage each
-    mlp = 2 * TOKENS * INTERMEDIATE * 4  # the activation and the product
-    stats = handle.stats()
-    assert stats.dropped_nbytes == 5 * norm + 2 * mlp
+    train(model, steps=1)
+    first = handle.stats()
+    stats = of_one_more(lambda: train(model, steps=1), handle)
+    assert (first.frames, first.dropped_nbytes, first.kept_nbytes) == (
+        stats.frames, stats.dropped_nbytes, stats.kept_nbytes
+    )  # fmt: skip
+    row, hidden, inner = TOKENS * 4, TOKENS * HIDDEN * 4, TOKENS * INTERMEDIATE * 4
+    # Of a norm the root a row, the normalized values and, as projections save them, the scaled ones; of an MLP the
+    # activation and the product.
+    assert stats.dropped_nbytes == 5 * (row + 2 * hidden) + 2 * (2 * inner)
     assert stats.dropped_tensors == 5 * 3 + 2 * 2
-    assert (stats.frames, stats.regenerations, stats.kept_nbytes) == (7, 7, 0)
+    # A norm's input; gate and up. An MLP's input is a norm's output, which comes back anyway.
+    assert stats.kept_nbytes == 5 * hidden + 2 * (2 * inner)
+    # pow, mean, add, rsqrt and two mul of a norm; silu and mul of an MLP. No module runs again.
+    assert stats.regenerations == 5 * 6 + 2 * 2
+    assert stats.frames == 7
+
+
+def test_stats_of_whole_layers_count_the_bytes_that_are_dropped() -> None:
+    model = decoder()
+    handle = recompute.apply(model)
     next_token_loss(model, token_ids()).backward()
-    assert handle.stats().dropped_nbytes == 2 * stats.dropped_nbytes
+    row, hidden, inner = TOKENS * 4, TOKENS * HIDDEN * 4, TOKENS * INTERMEDIATE * 4
+    weights = BATCH * LENGTH * LENGTH * 4  # of attention that is no kernel but products and a softmax; else a row's sum
+    stats = handle.stats()
+    assert stats.dropped_nbytes == 2 * (2 * (row + 2 * hidden) + 2 * inner)
+    # The layer's input; q and k (scaled), v, attention's weights and its output; what the second norm is given;
+    # gate and up.
+    assert stats.kept_nbytes in [2 * (hidden + 4 * hidden + each + hidden + 2 * inner) for each in (weights, row)]
+    assert stats.frames == 2
+
+
+class Chain(nn.Module):
+    """Autograd saves the input, what tanh returns and what sin returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh().sin().cos()
+
+
+def test_a_rule_holds_whatever_other_rules_said_of_the_same_ops_before() -> None:
+    x = torch.randn(TOKENS, HIDDEN)
+    for _ in range(2):
+        for options, kept in (({}, 2), ({"rerun": "gemm"}, 1), ({"keep": "aten.sin"}, 3), ({"keep": "aten.tanh"}, 2)):
+            module = Chain()
+            handle = recompute.apply(module, rules(rule("Chain", "recompute", via="hook", **options)))
+            step = functools.partial(gradients, module, x)
+            step()
+            stats = of_one_more(step, handle)
+            nbytes = TOKENS * HIDDEN * 4
+            assert (stats.kept_nbytes, stats.dropped_nbytes) == (kept * nbytes, (3 - kept) * nbytes)
+
+
+def test_a_rule_of_a_part_holds_whatever_other_rules_said_of_the_same_ops_before() -> None:
+    dropped = []
+    for rerun in ((), "gemm", ()):
+        model = decoder()
+        inner = rule("TinyMLP", "recompute", via="hook", rerun=rerun)
+        handle = recompute.apply(model, rules(inner, rule("TinyDecoderLayer", "recompute", via="hook")))
+        train(model, steps=1)
+        dropped.append(of_one_more(functools.partial(train, model, steps=1), handle).dropped_nbytes)
+    assert dropped[0] == dropped[2] < dropped[1]
 
 
 def test_stats_stay_when_the_policy_is_gone() -> None:
@@ -84,16 +153,25 @@ def test_explain_says_which_module_got_which_rule_and_what_it_drops() -> None:
     }
     assert rows["layers.*.mlp"].split()[1] == "2"
     assert "kernel" in rows["layers.*.mlp"]
-    assert "hook" in rows["norm"]
+    assert "cheap ops run again" in rows["norm"]
+    assert "its Python runs again" in rows["layers.*"]
+    assert "everything is kept" in rows["layers.*.self_attn"]
     next_token_loss(model, token_ids()).backward()
-    norm = TOKENS * 4 + 2 * TOKENS * HIDDEN * 4
-    row = next(line for line in handle.explain().splitlines() if line.startswith("norm "))
-    assert row.split()[-2:] == [f"{norm:,}", "0"]
+    row, hidden = TOKENS * 4, TOKENS * HIDDEN * 4
+    norm = next(line for line in handle.explain().splitlines() if line.startswith("norm "))
+    assert norm.split()[-2:] == [f"{row + 2 * hidden:,}", f"{hidden:,}"]
 
 
 @pytest.mark.parametrize(
     ("action", "options", "expected"),
-    [("checkpoint", {}, "inputs"), ("recompute", {"via": "hook"}, "hook"), ("recompute", {"via": "kernel"}, "kernel")],
+    [
+        ("checkpoint", {}, "its Python runs again from its inputs"),
+        ("checkpoint", {"keep": ["attention", "logits"]}, "all ops run again; attention, logits kept"),
+        ("recompute", {"via": "hook"}, "cheap ops run again"),
+        ("recompute", {"via": "hook", "rerun": "gemm", "keep": "aten.mul"}, "run again and gemm; aten.mul kept"),
+        ("recompute", {"via": "kernel"}, "kernel: rms_norm"),
+        ("recompute", {"via": "auto"}, "kernel: rms_norm (llama casting) on CUDA, else cheap ops run again"),
+    ],
 )
 def test_explain_says_how_the_model_itself_comes_back(action: str, options: dict[str, Any], expected: str) -> None:
     handle = recompute.apply(TinyRMSNorm(), rules(rule("TinyRMSNorm", action, **options)))
@@ -178,7 +256,7 @@ def caught(policy: Any) -> list[warnings.WarningMessage]:
     return messages
 
 
-@pytest.mark.parametrize("preset", ["none", "full", "alternate", "hook", "kernel"])
+@pytest.mark.parametrize("preset", preset_names())
 def test_a_preset_that_fits_warns_of_nothing(preset: str) -> None:
     assert caught(preset) == []
 
@@ -190,9 +268,13 @@ def test_a_preset_that_fits_warns_of_nothing(preset: str) -> None:
         ({"type": "TinyRmsNorm", "action": "checkpoint"}, r"rules\[0\].*'TinyRmsNorm'.*'TinyRMSNorm'"),
         ({"type": "TinyMLP", "layers": "7-9", "action": "checkpoint"}, r"rules\[0\].*7-9.*2 layers"),
         ({"type": "Embedding", "layers": 0, "action": "checkpoint"}, r"rules\[0\].*no ModuleList"),
-        ({"type": "Embedding", "action": "recompute"}, r"rules\[0\].*Embedding.*checkpoint"),
         ({"type": "TinyAttention", "action": "recompute", "via": "kernel"}, r"rules\[0\].*TinyAttention"),
         ({"type": "SiLU", "action": "recompute", "via": "kernel"}, r"rules\[0\].*no kernel.*SiLU.*hook"),
+        (
+            {"type": "TinyMLP", "action": "recompute", "keep": "aten.softmax"},
+            r"rules\[0\]: keep: no op is called aten\.softmax; .*explain\(\).*'aten\._softmax'",
+        ),
+        ({"type": "TinyMLP", "action": "checkpoint", "keep": ["aten.mm", "aten.mmm"]}, r"no op is called aten\.mmm;"),
     ],
     ids=lambda value: str(value.get("type", value.get("match"))) if isinstance(value, dict) else "",
 )
@@ -203,6 +285,13 @@ def test_a_rule_without_effect_warns(policy: dict[str, Any], expected: str) -> N
     (text,) = texts
     assert text.startswith("policy mine")
     assert re.search(expected, text)
+
+
+@pytest.mark.parametrize(
+    "keep", ["attention", "aten._softmax", "aten.mm", "recompute.swiglu_forward", "router_logits", "softmax"]
+)
+def test_what_a_rule_keeps_warns_of_nothing_where_it_may_be(keep: str) -> None:
+    assert caught(rules(rule("TinyDecoderLayer", "recompute", keep=keep))) == []
 
 
 def test_a_rule_that_an_earlier_one_hides_warns() -> None:

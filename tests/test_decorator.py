@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyDecoderLayer, TinyMLP, TinyRMSNorm, assert_same, gradients, rule, rules
+from tiny import TinyDecoderLayer, TinyMLP, TinyRMSNorm, assert_same, counted_ops, gradients, rule, rules
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -73,20 +73,23 @@ def is_dropped(module: Any) -> bool:
 
 
 CHECKPOINT = rules(rule("Plain"))
-
-
-@pytest.mark.parametrize(
-    "decorate",
-    [
-        recompute.recompute,
-        recompute.recompute(),
-        recompute.recompute(policy=CHECKPOINT),
+ALL_CHECKPOINTED = rules({"match": "**", "action": "checkpoint"})
+DECORATORS: dict[str, tuple[Callable[..., Any], int]] = {
+    "bare": (recompute.recompute, 1),
+    "called": (recompute.recompute(), 1),
+    "recompute": (recompute.recompute(policy=rules(rule("Plain", "recompute"))), 1),
+    "checkpoint": (recompute.recompute(policy=CHECKPOINT), 2),
+    "Policy": (
         recompute.recompute(policy=recompute.Policy(rules=[recompute.Rule(type="Plain", action="checkpoint")])),
-    ],
-    ids=["bare", "called", "mapping", "Policy"],
-)
+        2,
+    ),
+}
+"""Each with how often what it decorates runs in a training step."""
+
+
+@pytest.mark.parametrize(("decorate", "runs"), DECORATORS.values(), ids=DECORATORS)
 class TestAClass:
-    def test_is_decorated_in_place_and_runs_as_without(self, decorate: Callable[..., Any]) -> None:
+    def test_is_decorated_in_place_and_runs_as_without(self, decorate: Callable[..., Any], runs: int) -> None:
         cls = fresh()
         earlier = made(cls)
         assert decorate(cls) is cls
@@ -96,7 +99,7 @@ class TestAClass:
             assert is_dropped(module)
         assert not is_dropped(made(Plain))
 
-    def test_keeps_what_describes_it(self, decorate: Callable[..., Any]) -> None:
+    def test_keeps_what_describes_it(self, decorate: Callable[..., Any], runs: int) -> None:
         cls = decorate(fresh())
         assert cls.__name__ == "Plain"
         assert cls.forward.__doc__ == "What it does."
@@ -105,18 +108,43 @@ class TestAClass:
         assert repr(made(cls)) == repr(made(Plain))
         assert made(cls).state_dict().keys() == made(Plain).state_dict().keys()
 
-    def test_runs_once_more_in_backward_and_not_in_eval_mode(self, decorate: Callable[..., Any]) -> None:
+    def test_runs_again_in_backward_only_as_a_checkpoint(self, decorate: Callable[..., Any], runs: int) -> None:
         module = made(decorate(fresh()))
-        module(inputs()).sum().backward()
-        assert module.tally["runs"] == 2
-        module.eval()
+        for step in (1, 2, 3):
+            module(inputs()).sum().backward()
+            assert module.tally["runs"] == step * runs
+
+    def test_runs_plainly_where_it_is_not_trained(self, decorate: Callable[..., Any], runs: int) -> None:
+        module = made(decorate(fresh())).eval()
         assert_same(outcome(module), outcome(made(Plain).eval()))
-        assert module.tally["runs"] == 4
+        assert module.tally["runs"] == 2  # each with its backward
+        assert not is_dropped(module)
         with torch.no_grad():
             module.train()(inputs())
         with torch.inference_mode():
             module(inputs())
-        assert module.tally["runs"] == 6
+        assert module.tally["runs"] == 5
+
+
+def test_without_a_policy_a_class_drops_what_it_can_and_runs_no_product_again() -> None:
+    held, products = [], []
+    for cls in (Plain, recompute.recompute(fresh())):
+        module = made(cls)
+        parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        storages: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor, storages: dict[int, Tensor] = storages) -> Tensor:
+            storages[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = module(inputs())
+        held.append(sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in parameters))
+        with counted_ops() as counts:
+            output.sum().backward()
+        products.append(counts["aten.mm"] + counts.get("aten.addmm", 0))
+    assert held[0] - held[1] == inputs().nbytes  # what exp returns, for exp's backward and square's
+    assert products[0] == products[1]
 
 
 @recompute.recompute
@@ -182,17 +210,18 @@ class TestSubclasses:
         assert_same(outcome(module), outcome(made(Plain)))
         assert not is_dropped(module)
 
-    def test_one_that_is_decorated_too_runs_once_more_and_not_twice(self) -> None:
-        cls = recompute.recompute(fresh())
+    @pytest.mark.parametrize(("policy", "runs"), [(None, 1), (ALL_CHECKPOINTED, 2)], ids=["bare", "checkpoint"])
+    def test_one_that_is_decorated_too_runs_as_often_as_one_that_is_not(self, policy: Any, runs: int) -> None:
+        cls = recompute.recompute(policy=policy)(fresh())
 
-        @recompute.recompute
+        @recompute.recompute(policy=policy)
         class Sub(cls):  # type: ignore[valid-type, misc]
             def forward(self, x: Tensor) -> Tensor:
                 return super().forward(x).cos()
 
         module = made(Sub)
         module(inputs()).sum().backward()
-        assert module.tally["runs"] == 2
+        assert module.tally["runs"] == runs
 
     def test_the_base_class_is_not_touched(self) -> None:
         recompute.recompute(type("Sub", (Plain,), {}))
@@ -209,13 +238,18 @@ class Outer(nn.Module):
         return self.inner(self.before(x).tanh()).sin()
 
 
-def test_a_decorated_class_inside_a_decorated_class() -> None:
-    inner = recompute.recompute(fresh())
-    outer = recompute.recompute(type("Outer", (Outer,), {"forward": Outer.forward}))
-    assert_same(outcome(made(lambda: outer(inner))), outcome(made(lambda: Outer(Plain))))  # type: ignore[arg-type]
+@pytest.mark.parametrize("inside", [None, ALL_CHECKPOINTED], ids=["bare", "checkpoint"])
+@pytest.mark.parametrize("around", [None, ALL_CHECKPOINTED], ids=["bare", "checkpoint"])
+def test_a_decorated_class_inside_a_decorated_class(around: Any, inside: Any) -> None:
+    inner = recompute.recompute(policy=inside)(fresh())
+    outer: Any = recompute.recompute(policy=around)(type("Outer", (Outer,), {"forward": Outer.forward}))
+    module = made(lambda: outer(inner))
+    assert_same(outcome(module), outcome(made(lambda: Outer(Plain))))  # type: ignore[arg-type]
+    assert (module.inner.tally["runs"] == 2) is (around is inside is None)
 
 
-def test_a_decorated_class_inside_itself() -> None:
+@pytest.mark.parametrize("policy", [None, ALL_CHECKPOINTED], ids=["bare", "checkpoint"])
+def test_a_decorated_class_inside_itself(policy: Any) -> None:
     def tree_class() -> type[nn.Module]:
         class Tree(nn.Module):
             def __init__(self, depth: int = 3) -> None:
@@ -229,7 +263,7 @@ def test_a_decorated_class_inside_itself() -> None:
 
         return Tree
 
-    assert_same(outcome(made(recompute.recompute(tree_class()))), outcome(made(tree_class())))
+    assert_same(outcome(made(recompute.recompute(policy=policy)(tree_class()))), outcome(made(tree_class())))
 
 
 def test_paths_in_a_class_policy_start_at_the_class() -> None:
@@ -263,11 +297,16 @@ class TestAnInstance:
             with pytest.raises(AlreadyAppliedError, match="Plain"):
                 again(module)
 
-    def test_of_a_container_runs_its_parts_once_more(self) -> None:
+    @pytest.mark.parametrize(("policy", "runs"), [(None, 1), (rules(rule("Container")), 2)], ids=["bare", "checkpoint"])
+    def test_of_a_container_runs_its_parts_again_only_as_a_checkpoint(self, policy: Any, runs: int) -> None:
+        class Container(nn.Sequential):
+            pass
+
         inside = made(Plain)
-        model = recompute.recompute(nn.Sequential(nn.Tanh(), nn.Sequential(inside)))
+        model = recompute.recompute(Container(nn.Tanh(), nn.Sequential(inside)), policy=policy)
+        assert type(model[1]) is nn.Sequential  # all is one region
         model(inputs()).sum().backward()
-        assert inside.tally["runs"] == 2
+        assert inside.tally["runs"] == runs
 
     def test_warns_where_the_user_stands(self) -> None:
         with pytest.warns(PolicyWarning, match=r"rules\[0\]") as messages:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from tiny import TinyRMSNorm, assert_same, gradients, rule, rules
+from tiny import TinyRMSNorm, assert_same, counted_ops, gradients, rule, rules
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -46,7 +47,7 @@ class Methods:
         self.generator = torch.Generator()
 
     def method(self, x: Tensor) -> Tensor:
-        return noted(self.linear(x.tanh()).exp()).square()
+        return noted(self.linear(x.tanh()).sin().exp()).square()
 
     def noisy(self, x: Tensor) -> Tensor:
         return noted((x.tanh() * torch.rand(x.shape, generator=self.generator)).exp()).square()
@@ -72,7 +73,7 @@ class Noise(nn.Module):
 
 def closing_over_a_module() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
     linear = LINEAR
-    return lambda x: noted(linear(x.tanh()).exp()).square(), []
+    return lambda x: noted(linear(x.tanh()).sin().exp()).square(), []
 
 
 def closing_over_a_tensor() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
@@ -136,10 +137,16 @@ FUNCTIONS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[torch.Genera
 }
 
 
+CHECKPOINT = rules({"match": "**", "action": "checkpoint"})
+"""Of a function whatever its name."""
+every_policy = pytest.mark.parametrize("policy", [None, CHECKPOINT], ids=["bare", "checkpoint"])
+
+
+@every_policy
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_a_function_of_any_kind_runs_as_without(kind: str) -> None:
+def test_a_function_of_any_kind_runs_as_without(kind: str, policy: Any) -> None:
     run, generators = FUNCTIONS[kind]()
-    decorated = recompute.recompute(run)
+    decorated = recompute.recompute(policy=policy)(run)
     results = []
     for each in (run, decorated):
         for generator in generators:
@@ -149,14 +156,35 @@ def test_a_function_of_any_kind_runs_as_without(kind: str) -> None:
     assert_same(results[1], results[0])
 
 
+@every_policy
 @pytest.mark.parametrize("kind", [kind for kind in FUNCTIONS if kind != "module's method"])
-def test_a_function_of_any_kind_holds_its_inputs_alone(kind: str) -> None:
+def test_a_function_of_any_kind_drops_what_comes_back(kind: str, policy: Any) -> None:
     run, _ = FUNCTIONS[kind]()
-    for each, dropped in ((run, False), (recompute.recompute(run), True)):
+    for each, dropped in ((run, False), (recompute.recompute(policy=policy)(run), True)):
         STORAGES.clear()
         output = each(inputs().requires_grad_())
         assert STORAGES[0].expired() is dropped
         output.sum().backward()
+        assert len(STORAGES) == (2 if dropped and policy is not None else 1)  # only a checkpoint runs Python again
+
+
+def test_without_a_policy_all_is_dropped_that_comes_back_without_a_product() -> None:
+    def run(x: Tensor) -> Tensor:
+        # Autograd saves the input, what the first exp returns, the product's input and what the second exp returns.
+        x = noted(noted(noted(x.sin()).exp()).cos())
+        return noted(noted(noted(x @ x.T).exp()).sin()).sum()
+
+    decorated = recompute.recompute(run)
+    for each, alive in ((run, [1, 2, 4]), (decorated, [4])):
+        for _ in range(2):
+            STORAGES.clear()
+            output = each(inputs().requires_grad_())
+            assert [index for index, storage in enumerate(STORAGES) if not storage.expired()] == alive
+            with counted_ops() as counts:
+                output.backward()
+            assert counts.get("aten.exp", 0) == (1 if each is decorated else 0)
+            assert counts["aten.mm"] == 2  # the gradients'
+    assert_same(gradients(decorated, inputs()), gradients(run, inputs()))
 
 
 class TestAFunction:
@@ -170,15 +198,16 @@ class TestAFunction:
     def test_gives_gradients_to_a_module_that_it_closes_over(self) -> None:
         run, _ = closing_over_a_module()
         found = []
-        for each in (run, recompute.recompute(run)):
+        for each in (run, recompute.recompute(run), recompute.recompute(policy=CHECKPOINT)(run)):
             LINEAR.zero_grad()
             each(inputs()).sum().backward()
             found.append([LINEAR.weight.grad.clone(), LINEAR.bias.grad.clone()])
-        assert_same(*found)
+        assert_same(found[1], found[0])
+        assert_same(found[2], found[0])
 
     def test_refuses_a_weight_changed_before_backward(self) -> None:
-        for run in (closing_over_a_module()[0], METHODS.method):
-            output = recompute.recompute(run)(inputs().requires_grad_())
+        for run, policy in itertools.product((closing_over_a_module()[0], METHODS.method), (None, CHECKPOINT)):
+            output = recompute.recompute(policy=policy)(run)(inputs().requires_grad_())
             linear = run.__self__.linear if hasattr(run, "__self__") else LINEAR
             with torch.no_grad():
                 linear.weight.add_(0.0)
@@ -192,7 +221,7 @@ class TestAFunction:
 
         x = inputs()
         results = []
-        for each in (run, recompute.recompute(run)):
+        for each in (run, recompute.recompute(run), recompute.recompute(policy=CHECKPOINT)(run)):
 
             def call(a: Tensor, b: Tensor, each: Callable[..., Any] = each) -> Tensor:
                 value, number = each({"xy": [a, b]}, module=LINEAR, flag=True)
@@ -200,7 +229,8 @@ class TestAFunction:
                 return value
 
             results.append(gradients(call, x, x + 1))
-        assert_same(*results)
+        assert_same(results[1], results[0])
+        assert_same(results[2], results[0])
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_is_called_plainly_where_nothing_is_recorded(self, mode: Callable[[], Any]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import configparser
+import graphlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,9 +27,10 @@ FLOORS = {
     "recompute.engine": 2,
     "recompute.kernels": 3,
     recompute.apply.__module__: 4,
+    "recompute.explain": 4,
     "recompute.runners": 4,
     "recompute.recognize": 4,
-    "recompute.verify": 5,
+    "recompute.verification": 5,
     "recompute.report": 5,
     "recompute.ablation": 5,
     "recompute.planning": 5,
@@ -53,18 +57,30 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(name: str) -> Iterator[str]:
-    """The modules of the project that a module imports, at its top, inside a function or for type checking alone."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+def imports(name: str, *, when_loaded: bool = False) -> Iterator[str]:
+    """The modules that a module imports: anywhere, or only what it cannot be loaded without.
+
+    That is neither what a function imports as it runs nor what is for type checking alone.
+    """
+    pending: list[ast.AST] = [ast.parse(MODULES[name].read_text())]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Import):
-            targets = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import on line {node.lineno}"
             submodules = [f"{node.module}.{alias.name}" for alias in node.names]
-            targets = [module if module in MODULES else str(node.module) for module in submodules]
-        else:
-            continue
-        yield from (target for target in targets if target.split(".")[0] == "recompute")
+            yield from (module if module in MODULES else str(node.module) for module in submodules)
+        elif not (when_loaded and (isinstance(node, ast.FunctionDef) or _is_for_types_alone(node))):
+            pending += ast.iter_child_nodes(node)
+
+
+def _is_for_types_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def is_ours(target: str) -> bool:
+    return target.split(".")[0] == "recompute"
 
 
 def room(name: str) -> str:
@@ -79,7 +95,7 @@ def test_every_floor_imports_only_from_below() -> None:
     wrong = [
         f"{name} (floor {FLOORS[room(name)]}) imports {target} (floor {FLOORS[room(target)]})"
         for name in MODULES
-        for target in imports(name)
+        for target in filter(is_ours, imports(name))
         if FLOORS[room(target)] > FLOORS[room(name)]
         or (FLOORS[room(target)] == FLOORS[room(name)] < 4 and room(target) != room(name))
         or (room(name) == "recompute.kernels" and not target.startswith(KERNELS_KNOW))
@@ -87,23 +103,30 @@ def test_every_floor_imports_only_from_below() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("room_name", ["recompute.policy", "recompute.errors"])
-def test_plain_data_knows_no_torch(room_name: str) -> None:
-    trees = [ast.parse(path.read_text()) for name, path in MODULES.items() if room(name) == room_name]
-    roots = {
-        module.split(".")[0]
-        for tree in trees
-        for node in ast.walk(tree)
-        for module in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [str(node.module)]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert trees
+def test_no_two_modules_need_each_other_to_be_loaded() -> None:
+    needs = {name: set(filter(is_ours, imports(name, when_loaded=True))) for name in MODULES}
+    order = list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError with the modules of a cycle
+    assert order.index("recompute.engine.cut") < order.index("recompute.engine.tape") < order.index("recompute")
+
+
+@pytest.mark.parametrize("name", ["recompute.policy", "recompute.errors", "recompute.engine.cut"])
+def test_plain_data_and_tables_know_no_torch(name: str) -> None:
+    found = [module for module in MODULES if module == name or module.startswith(f"{name}.")]
+    assert found
+    roots = {target.split(".")[0] for module in found for target in imports(module)}
     assert not roots & {"torch", "triton", "transformers"}
+
+
+def test_whatever_is_imported_is_a_dependency() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"].split("\n")
+    required = {re.split("[<>=;]", line)[0].strip().lower() for line in lines if line}
+    roots = {target.split(".")[0] for name in MODULES for target in imports(name)} - {"recompute"}
+    distributions = importlib.metadata.packages_distributions()
+    asked_for = {root for root in roots if required & {name.lower() for name in distributions.get(root, [])}}
+    asked_for.add("pydantic_core")  # by pydantic, which needs just the one that it was made with
+    assert roots - asked_for <= sys.stdlib_module_names
 
 
 def test_no_module_bears_a_name_of_the_standard_library() -> None:
@@ -149,7 +172,7 @@ def test_the_wheel_works_where_the_tree_is_not(wheel: zipfile.Path, tmp_path: Pa
         "import recompute, sys; from recompute.kernels.rms_norm import rms_norm;"
         "from recompute.policy.loading import preset_names;"
         "assert recompute.__file__.startswith(sys.argv[1]);"
-        "assert set(preset_names()) >= {'none', 'full', 'hook', 'kernel', 'alternate'};"
+        "assert set(preset_names()) >= {'none', 'full', 'alternate', 'hook', 'kernel', 'elementwise', 'auto'};"
         "recompute.load_policy('hook')",
         str(tmp_path / "site"),
         path=tmp_path / "site",
@@ -230,16 +253,16 @@ def test_mypy_resolves_the_kernels(tmp_path: Path) -> None:
 
 def test_the_public_names() -> None:
     assert recompute.__all__ == sorted(recompute.__all__)
-    assert set(recompute.__all__) >= {"Policy", "Rule", "apply", "errors", "keep", "load_policy", "recompute"}
-    later = {"estimate", "profile", "plan", "verify"}
-    assert set(recompute.__all__) <= {*later, "Policy", "Rule", "apply", "errors", "keep", "load_policy", "recompute"}
+    now = {"Policy", "Rule", "apply", "errors", "keep", "load_policy", "recompute", "verify"}
+    later = {"estimate", "profile", "plan"}
+    assert now <= set(recompute.__all__) <= now | later
     for name in recompute.__all__:
         assert getattr(recompute, name) is not None
         assert name == "errors" or callable(getattr(recompute, name))
 
 
 def test_importing_does_nothing_else() -> None:
-    heavy = "matplotlib transformers typer rich triton.language recompute.kernels.launch recompute.ablation"
+    heavy = "matplotlib networkx transformers typer rich triton.language recompute.kernels.launch recompute.ablation"
     run(
         "import sys, torch;"
         "before = set(sys.modules); state = torch.get_rng_state();"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_is_leaf, tree_map
 
-from recompute.engine.recipe import Foreign, Kept, describe, hold, version_of
+from recompute.engine.saved import Foreign, Kept, describe, hold, version_of
 from recompute.errors import MutationError
 
 
@@ -305,10 +305,7 @@ class ModuleState:
         roots: Iterable[nn.Module],
         tensors: Iterable[Tensor],
         learned: dict[tuple[bool, ...], frozenset[int]],
-        *,
-        pure: bool = False,
     ):
-        """pure: the modules are known to note nothing on themselves."""
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
@@ -321,8 +318,7 @@ class ModuleState:
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-        copied = _bindings_of if pure else _attributes_of
-        self._modules = [(module, type(module), copied(module.__dict__)) for module in modules]
+        self._modules = [(module, type(module), _attributes_of(module.__dict__)) for module in modules]
         self._flags = tuple([module.training for module in modules])
         self._buffers = buffers
         self._learned = learned
@@ -335,9 +331,8 @@ class ModuleState:
             steady = [buffer for index, buffer in enumerate(buffers) if changing is None or index not in changing]
         parameters += steady
         parameters += tensors
-        if not pure:
-            for _, _, attributes in self._modules:
-                parameters += [value for value in attributes.values() if type(value) is Tensor]
+        for _, _, attributes in self._modules:
+            parameters += [value for value in attributes.values() if type(value) is Tensor]
         self._versions = [(t, version_of(t), t.requires_grad) for t in parameters if t is not None]
 
     def settle(self) -> None:
@@ -399,17 +394,11 @@ class ModuleState:
             yield
 
 
-def _bindings_of(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A module's attributes, to be put in force again: binding one anew changes the copy."""
+def _attributes_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A module's attributes, to be put in force again: adding to a list or a dict among them changes the copy too."""
     copied = attributes.copy()
     copied["_parameters"] = attributes["_parameters"].copy()
     copied["_buffers"] = attributes["_buffers"].copy()
-    return copied
-
-
-def _attributes_of(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Likewise, and adding to a list or a dict among them changes the copy too."""
-    copied = _bindings_of(attributes)
     for name, value in attributes.items():
         kind = type(value)
         if kind is list:

@@ -2,104 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recompute.errors import MutationError, RegenerationError
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
-@dataclass
-class Owner:
-    """Whose tensors these are: a name for messages, and totals since the policy was applied."""
-
-    name: str
-    frames: int = 0
-    """Times it ran forward under the policy."""
-    dropped_tensors: int = 0
-    """Saved tensors dropped, each storage counted once a frame."""
-    dropped_nbytes: int = 0
-    kept_nbytes: int = 0
-    """Bytes saved in its frames that were not dropped and do not live anyway."""
-    regenerations: int = 0
-    """Times backward made it run again."""
+from recompute.engine.rng import RngState
+from recompute.engine.saved import (
+    Foreign,
+    Kept,
+    Layout,
+    Owner,
+    Saved,
+    checked,
+    describe,
+    fetch,
+    hold,
+    saved_in,
+    seen_as,
+    storage_key,
+    version_of,
+)
+from recompute.errors import RegenerationError
 
 
-class Saved(Protocol):
-    """What stands for a tensor until backward wants it."""
-
-    def get(self) -> Tensor: ...
-
-
-class Kept:
-    """A tensor held as it is. Autograd checks no versions under saved-tensor hooks, so this does (invariant 5)."""
-
-    __slots__ = ("name", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, name: str):
-        self.tensor = tensor
-        self.version = version_of(tensor)
-        self.name = name
-
-    def get(self) -> Tensor:
-        return checked(self.tensor, self.version, self.name)
-
-
-class Alive:
-    """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it."""
-
-    __slots__ = ("layout", "name", "parameter", "version")
-
-    def __init__(self, parameter: Tensor, saved: Tensor, name: str):
-        self.parameter = parameter
-        self.layout = Layout.of(saved)
-        self.version = version_of(saved)
-        self.name = name
-
-    def get(self) -> Tensor:
-        tensor = checked(self.parameter, self.version, self.name).detach()
-        if Layout.of(tensor) == self.layout:
-            return tensor
-        return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
-
-
-class Foreign:
-    """A tensor given to saved-tensor hooks that are not ours, and what they made of it."""
-
-    __slots__ = ("packed", "unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]):
-        self.packed = packed
-        self.unpack = unpack
-
-    def get(self) -> Tensor:
-        return self.unpack(self.packed)
-
-
-class Layout(NamedTuple):
-    """All there is to a strided tensor but its bytes."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> Layout:
-        return Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-
-
-class Handle:
+class Handle(Saved):
     """Stands for one saved tensor: which value of which recipe, seen through which view.
 
     ``tensor``, at ``version``, is the saved tensor itself until it is decided whether to drop it; ``kept`` is what
@@ -109,18 +47,30 @@ class Handle:
 
     __slots__ = ("__weakref__", "due", "kept", "recipe", "slot", "tensor", "version", "view")
 
-    def __init__(self, recipe: Recipe, slot: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None):
+    def __init__(
+        self, recipe: Regenerates, slot: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None
+    ):
         self.recipe = recipe
         self.slot = slot
         self.tensor = tensor
-        self.version = 0 if tensor is None else tensor._version
+        self.version = 0 if tensor is None else version_of(tensor)
         self.kept: Saved | None = None
         self.view = view
         self.due = False  # the recipe has a value that this handle has not had yet
 
+    def again(self, view: tuple[Layout, Layout]) -> Handle:
+        """Another handle of the same dropped value. ``view``: how it sees what this one sees, and what that is."""
+        assert isinstance(self.recipe, Recipe)
+        layout, whole = view
+        return self.recipe.handle(self.slot, (layout, whole if self.view is None else self.view[1]))
+
     def keep(self, kept: Saved) -> None:
         """Not to drop the tensor."""
         self.kept = kept
+        self.tensor = None
+
+    def drop(self) -> None:
+        """Let go of the tensor, which the recipe gives back."""
         self.tensor = None
 
     def get(self) -> Tensor:
@@ -129,12 +79,94 @@ class Handle:
         if self.kept is not None:
             return self.kept.get()
         value = self.recipe.take(self)
-        if self.view is None:
-            return value
-        view, whole = self.view
-        if (found := Layout.of(value)) != whole:
-            raise RegenerationError(f"in {self.recipe.owner.name}: {whole} was dropped, and {found} came back.")
-        return value.as_strided(view.shape, view.stride, view.offset)
+        if self.view is not None:
+            view, whole = self.view
+            if (found := Layout.of(value)) != whole:
+                raise RegenerationError(f"in {self.recipe.owner.name}: {whole} was dropped, and {found} came back.")
+            value = seen_as(value, view)
+        return value
+
+
+_verifying = os.environ.get("RECOMPUTE_VERIFY", "0") not in ("", "0")
+
+
+@contextmanager
+def verifying() -> Iterator[None]:
+    """Compare every regenerated tensor, bit for bit, with the dropped one, which is held for that: a debug switch.
+
+    Holds for what forward drops inside; setting ``RECOMPUTE_VERIFY=1`` in the environment does it for the process.
+    A difference raises ``RegenerationError`` that names the module and the op.
+    """
+    global _verifying
+    before, _verifying = _verifying, True
+    try:
+        yield
+    finally:
+        _verifying = before
+
+
+def is_verifying() -> bool:
+    return _verifying
+
+
+def count_different(value: Tensor, original: Tensor) -> int:
+    """How many elements of two tensors of one shape and dtype differ in any bit."""
+    if isinstance(value, FakeTensor):
+        return 0
+    found, expected = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (value, original))
+    if torch.equal(found, expected):
+        return 0
+    return int((found != expected).view(-1, value.element_size()).any(1).sum())
+
+
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+_ExcludeKeys = torch._C._ExcludeDispatchKeyGuard
+
+
+def _is_plain_eager() -> bool:
+    """Whether an op that is called now does what it says and no more, as in most backwards."""
+    return not (
+        torch.is_grad_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+class Regenerates(Protocol):
+    """What a handle asks for its value."""
+
+    owner: Owner
+    name: str
+
+    def take(self, handle: Handle) -> Tensor: ...
+
+
+class Group:
+    """The recipes of one frame: one lock, as backward runs on one thread a device (9), and one end of a backward."""
+
+    __slots__ = ("__weakref__", "_filled", "_task", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._filled: list[weakref.ref[Recipe]] = []
+        self._task = -1
+
+    def filled(self, recipe: Recipe) -> None:
+        """Have the recipe's values freed when the backward that runs ends."""
+        self._filled.append(weakref.ref(recipe))
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            release = weakref.WeakMethod(self.release)  # a strong one would hold every region's inputs to the end
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := release()) and method())
+
+    def release(self) -> None:
+        """Free the values that nobody came for."""
+        with self.lock:
+            filled, self._filled, self._task = self._filled, [], -1
+            for reference in filled:
+                if (recipe := reference()) is not None:
+                    recipe.release()
 
 
 class Recipe(ABC):
@@ -145,13 +177,20 @@ class Recipe(ABC):
     backward pass runs the recipe again.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_values", "handles", "owner")
+    __slots__ = ("__weakref__", "_values", "group", "handles", "name", "owner")
 
-    def __init__(self, owner: Owner):
+    def __init__(self, owner: Owner, name: str, group: Group | None = None):
         self.owner = owner
+        self.name = name
         self.handles: list[weakref.ref[Handle]] = []
-        self._values: dict[int, tuple[Saved, int]] = {}
-        self._lock = threading.RLock()  # backward runs on one thread a device (invariant 9)
+        self._values: dict[int, Saved] = {}
+        self.group = group or Group()
+
+    def handle(self, slot: int, view: tuple[Layout, Layout] | None = None) -> Handle:
+        """A new handle, of a value that is dropped."""
+        handle = Handle(self, slot, None, view)
+        self.handles.append(weakref.ref(handle))
+        return handle
 
     def dropped(self) -> list[Handle]:
         """The handles, still alive, of tensors that are not kept."""
@@ -159,35 +198,55 @@ class Recipe(ABC):
         return [handle for handle in alive if handle.tensor is None and handle.kept is None]
 
     def take(self, handle: Handle) -> Tensor:
-        with self._lock:
+        with self.group.lock:
             if not handle.due:
-                self._fill()
+                self._fill_all()
             handle.due = False
-            saved, claims = self._values.pop(handle.slot)
-            if claims > 1:
-                self._values[handle.slot] = (saved, claims - 1)
-            if not _in_backward():  # somebody looks at a saved tensor: nobody else is about to ask
-                self.release()
+            slot = handle.slot
+            saved = self._values[slot]
+            for ref in self.handles:
+                other = ref()
+                if other is not None and other.due and other.slot == slot:
+                    break
+            else:
+                del self._values[slot]
+            if not in_backward():  # somebody looks at a saved tensor: nobody else is about to ask
+                self.group.release()
             return saved.get()
+
+    def _fill_all(self) -> None:
+        """Run this, after the recipes it builds on: by a stack, as a chain of ops may be longer than Python's."""
+        pending = [(self, self.unready())]
+        while pending:
+            recipe, unready = pending[-1]
+            if (before := next(unready, None)) is not None:
+                pending.append((before, before.unready()))
+            else:
+                recipe._fill()
+                pending.pop()
+
+    def unready(self) -> Iterator[Recipe]:
+        """The recipes that must run before this one can."""
+        return iter(())
 
     def release(self) -> None:
         """Free the values that nobody came for."""
-        with self._lock:
-            self._values = {}
-            for handle in self.dropped():
-                handle.due = False
+        self._values = {}
+        for handle in self.dropped():
+            handle.due = False
 
     def _fill(self) -> None:
-        dropped = self.dropped()
-        claims = Counter(handle.slot for handle in dropped)
-        values = self.regenerate(claims.keys())
-        self._values = {slot: (values[slot], count) for slot, count in claims.items()}
-        for handle in dropped:
-            handle.due = True
-        self.owner.regenerations += 1
-        if _in_backward():
-            release = weakref.WeakMethod(self.release)  # a strong one would hold every region's inputs to the end
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := release()) and method())
+        with self.group.lock:
+            dropped = self.dropped()
+            local.regenerating += 1
+            try:
+                self._values = self.regenerate({handle.slot for handle in dropped})
+            finally:
+                local.regenerating -= 1
+            for handle in dropped:
+                handle.due = True
+            self.owner.regenerations += 1
+            self.group.filled(self)
 
     @abstractmethod
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
@@ -195,19 +254,93 @@ class Recipe(ABC):
 
 
 class OpRecipe(Recipe):
-    """One value that a function gives back from its inputs."""
+    """The outputs of a function, by running it again on its inputs.
 
-    __slots__ = ("_function", "_inputs")
+    args, kwargs: as the function takes them, with a ``Saved`` in the place of each tensor.
+    rng: the states of the random generators that it draws from.
+    writes: which arguments the function changes in place (positions or keywords): it is given copies, which are the
+    values of slots 0, 1, … of this recipe then. ``None`` for a function that changes none.
+    originals: what it gave in forward, by slot, to compare with.
+    """
 
-    def __init__(self, owner: Owner, function: Callable[..., Tensor], inputs: tuple[Any, ...]):
-        super().__init__(owner)
+    __slots__ = ("_args", "_function", "_kwargs", "_originals", "_rng", "_writes")
+
+    def __init__(
+        self,
+        owner: Owner,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str,
+        rng: RngState | None = None,
+        writes: Mapping[int | str, Layout] | None = None,
+        group: Group | None = None,
+        originals: Mapping[int, Tensor] | None = None,
+    ):
+        super().__init__(owner, name, group)
         self._function = function
-        self._inputs = [hold(value, owner.name) if isinstance(value, Tensor) else value for value in inputs]
+        self._args = args
+        self._kwargs = kwargs or {}
+        self._rng = rng
+        self._writes = writes
+        self._originals = originals
+
+    def unready(self) -> Iterator[Recipe]:
+        for value in saved_in((self._args, self._kwargs)):
+            if isinstance(value, Handle) and value.kept is None and not value.due:
+                yield value.recipe  # type: ignore[misc]
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        with torch.no_grad():
-            value = self._function(*map(fetch, self._inputs))
-        return {slot: Kept(value, self.owner.name) for slot in wanted}
+        if self._rng is None and _is_plain_eager():
+            outputs = self._run()
+        else:
+            with (
+                _ExcludeKeys(_AUTOCAST),
+                torch.no_grad(),
+                temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
+                self._rng.replayed() if self._rng else nullcontext(),
+            ):
+                outputs = self._run()
+        for slot, original in (self._originals or {}).items():
+            if different := count_different(outputs[slot], original):
+                raise RegenerationError(
+                    f"in {self.owner.name}: {self.name} gave back a {describe(original)} of which {different} of "
+                    f"{original.numel()} elements differ from what was dropped. List {self.name} in the rule's keep, "
+                    "or pass the tensor to recompute.keep."
+                )
+        return {slot: Kept(outputs[slot], self.owner.name) for slot in wanted}
+
+    def _run(self) -> Sequence[Tensor]:
+        args, kwargs = fetch(list(self._args)), fetch(self._kwargs)
+        if self._writes is None:
+            output = self._function(*args, **kwargs)
+            return output if isinstance(output, (tuple, list)) else (output,)
+        copies = []
+        for where, layout in self._writes.items():  # never into a tensor that somebody else has (invariant 2)
+            arguments: Any = kwargs if isinstance(where, str) else args
+            copies.append(arguments[where].clone())
+            arguments[where] = seen_as(copies[-1], layout)
+        self._function(*args, **kwargs)
+        return copies
+
+
+class Unpacking(Recipe):
+    """A tensor that saved-tensor hooks of others hold, which may unpack it only once for all who want it."""
+
+    __slots__ = ("_saved", "layout")
+
+    def __init__(self, owner: Owner, saved: Foreign, layout: Layout, group: Group):
+        super().__init__(owner, "an unpack hook", group)
+        self._saved = saved
+        self.layout = layout
+
+    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+        tensor = self._saved.get()
+        if tensor.stride() != self.layout.stride and 0 not in self.layout.stride:  # as from save_on_cpu
+            plain = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=tensor.dtype, device=tensor.device)
+            tensor = plain.copy_(tensor)
+        return {0: Kept(tensor, self.owner.name)}
 
 
 @dataclass(slots=True)
@@ -229,10 +362,18 @@ class RecipeBook:
 
     entries: dict[int, _Entry] = field(default_factory=dict)
 
-    def enter(self, output: Tensor, recipe: Recipe, slot: int, *, counted: bool = False) -> None:
+    def enter(
+        self, output: Tensor, recipe: Recipe, slot: int, whole: Layout | None = None, *, counted: bool = False
+    ) -> None:
+        """whole: the layout of what the recipe gives back, if ``output`` is a view of that."""
         if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
             reference = StorageWeakRef(output.untyped_storage())
-            self.entries[key] = _Entry(reference, recipe, slot, version_of(output), Layout.of(output), counted)
+            self.entries[key] = _Entry(reference, recipe, slot, version_of(output), whole or Layout.of(output), counted)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a recipe gives back the memory that ``tensor`` is a view of."""
+        entry = self.entries.get(tensor.untyped_storage()._cdata)
+        return entry is not None and version_of(tensor) == entry.version
 
     def handle(self, tensor: Tensor) -> Handle | None:
         """A handle for ``tensor``, or None where no recipe gives just these bytes back."""
@@ -247,9 +388,7 @@ class RecipeBook:
             entry.counted = True
             entry.recipe.owner.dropped_tensors += 1
             entry.recipe.owner.dropped_nbytes += tensor.untyped_storage().nbytes()
-        handle = Handle(entry.recipe, entry.slot, None, None if view == entry.layout else (view, entry.layout))
-        entry.recipe.handles.append(weakref.ref(handle))
-        return handle
+        return entry.recipe.handle(entry.slot, None if view == entry.layout else (view, entry.layout))
 
     def forget(self, tensor: Tensor) -> None:
         if (key := storage_key(tensor)) is not None:
@@ -262,6 +401,8 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.books: list[RecipeBook | None] = []  # innermost last; None: nothing is recorded here
         self.owner = Owner("an op outside of any region")
+        self.spans: list[Any] = []  # the tapes and frames being run, and replays, innermost last
+        self.regenerating = 0  # how many recipes are running, one inside of the other
 
 
 local = _Local()
@@ -280,66 +421,10 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
     """
     book = open_book()
     if book is not None and torch.is_grad_enabled():
-        book.enter(output, OpRecipe(local.owner, regenerate, inputs), 0)
+        args = tuple(hold(value, local.owner.name) if isinstance(value, Tensor) else value for value in inputs)
+        name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
+        book.enter(output, OpRecipe(local.owner, regenerate, args, name=name), 0)
 
 
-def hold(tensor: Tensor, name: str) -> Saved:
-    """Hold ``tensor`` for backward as autograd would: through the saved-tensor hooks in force (invariant 9)."""
-    return hold_through(top_hooks(), tensor.detach(), name)
-
-
-def hold_through(hooks: Hooks | None, tensor: Tensor, name: str) -> Saved:
-    if hooks is None:
-        return Kept(tensor, name)
-    pack, unpack = hooks
-    packed = pack(tensor)
-    return packed if unpack is unpack_saved else Foreign(packed, unpack)
-
-
-def fetch(value: Any) -> Any:
-    """What ``hold`` held; any other value as it is."""
-    return value.get() if isinstance(value, (Kept, Handle, Foreign)) else value
-
-
-def unpack_saved(saved: Saved) -> Tensor:
-    """The unpack hook of everything that this package packs."""
-    return saved.get()
-
-
-def top_hooks() -> Hooks | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def checked(tensor: Tensor, version: int, name: str) -> Tensor:
-    """``tensor``, unless it has been modified in place since it was at ``version``."""
-    if version_of(tensor) != version:
-        raise MutationError(
-            f"in {name}: a {describe(tensor)} that {_current_node()} needs has been modified in place since it was "
-            f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place "
-            "operation, or let it modify a clone."
-        )
-    return tensor
-
-
-def version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def storage_key(tensor: Tensor) -> int | None:
-    """The address of the tensor's StorageImpl; None for a tensor with none of its own (sparse, say)."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    return tensor.untyped_storage()._cdata
-
-
-def describe(tensor: Tensor) -> str:
-    return f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-
-
-def _current_node() -> str:
-    node = torch._C._current_autograd_node()
-    return "backward" if node is None else node.name()
-
-
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1

@@ -13,17 +13,18 @@ The invariants of the engine; code that depends on one cites its number.
 9. Regions compose: nested, inside or around other saved-tensor hooks and torch's checkpoint, on several threads.
 10. The cost is bounded: microseconds a region and a saved tensor.
 
-A frame keeps everything until it ends. Then it is decided: if it changed its own inputs it stays as it is (4, 5);
-otherwise what autograd saved in it is dropped, but for what lives anyway (7).
+Of two kinds of region this module has one: a checkpoint, whose Python is run again, whatever it does, kernels that no
+dispatcher sees included; ``tape.py`` has the other. A checkpoint's frame keeps everything until it ends. Then it is
+decided: if it changed its own inputs it stays as it is (4, 5); otherwise what autograd saved in it is dropped, but for
+what lives anyway (7).
 """
 
 from __future__ import annotations
 
 import re
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,41 +32,31 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from recompute.engine.context import Autocast, Inputs, ModuleState
-from recompute.engine.recipe import (
+from recompute.engine.recipe import Handle, Recipe, RecipeBook, count_different, is_verifying, local, open_book
+from recompute.engine.rng import RngState, is_source
+from recompute.engine.saved import (
     Alive,
-    Handle,
     Kept,
+    Layout,
     Owner,
-    Recipe,
-    RecipeBook,
     Saved,
     describe,
     hold_through,
-    local,
-    open_book,
     storage_key,
     top_hooks,
     unpack_saved,
+    version_of,
 )
-from recompute.engine.rng import RngState, is_source
 from recompute.errors import RegenerationError, warn
+from recompute.policy.model import is_tensor_name
 
 T = TypeVar("T")
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-
-
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.spans: list[Frame | _Replay] = []  # the frames being run and replayed on this thread, innermost last
-
-
-_local = _Local()
 
 
 def is_recording() -> bool:
@@ -87,6 +78,8 @@ class Scope:
 
     Innermost scopes share the book of the outermost one, so that a consumer in any of them finds the recipe.
     """
+
+    is_checkpoint = False
 
     def __init__(self, owner: Owner):
         self._owner = owner
@@ -118,23 +111,14 @@ class KeepSpan(Scope):
 
 
 class Region:
-    """A module's forward or a function that is run under ``action: recompute`` or ``checkpoint``.
+    """A module's forward or a function that is run under ``action: checkpoint``: all that autograd saves is dropped."""
 
-    Both drop all that autograd saves inside. ``recompute`` also lets the outputs be dropped by whoever saves them in
-    the enclosing scope, which is right where running the region again is cheap.
-    """
-
-    def __init__(self, owner: Owner, *, drops_outputs: bool, pure: bool = False, beyond: Iterable[Any] = ()):
-        """pure: it is known to draw no random number, and to note nothing on its modules.
-        beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
+    def __init__(self, owner: Owner, *, beyond: Iterable[Any] = ()):
+        """beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
         self.owner = owner
-        self.drops_outputs = drops_outputs
-        self.pure = pure
         self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
         self.generators: list[torch.Generator] | None = None
         """Those that its first frame drew from."""
-        self.costly: str | None = None
-        """An op that its first frame ran and that ``recompute`` must not run again."""
         self.reach(beyond)
 
     def reach(self, beyond: Iterable[Any]) -> None:
@@ -149,7 +133,7 @@ class Region:
         frame = Frame(self, function, modules, args, kwargs)
         with frame, frame.watched():
             result = function(*args, **kwargs)
-        frame.decide(result)
+        frame.decide()
         return result
 
 
@@ -158,13 +142,15 @@ def _alive(references: Iterable[weakref.ref[T]]) -> list[T]:
 
 
 class Frame(Recipe):
-    """One run of a region. Slots 0, 1, … are what autograd saved, in order; slots -1, -2, … are its outputs."""
+    """One run of a region. Slots 0, 1, … are what autograd saved, in order."""
 
+    is_checkpoint = True
     __slots__ = (
         "_autocast",
         "_expected",
         "_function",
         "_inputs",
+        "_originals",
         "_pins",
         "_region",
         "_rng",
@@ -176,7 +162,7 @@ class Frame(Recipe):
     def __init__(
         self, region: Region, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict
     ):
-        super().__init__(region.owner)
+        super().__init__(region.owner, "a checkpoint")
         region.owner.frames += 1
         self._region = region
         self._function = function
@@ -185,13 +171,14 @@ class Frame(Recipe):
             modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
         if region.modules:
             modules += tuple(_alive(region.modules))
-        self._state = ModuleState(modules, _alive(region.tensors), region.learned, pure=region.pure)
+        self._state = ModuleState(modules, _alive(region.tensors), region.learned)
         self._rng: RngState | None = None
-        if not region.pure and not is_fake():
+        if not is_fake():
             sources = filter(is_source, self._inputs.others)
             self._rng = RngState([*region.sources, *(region.generators or ()), *sources])
         self._autocast = Autocast()
         self._expected: dict[int, _Expected] = {}
+        self._originals: dict[int, Tensor] = {}  # copies, to compare with
         self._pins: list[Kept] = []
         self.count = 0  # tensors that autograd saved
         self.outer = top_hooks()
@@ -199,16 +186,16 @@ class Frame(Recipe):
     def __enter__(self) -> None:
         _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
-        _local.spans.append(self)
+        local.spans.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         _pop_hooks()
-        _local.spans.pop()
+        local.spans.pop()
         local.books.pop()
         if kind is not None:  # what ran of the region may live on, as it is
             for ref in self.handles:
                 if (handle := ref()) is not None and handle.tensor is not None:
-                    handle.keep(Kept(handle.tensor.detach(), self.owner.name))
+                    handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))
 
     def _pack(self, tensor: Tensor) -> Handle:
         if type(tensor) is nn.Parameter:
@@ -222,10 +209,12 @@ class Frame(Recipe):
         """Around the first frame of a region: learn which generators it draws from, and whether it may run again."""
         if self._rng is None or self._region.generators is not None:
             return _NOTHING
-        return _FirstFrame(self._region, self._rng)
+        return _FirstFrame(self._rng)
 
-    def pin(self, tensor: Tensor) -> Tensor:
-        """Have every replay use ``tensor`` here, whatever it calculates."""
+    def pin(self, tensor: Tensor, name: str | None) -> Tensor:
+        """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""
+        if name is not None:
+            return tensor
         self._pins.append(Kept(tensor.detach(), self.owner.name))
         return tensor
 
@@ -238,19 +227,17 @@ class Frame(Recipe):
             )
         return _InPlaceOf.apply(tensor, self._pins[index].get())
 
-    def decide(self, result: Any) -> None:
+    def decide(self) -> None:
         """Drop what comes back by running again: everything, unless the frame changed what it started from."""
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
-        if changed is not None:
-            changed = f"changes {changed} in place while it runs"
-        elif self._region.costly:
-            changed = f"runs {self._region.costly}, which action: recompute never runs again (action: checkpoint does)"
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
         parameters = {storage_key(tensor): tensor for tensor in self._state.tensors()}
         parameters.pop(None, None)
-        alive = {storage_key(tensor): tensor for tensor in held} | parameters
+        alive = parameters | {storage_key(tensor): tensor for tensor in held}
+        for key in inputs.difference(map(storage_key, held)):  # an argument comes back as another tensor
+            alive.pop(key, None)
         pinned: set[int | None] = {None}  # the key of what has no storage of its own
         pinned.update([storage_key(pin.tensor) for pin in self._pins])
         saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
@@ -265,9 +252,11 @@ class Frame(Recipe):
                 if expected.lives is None:
                     saved[key] = tensor.untyped_storage().nbytes()
                     if changed is None:
-                        handle.tensor = None
+                        if is_verifying() and handle.version == version_of(tensor):
+                            self._originals[handle.slot] = tensor.detach().clone()
+                        handle.drop()
                         continue
-            handle.keep(self._kept(tensor, parameters.get(key), changed is not None))
+            handle.keep(self._kept(tensor, handle.version, parameters.get(key), changed is not None))
         if self._rng is not None:
             self._region.generators = self._rng.generators()
             self._rng = self._rng.drawn()
@@ -275,26 +264,22 @@ class Frame(Recipe):
             self.owner.kept_nbytes += sum(saved.values())
             self._state.unlearn()
             name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
-            warn(f"{name} {changed}, so it cannot be run again and nothing is dropped there.")
+            warn(
+                f"{name} changes {changed} in place while it runs, so it cannot run again and nothing is dropped there."
+            )
             del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
         self.owner.dropped_tensors += len(savings)
         self.owner.dropped_nbytes += sum(savings)
-        book = open_book()
-        if self._region.drops_outputs and book is not None:
-            for index, output in enumerate(tree_leaves(result)):
-                if isinstance(output, Tensor) and (key := storage_key(output)) not in pinned | alive.keys():
-                    self._expected[-1 - index] = _Expected(output.shape, output.dtype, key, None)
-                    book.enter(output, self, -1 - index, counted=key in saved)
 
-    def _kept(self, tensor: Tensor, parameter: Tensor | None, all_are: bool) -> Saved:
+    def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
         if parameter is not None and parameter.dtype is tensor.dtype:
-            return Alive(parameter, tensor, self.owner.name)
-        if all_are:  # and none is a slot here: let whoever is around this frame decide
+            return Alive(parameter, Layout.of(tensor), version, self.owner.name)
+        if all_are and version == version_of(tensor):  # let whoever is around this frame decide
             return hold_through(self.outer, tensor.detach(), self.owner.name)
-        return Kept(tensor.detach(), self.owner.name)
+        return Kept(tensor.detach(), self.owner.name, version)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
         replay = _Replay(self, self._expected, wanted)
@@ -302,11 +287,11 @@ class Frame(Recipe):
         what = replay.mismatch
         if what is None and len(replay.values) < len(wanted):
             what = f"it saved {self.count} tensors in forward, {replay.count} when run again"
-        elif what is not None:  # run again to learn which op it was
+        elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
             named = _Replay(self, self._expected, wanted)
             with _OpNames(named):
                 self._run(named)
-            what = named.mismatch or what
+            what = named.mismatch or self._difference(named) or what
         if what is not None:
             raise RegenerationError(
                 f"{self.owner.name} did not run the same way twice: {what}. Look for state that forward changes (a "
@@ -314,6 +299,16 @@ class Frame(Recipe):
                 "module out of the policy."
             )
         return replay.values
+
+    def _difference(self, replay: _Replay) -> str | None:
+        """How a value that came back differs from its original, where there is one to compare with."""
+        for slot, original in self._originals.items():
+            if slot in replay.values and (different := count_different(replay.values[slot].get(), original)):
+                return (
+                    f"of {replay.described(slot, original)}, {different} of {original.numel()} elements differ when "
+                    "run again"
+                )
+        return None
 
     def _run(self, replay: _Replay) -> None:
         with (
@@ -324,20 +319,13 @@ class Frame(Recipe):
             torch.enable_grad(),
             self._inputs.restored() as (args, kwargs),
             replay,
+            suppress(_Stop),
         ):
-            try:
-                result = self._function(*args, **kwargs)
-                replay.finish(tree_leaves(result))
-            except _Stop:
-                pass
-
-    @property
-    def draws(self) -> bool:
-        return self._rng is not None
+            self._function(*args, **kwargs)
 
 
 class _FirstFrame(TorchDispatchMode):
-    """Sees the ops of a region's first frame: nothing else tells for sure which random generators they are given."""
+    """Sees the ops of a region's first frame: nothing else tells which random generators they are given."""
 
     supports_higher_order_operators = True
 
@@ -346,22 +334,15 @@ class _FirstFrame(TorchDispatchMode):
         """So that what is compiled inside of the region, as flex attention is, is compiled all the same."""
         return True
 
-    def __init__(self, region: Region, rng: RngState):
+    def __init__(self, rng: RngState):
         super().__init__()
-        self._region = region
         self._rng = rng
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, torch.Generator):
                 self._rng.include(value)
-        name = getattr(function, "overloadpacket", function).__name__
-        if self._region.drops_outputs and (name in _COSTLY or "attention" in name or "conv" in name):
-            self._region.costly = str(function)
         return function(*args, **(kwargs or {}))
-
-
-_COSTLY = frozenset(("mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "linear", "matmul"))
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -369,7 +350,7 @@ class _InPlaceOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
+        return value.clone()  # which forward may go on to change
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -395,6 +376,8 @@ class _Expected(NamedTuple):
 class _Replay:
     """A frame being run again, to collect the values of the slots in ``wanted``."""
 
+    is_checkpoint = True
+
     def __init__(self, frame: Frame, expected: dict[int, _Expected], wanted: Collection[int]):
         self.frame = frame
         self.expected = expected
@@ -402,52 +385,47 @@ class _Replay:
         self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
         self.values: dict[int, Saved] = {}
         self.count = 0
+        self._unfilled = -2  # the last slot with a tensor that has no gradient
         self.mismatch: str | None = None
         self.op = "an op"
+        self._ops: dict[int, str] = {}  # that saved the values
         self.outer = None
         self._pins = 0
 
     def __enter__(self) -> None:
         _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
-        _local.spans.append(self)
+        local.spans.append(self)
 
     def __exit__(self, *error: object) -> None:
         _pop_hooks()
-        _local.spans.pop()
+        local.spans.pop()
         local.books.pop()
 
     def _pack(self, tensor: Tensor) -> Saved:
         slot = self.count
         self.count += 1
-        if self._complete():
-            raise _Stop
+        self._stop_if_complete(slot)
+        if not tensor.requires_grad:
+            self._unfilled = slot
         tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
         self._compare(slot, tensor)
         if slot in self.wanted:
-            self.receive(slot, tensor)
-            # An op may fill what it saves only afterwards; the one that does, RReLU's noise, draws random numbers.
-            if self._complete() and not self.frame.draws:
-                raise _Stop
+            self.values[slot] = Kept(tensor, self.frame.owner.name)
+            self._ops[slot] = self.op
+            self._stop_if_complete(slot)
         return Kept(tensor, self.frame.owner.name)
 
-    def receive(self, slot: int, tensor: Tensor) -> None:
-        self.values[slot] = Kept(tensor, self.frame.owner.name)
-
-    def finish(self, outputs: list[Any]) -> None:
-        """The region has returned."""
-        for slot, output in zip(range(-1, -1 - len(outputs), -1), outputs, strict=True):
-            if slot in self.wanted:
-                output = output.detach()
-                self._compare(slot, output)
-                self.receive(slot, output)
+    def described(self, slot: int, tensor: Tensor) -> str:
+        """Which tensor it was that was received, for messages."""
+        return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
 
     def _compare(self, slot: int, tensor: Tensor) -> None:
         """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
         expected = self.expected.get(slot)
         if expected is None:
             return
-        which = f"tensor {slot} that autograd saved" if slot >= 0 else f"output {-1 - slot}"
+        which = f"tensor {slot} that autograd saved"
         if tensor.shape != expected.shape or tensor.dtype is not expected.dtype:
             self.mismatch = (
                 f"{which}, a {expected.dtype} of shape {tuple(expected.shape)} in forward, is a {tensor.dtype} of "
@@ -465,10 +443,14 @@ class _Replay:
             self.mismatch = f"{which}, a {describe(tensor)} from {self.op}, was another one in forward"
             raise _Stop
 
-    def _complete(self) -> bool:
-        return len(self.values) == len(self.wanted)
+    def _stop_if_complete(self, slot: int) -> None:
+        """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
+        if len(self.values) == len(self.wanted) and slot > self._unfilled + 1:
+            raise _Stop
 
-    def pin(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor: Tensor, name: str | None) -> Tensor:
+        if name is not None:
+            return tensor
         self._pins += 1
         return self.frame.pinned(self._pins - 1, tensor)
 
@@ -485,16 +467,22 @@ class _OpNames(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def keep(tensor: Tensor) -> Tensor:
-    """Pin ``tensor``: under any policy it is kept, and a region that runs again uses it instead of calculating it anew.
+def keep(tensor: Tensor, name: str | None = None) -> Tensor:
+    """Pin ``tensor``: it is kept, and what runs again in backward uses it instead of calculating it anew.
 
     Call it inside a module's forward, on what must not come out differently the second time, such as a router's logits;
     returns ``tensor``. Outside of every region it does nothing.
+
+    name: pin it only where the rule that governs the module lists this name in its ``keep``.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"recompute.keep takes a tensor, got {type(tensor).__name__}")
-    for span in _local.spans:
-        tensor = span.pin(tensor)
-    if (book := open_book()) is not None:
+    if name is not None and not is_tensor_name(name):
+        raise ValueError(
+            f"recompute.keep takes a name that a rule's keep can list, such as 'router_logits', got {name!r}"
+        )
+    for span in local.spans:
+        tensor = span.pin(tensor, name)
+    if name is None and (book := open_book()) is not None:
         book.forget(tensor)
     return tensor

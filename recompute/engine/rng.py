@@ -168,6 +168,14 @@ class RngState:
         for value in extra:
             self.include(value)
 
+    @staticmethod
+    def of(generator: torch.Generator) -> RngState:
+        """The state of one generator alone."""
+        captured = object.__new__(RngState)
+        source = _CudaSource(generator) if generator.device.type == "cuda" else _CpuSource(generator)
+        captured._states = [(source, source.state())]
+        return captured
+
     def include(self, value: Any) -> None:
         """Capture the state of another source, unless it has been captured."""
         source = _source(value)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
 from recompute.attach import Stats
-from recompute.engine import recipe, region
+from recompute.engine import recipe, region, saved, tape
 
 HIDDEN = 8
 TOKENS = 6
@@ -246,7 +246,7 @@ def weak(tensor: Tensor) -> StorageWeakRef:
 
 def engine_objects() -> Counter[str]:
     """How many frames, recipes, handles and held tensors exist."""
-    kinds = (recipe.Recipe, recipe.Handle, recipe.Kept, recipe.Foreign, recipe.RecipeBook, region.Scope)
+    kinds = (recipe.Recipe, saved.Saved, recipe.RecipeBook, region.Scope, tape.Tape)
     return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds))
 
 

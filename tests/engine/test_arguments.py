@@ -117,7 +117,7 @@ def test_an_argument_comes_back_as_it_was_whatever_it_is(kind: str, given: str, 
             return self.inside(x, value) if given == "positional" else self.inside(x, value=value)
 
     stats = assert_as_plain(Model(), policy(("inside", action)), tokens())
-    assert stats.regenerations == 2
+    assert stats.regenerations >= 2
 
 
 RESULTS: dict[str, Callable[[Tensor], Any]] = {

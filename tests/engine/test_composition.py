@@ -78,29 +78,6 @@ def test_torch_checkpoint_in_the_middle_of_a_region(reentrant: bool) -> None:
     assert grads() == expected
 
 
-def test_backward_hooks_on_modules_and_tensors_inside_a_region_fire_once_with_the_plain_gradients() -> None:
-    seen: list[Any] = []
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        y.register_hook(lambda grad: seen.append(bits(grad)))
-        return self.linear(y).sin()
-
-    def note(module: nn.Module, *grads: Any) -> None:
-        seen.append((type(module).__name__, [bits(grad) for (grad,) in grads]))
-
-    model, x = holding(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN)), tokens()
-    for module in model.modules():
-        module.register_full_backward_hook(note)
-        module.register_full_backward_pre_hook(note)
-    model(x).sum().backward()
-    expected = seen.copy()
-    seen.clear()
-    recompute.apply(model, policy(("inside", "checkpoint"), ("inside.norm", "recompute")))
-    model(x).sum().backward()
-    assert seen == expected
-
-
 @every_policy
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_detection_finds_nothing_wrong(rules: dict[str, Any]) -> None:
@@ -225,7 +202,7 @@ def test_a_vectorized_backward_gives_the_plain_gradients_or_is_refused(
 
     expected = grads()
     recompute.apply(model, rules)
-    if p > 0 and way == "is_grads_batched":  # the older vmap below it draws no random numbers
+    if p > 0 and way == "is_grads_batched" and rules is not POLICIES["recompute"]:  # below it an older vmap
         with pytest.raises(RuntimeError, match="random operations inside of vmap"):
             grads()
     else:
@@ -299,7 +276,7 @@ def test_a_decorated_function_is_a_region_with_what_its_closure_holds() -> None:
 
 def test_a_decorated_function_refuses_weights_of_its_closure_updated_before_backward() -> None:
     weight = nn.Parameter(torch.rand(HIDDEN))
-    decorated = recompute.recompute(lambda x: (x + weight).exp().sin())
+    decorated = recompute.recompute(lambda x: (x * weight).exp().sin().cos())
     result = decorated(tokens())
     with torch.no_grad():
         weight.add_(1.0)
@@ -312,9 +289,9 @@ def test_a_decorated_function_drops_what_it_saves_and_dies_with_its_graph() -> N
 
     @recompute.recompute
     def function(x: Tensor) -> Tensor:
-        y = x.exp()
+        y = x.exp().sin()
         references.append(weak(y))
-        return y.sin()
+        return y.cos()
 
     with no_garbage_collection() as engine_objects:
         result = function(tokens())

@@ -1,4 +1,4 @@
-"""The ten invariants of ``recompute.engine.region``: at least a test each, which fails where it is broken."""
+"""The ten invariants of ``recompute.engine.region``: a test of each, which fails where it is broken, or where it is."""
 
 from __future__ import annotations
 
@@ -201,19 +201,7 @@ def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too() -
         loss.backward()
 
 
-# 6. Random state: more in test_rng.py
-
-
-@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
-def test_6_dropout_draws_the_same_mask_again_and_backward_leaves_the_stream_where_it_was(rules: dict[str, Any]) -> None:
-    model, x = Stack(p=0.5), tokens()
-    assert_as_plain(model, rules, x)
-    recompute.apply(model, rules)
-    result = model(x)
-    torch.rand(3)
-    before = bits(torch.get_rng_state())
-    loss_of(result).backward()
-    assert bits(torch.get_rng_state()) == before
+# 6. Random state: in test_rng.py, and for whole models in tests/behaviours/test_draws.py
 
 
 # 7. What lives anyway is neither copied nor counted

@@ -237,25 +237,6 @@ def test_a_tensor_that_the_region_reaches_in_any_way_is_checked_for_updates(wher
 # Parameters
 
 
-def test_a_parameter_used_inside_and_outside_of_a_region_has_its_hooks_called_once() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(HIDDEN, HIDDEN)
-            self.inside = nn.Sequential(self.linear, nn.SiLU())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inside(self.linear(x)) @ self.linear.weight
-
-    fired: list[str] = []
-    model = Model()
-    model.linear.weight.register_hook(lambda grad: fired.append("tensor"))
-    model.linear.weight.register_post_accumulate_grad_hook(lambda parameter: fired.append("accumulated"))
-    recompute.apply(model, policy(("inside", "checkpoint")))
-    loss_of(model(tokens())).backward()
-    assert sorted(fired) == ["accumulated", "tensor"]
-
-
 @pytest.mark.parametrize("frozen", ["none", "norms", "projections", "all"])
 @pytest.mark.parametrize("grad", [True, False])
 @every_policy

@@ -12,19 +12,9 @@ from engine_testing import ROW_NBYTES, bits, holding, no_garbage_collection, pol
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.recipe import (
-    Foreign,
-    Kept,
-    Layout,
-    Owner,
-    RecipeBook,
-    fetch,
-    hold,
-    open_book,
-    record,
-    storage_key,
-)
+from recompute.engine.recipe import OpRecipe, RecipeBook, local, open_book, record
 from recompute.engine.region import KeepSpan, Scope
+from recompute.engine.saved import Foreign, Kept, Layout, Owner, fetch, hold, storage_key
 from recompute.errors import MutationError, RegenerationError
 
 
@@ -168,8 +158,6 @@ def test_a_recipe_that_gives_back_another_layout_is_refused(what: str) -> None:
 
 def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it() -> None:
     cube, owner, x = Cube(), Owner("the model"), tokens()
-    from recompute.engine.recipe import local
-
     outer, local.owner = local.owner, owner
     try:
         scoped(cube, x)
@@ -322,10 +310,8 @@ def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_th
 
 def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> None:
     book, cube = RecipeBook(), Cube()
-    from recompute.engine.recipe import OpRecipe
-
     y = torch.ones(4, 4)
-    recipe = OpRecipe(Owner("op"), cube.again, (torch.ones(4, 4), 1.0))
+    recipe = OpRecipe(Owner("op"), cube.again, (torch.ones(4, 4), 1.0), name="cube")
     book.enter(y, recipe, 0)
     assert book.handle(torch.ones(4, 4)) is None
     assert book.handle(y.view(torch.int32)) is None, "other bytes"

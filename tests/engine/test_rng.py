@@ -15,12 +15,10 @@ from engine_testing import (
     CPU,
     HIDDEN,
     TOKENS,
-    Stack,
     assert_as_plain,
     bits,
     both_actions,
     holding,
-    loss_of,
     policed,
     policy,
     tokens,
@@ -33,46 +31,6 @@ from recompute.planning.profiling import memory_trace
 
 GENERATOR = torch.Generator()
 STATE_NBYTES = torch.get_rng_state().nbytes
-
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dropout": lambda x: F.dropout(x, 0.5),
-    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
-    "rand_like": lambda x: x * torch.rand_like(x),
-    "normal": lambda x: x * torch.empty_like(x).normal_(),
-    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
-    "permutation": lambda x: x[torch.randperm(len(x))] * x,
-    "multinomial": lambda x: x[torch.multinomial(torch.ones(len(x)), 3)].exp(),
-    "gumbel": lambda x: F.gumbel_softmax(x) * x,
-    "rrelu": lambda x: F.rrelu(x, training=True) * x,
-    "seeded inside": lambda x: (torch.manual_seed(3), x * torch.rand_like(x))[1],
-    "drawn thrice": lambda x: F.dropout(F.dropout(x, 0.3).exp() * torch.rand(()), 0.3),
-}
-
-
-@both_actions
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_the_same_numbers_are_drawn_again_and_the_stream_goes_on_where_it_was(
-    draw: Callable[[Tensor], Tensor], action: str
-) -> None:
-    assert_as_plain(holding(lambda self, x: draw(x.sin()).exp()), policy(("inside", action)), tokens())
-
-
-def test_what_is_drawn_between_forward_and_backward_and_after_it_is_what_it_would_have_been() -> None:
-    def draw(model: nn.Module) -> list[Any]:
-        torch.manual_seed(11)
-        x = tokens()
-        losses = [loss_of(model(x)) for _ in range(2)]
-        drawn = [torch.rand(2)]
-        grads = torch.autograd.grad(losses[0], x)
-        drawn.append(torch.rand(2))
-        grads += torch.autograd.grad(losses[1], x)
-        drawn.append(torch.rand(2))
-        return [bits(value) for value in (*drawn, *grads)]
-
-    model = Stack(p=0.5)
-    expected = draw(model)
-    recompute.apply(model, policy(("layers.*", "checkpoint"), ("**.dropout", "recompute"), ("norm", "recompute")))
-    assert draw(model) == expected
 
 
 def test_random_state_is_held_only_by_regions_that_draw() -> None:
@@ -330,24 +288,6 @@ def test_a_trackers_forks_draw_the_same_numbers_again(way: str, action: str) -> 
 # Other sources
 
 
-@pytest.mark.parametrize("source", ["random", "numpy"])
-def test_pythons_and_numpys_random_numbers_are_the_same_again_or_refused(source: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        scale = random.random() if source == "random" else float(np.random.rand())
-        return (x * scale).exp().sin()
-
-    model, x = holding(forward), tokens()
-
-    def run() -> Any:
-        random.seed(3)
-        np.random.seed(3)
-        return bits(torch.autograd.grad(model(x).sum(), x)[0])
-
-    expected = run()
-    policed(model)
-    assert run() == expected
-
-
 def test_a_module_that_draws_in_training_only_may_be_put_under_a_policy_in_eval() -> None:
     class Noisy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -383,23 +323,6 @@ def test_regions_in_regions_draw_the_same_numbers_again() -> None:
     model.inside.b = holding(lambda self, x: F.dropout(x.sin(), 0.5) * torch.rand(())).inside
     rules = policy(("inside.a", "checkpoint"), ("inside.b", "recompute"), ("inside", "checkpoint"))
     assert_as_plain(model, rules, tokens())
-
-
-def test_gradients_of_a_subset_first_and_of_the_rest_later_see_one_mask() -> None:
-    model, x = Stack(p=0.5), tokens()
-
-    def run() -> list[Any]:
-        torch.manual_seed(9)
-        loss = loss_of(model(x))
-        found = []
-        for parameter in [x, *model.parameters()]:
-            found += torch.autograd.grad(loss, parameter, retain_graph=True)
-            torch.rand(1)
-        return [bits(grad) for grad in found]
-
-    expected = run()
-    recompute.apply(model, policy(("layers.1", "checkpoint"), ("**.dropout", "recompute"), ("**.norm*", "recompute")))
-    assert run() == expected
 
 
 # The unit itself

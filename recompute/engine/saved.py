@@ -1,0 +1,214 @@
+"""What stands for a saved tensor until backward wants it, and who accounts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recompute.errors import MutationError
+
+if TYPE_CHECKING:
+    from recompute.engine.plan import Plan
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+@dataclass
+class Owner:
+    """Whose tensors these are: a name for messages, and totals since the policy was applied."""
+
+    name: str
+    frames: int = 0
+    """Times it ran forward under the policy."""
+    dropped_tensors: int = 0
+    """Saved tensors dropped, each storage counted once a frame."""
+    dropped_nbytes: int = 0
+    kept_nbytes: int = 0
+    """Bytes saved in its frames that were not dropped and do not live anyway."""
+    regenerations: int = 0
+    """Times backward made it, or an op in it, run again."""
+    plan: Plan | None = None
+    """What its last frame kept and dropped, and why."""
+
+
+class Saved:
+    """What stands for a tensor until backward wants it."""
+
+    __slots__ = ()
+
+    def get(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Kept(Saved):
+    """A tensor held as it is. Autograd checks no versions under saved-tensor hooks, so this does (invariant 5)."""
+
+    __slots__ = ("name", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, name: str, version: int | None = None):
+        self.tensor = tensor
+        self.version = version_of(tensor) if version is None else version
+        self.name = name
+
+    def get(self) -> Tensor:
+        return checked(self.tensor, self.version, self.name)
+
+
+class Alive(Saved):
+    """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it."""
+
+    __slots__ = ("layout", "name", "parameter", "version")
+
+    def __init__(self, parameter: Tensor, layout: Layout, version: int, name: str):
+        self.parameter = parameter
+        self.layout = layout
+        self.version = version
+        self.name = name
+
+    def get(self) -> Tensor:
+        tensor = checked(self.parameter, self.version, self.name).detach()
+        if Layout.of(tensor) == self.layout:
+            return tensor
+        return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
+
+
+class Foreign(Saved):
+    """A tensor given to saved-tensor hooks that are not ours, and what they made of it."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]):
+        self.packed = packed
+        self.unpack = unpack
+
+    def get(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+_new = tuple.__new__  # a third of the time that a NamedTuple's own takes
+
+
+class Layout(NamedTuple):
+    """All there is to a strided tensor but its bytes."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        return _new(Layout, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
+
+
+class View(Saved):
+    """Another view of a saved tensor's memory."""
+
+    __slots__ = ("layout", "whole")
+
+    def __init__(self, whole: Saved, layout: Layout):
+        self.whole = whole
+        self.layout = layout
+
+    def get(self) -> Tensor:
+        return seen_as(self.whole.get(), self.layout)
+
+
+def seen_as(tensor: Tensor, layout: Layout) -> Tensor:
+    """The view of ``tensor``'s memory that has ``layout``, with its count of versions."""
+    if Layout.of(tensor) == layout:
+        return tensor
+    if tensor.dtype is not layout.dtype:  # as whole elements of both dtypes, from the start
+        larger = max(tensor.dtype.itemsize, layout.dtype.itemsize)
+        count = tensor.untyped_storage().nbytes() // larger * (larger // tensor.dtype.itemsize)
+        tensor = tensor.as_strided((count,), (1,), 0).view(layout.dtype)
+    return tensor.as_strided(layout.shape, layout.stride, layout.offset)
+
+
+def hold(tensor: Tensor, name: str) -> Saved:
+    """Hold ``tensor`` for backward as autograd would: through the saved-tensor hooks in force (invariant 9)."""
+    return hold_through(top_hooks(), tensor.detach(), name)
+
+
+def hold_through(hooks: Hooks | None, tensor: Tensor, name: str) -> Saved:
+    if hooks is None:
+        return Kept(tensor, name)
+    pack, unpack = hooks
+    packed = pack(tensor)
+    return packed if unpack is unpack_saved else Foreign(packed, unpack)
+
+
+def fetch(value: Any) -> Any:
+    """``value`` with the tensors in the places of all that stands for them, also inside lists and dicts."""
+    if isinstance(value, Saved):
+        return value.get()
+    if isinstance(value, (list, tuple)):
+        return [fetch(item) for item in value]
+    return {key: fetch(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def saved_in(value: Any) -> Iterator[Saved]:
+    """All that stands for a tensor in ``value``."""
+    if isinstance(value, Saved):
+        yield value.whole if isinstance(value, View) else value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from saved_in(item)
+
+
+def unpack_saved(saved: Saved) -> Tensor:
+    """The unpack hook of everything that this package packs."""
+    return saved.get()
+
+
+def top_hooks() -> Hooks | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_under_a_checkpoint() -> bool:
+    """Whether what is saved now goes to a checkpoint, ours or torch's, be it the first run or a replay."""
+    hooks = top_hooks()
+    while hooks is not None and hooks[1] is unpack_saved:
+        span = hooks[0].__self__  # type: ignore[attr-defined]
+        if span.is_checkpoint:
+            return True
+        hooks = span.outer
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def checked(tensor: Tensor, version: int, name: str) -> Tensor:
+    """``tensor``, unless it has been modified in place since it was at ``version``."""
+    if version_of(tensor) != version:
+        raise MutationError(
+            f"in {name}: a {describe(tensor)} that {_current_node()} needs has been modified in place since it was "
+            f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place "
+            "operation, or let it modify a clone."
+        )
+    return tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor keeps no count
+        return -1
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """The address of the tensor's StorageImpl; None for a tensor with none of its own (sparse, say)."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def describe(tensor: Tensor) -> str:
+    return f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+
+
+def _current_node() -> str:
+    node = torch._C._current_autograd_node()
+    return "backward" if node is None else node.name()

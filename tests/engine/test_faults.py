@@ -1,0 +1,178 @@
+"""Fault injection: whatever raises, at whatever point of a step, nothing stays behind and the next step is right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_testing import assert_same, tokens
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import recompute
+from recompute.engine import recipe, rng, saved
+
+RULES = {
+    "recompute": {"action": "recompute", "via": "hook"},
+    "recompute with gemms": {"action": "recompute", "via": "hook", "rerun": "gemm"},
+    "checkpoint": {"action": "checkpoint"},
+    "checkpoint but gemms": {"action": "checkpoint", "keep": "gemm"},
+}
+
+
+class Boom(Exception):
+    pass
+
+
+class Faults:
+    """Counts the points that a step passes, and raises at number ``at``."""
+
+    def __init__(self, at: int = 0):
+        self.at = at
+        self.passed = 0
+
+    def point(self) -> None:
+        self.passed += 1
+        if self.passed == self.at:
+            raise Boom
+
+
+@contextmanager
+def in_ops(faults: Faults) -> Iterator[None]:
+    """At every op below autograd, of forward, of regeneration and of backward."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            faults.point()
+            return op(*args, **(kwargs or {}))
+
+    with Mode():
+        yield
+
+
+@contextmanager
+def in_hooks_around(faults: Faults) -> Iterator[None]:
+    """At everything that saved-tensor hooks around the model pack and unpack."""
+
+    def passed(tensor: Tensor) -> Tensor:
+        faults.point()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(passed, passed):
+        yield
+
+
+@contextmanager
+def in_hooks_on_modules(faults: Faults) -> Iterator[None]:
+    """At every call of a module, before and after it, and at the gradient of what it returns."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        faults.point()
+
+    def after(module: nn.Module, args: Any, result: Tensor) -> None:
+        faults.point()
+        result.register_hook(lambda gradient: faults.point())
+
+    hooks = nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook
+    handles = [register(hook) for register, hook in zip(hooks, (before, after), strict=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def in_generators(faults: Faults) -> Iterator[None]:
+    """Whenever the state of a random generator has been taken or put back."""
+
+    def passing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def passed(*args: Any) -> Any:
+            result = original(*args)
+            faults.point()
+            return result
+
+        return passed
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("state", "restore"):
+            patch.setattr(rng._CpuSource, name, passing(getattr(rng._CpuSource, name)))
+        yield
+
+
+POINTS = (in_ops, in_hooks_around, in_hooks_on_modules, in_generators)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = F.silu(self.up(self.norm(x)))
+        hidden = F.dropout(hidden * torch.rand_like(hidden), 0.3).clone().mul_(2.0)
+        return x + self.down(hidden.exp())
+
+
+class Trial:
+    """One model, and what a step of it gives."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(Layer(), Layer())
+        self.x = tokens()
+        self._start = copy.deepcopy(self.model.state_dict())
+
+    def step(self, around: AbstractContextManager[None] | None = None) -> dict[str, Any]:
+        self.model.load_state_dict(self._start)
+        torch.manual_seed(3)
+        with around or nullcontext():
+            return self._step()
+
+    def _step(self) -> dict[str, Any]:
+        result = self.model(self.x)
+        stream, calls = torch.get_rng_state(), [layer.calls for layer in self.model]
+        wanted = [self.x, *self.model.parameters()]
+        try:
+            gradients = torch.autograd.grad(result.sum(), wanted)
+        finally:
+            assert torch.equal(torch.get_rng_state(), stream)
+            assert [layer.calls for layer in self.model] == calls
+        values = [result, *gradients, *self.model.buffers()]
+        return {str(index): value.detach().clone() for index, value in enumerate(values)}
+
+
+@pytest.mark.parametrize("points", POINTS, ids=lambda points: points.__name__)
+@pytest.mark.parametrize("frames", [0, 1], ids=["in the first frame", "in the second frame"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_step_is_right(
+    rule: dict[str, Any], frames: int, points: Any
+) -> None:
+    trial = Trial()
+    expected = trial.step()
+
+    count = Faults()
+    with recompute.apply(trial.model, {"rules": [{"match": "*", **rule}]}):
+        for _ in range(frames):
+            trial.step()
+        trial.step(points(count))
+    assert count.passed > 0
+    for at in range(1, count.passed + 1):
+        with recompute.apply(trial.model, {"rules": [{"match": "*", **rule}]}):
+            for _ in range(frames):
+                trial.step()
+            faults = Faults(at)
+            with pytest.raises(Boom):
+                trial.step(points(faults))
+            assert saved.top_hooks() is None
+            assert (recipe.local.books, recipe.local.spans, recipe.local.regenerating) == ([], [], 0)
+            assert _get_current_dispatch_mode_stack() == []
+            assert torch.is_grad_enabled()
+            assert_same(trial.step(), expected)

@@ -1,0 +1,270 @@
+"""``explain`` after a forward: every tensor that autograd saved, what becomes of it, why, and the totals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tiny import BATCH, HIDDEN, INTERMEDIATE, LENGTH, TOKENS, decoder, next_token_loss, rule, rules, token_ids
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import recompute
+
+SHAPE = f"{BATCH}x{LENGTH}x{HIDDEN}"
+NBYTES = TOKENS * HIDDEN * 4
+HEADERS = ["made by", "saved by", "shape", "dtype", "bytes", "fate", "because"]
+
+
+class Line(NamedTuple):
+    made_by: str
+    saved_by: str
+    shape: str
+    dtype: str
+    nbytes: int
+    fate: str
+    reason: str
+
+
+def tables(text: str) -> dict[str, list[Line]]:
+    """The tables of tensors in what ``explain`` prints, by their titles."""
+    found = {}
+    for part in text.split("\n\n")[1:]:
+        title, header, dashes, *lines = part.splitlines()
+        edges = [slice(*match.span()) for match in re.finditer("-+", dashes)]
+        assert [header[edge].strip() for edge in edges] == HEADERS
+        assert title not in found
+        cells = [[line[edge].strip() for edge in edges] for line in lines]
+        found[title] = [Line(*cell[:4], int(cell[4].replace(",", "")), *cell[5:]) for cell in cells]
+    return found
+
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+def explained(forward: Forward, action: str = "recompute", **options: Any) -> list[Line]:
+    """The tensors of a module that runs ``forward(linear, x)`` under a rule with ``options``."""
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self.linear, x)
+
+    module = Body()
+    handle = recompute.apply(module, rules(rule("Body", action, **options)))
+    for _ in range(2):  # the first may have followed the plan of another region for a while
+        module(torch.rand(BATCH, LENGTH, HIDDEN, requires_grad=True)).sum().backward()
+    (lines,) = tables(handle.explain()).values()
+    return lines
+
+
+def line_of(made_by: str, lines: list[Line]) -> Line:
+    (line,) = (line for line in lines if line.made_by == made_by)
+    return line
+
+
+def chain(linear: nn.Module, x: Tensor) -> Tensor:
+    """Autograd saves what the product, sin and cos are given, and what exp returns."""
+    return linear(x).sin().cos().exp()
+
+
+def test_a_line_tells_who_made_a_tensor_who_saved_it_what_it_is_and_what_becomes_of_it() -> None:
+    lines = explained(chain)
+    weight, flat = f"{HIDDEN}x{HIDDEN}", f"{TOKENS}x{HIDDEN}"
+    assert {line[:6] for line in lines} == {
+        ("(given)", "aten.mm", weight, "float32", HIDDEN * HIDDEN * 4, "alive"),
+        ("(given)", "aten.mm", flat, "float32", NBYTES, "kept"),
+        ("aten.mm", "aten.sin", flat, "float32", NBYTES, "kept"),
+        ("aten.sin", "aten.cos", SHAPE, "float32", NBYTES, "dropped"),
+        ("aten.exp", "aten.exp", SHAPE, "float32", NBYTES, "dropped"),
+    }
+    assert [line.reason for line in lines if line.fate == "dropped"] == ["", ""]
+    assert [line.reason for line in lines if line.fate == "alive"] == ["lives anyway"]
+
+
+OUTSIDE = torch.rand(HIDDEN)
+
+
+class InTheDark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+def attention(linear: nn.Module, x: Tensor) -> Tensor:
+    q = linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q).sin()
+
+
+def overwritten(linear: nn.Module, x: Tensor) -> Tensor:
+    y = linear(x)
+    copied = y.clone()
+    copied.cos()  # whose backward autograd would refuse
+    copied.mul_(2.0)
+    return y
+
+
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+REASONS: dict[str, tuple[Forward, dict[str, Any], str, str]] = {
+    "a GEMM": (chain, {}, "aten.mm", "gemm, which the rule does not run again"),
+    "a GEMM that the rule keeps": (chain, {"keep": "gemm"}, "aten.mm", "the rule keeps gemm"),
+    "an op that the rule keeps": (chain, {"keep": "aten.sin"}, "aten.sin", "the rule keeps aten.sin"),
+    "passed to keep": (
+        lambda linear, x: recompute.keep(linear(x).exp().sin()).cos(), {}, "aten.sin", "passed to recompute.keep",
+    ),
+    "passed to keep by a name that the rule lists": (
+        lambda linear, x: recompute.keep(linear(x).exp().sin(), "angle").cos(), {"keep": "angle"}, "aten.sin",
+        "passed to recompute.keep",
+    ),
+    "made in a custom Function": (
+        lambda linear, x: InTheDark.apply(linear(x)).sin(), {}, "aten.exp", "made inside a custom autograd.Function",
+    ),
+    "made by a factory": (
+        lambda linear, x: linear(x) * torch.full((HIDDEN,), 0.5), {}, "aten.full",
+        "a factory: something unseen may have filled its output",
+    ),
+    "overwritten": (overwritten, {}, "aten.clone", "overwritten after it was saved"),
+    "as large as what it comes from": (
+        lambda linear, x: linear(x).exp().sin(), {}, "aten.exp", "holds less than what would regenerate it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_is_kept_says_why(kind: str) -> None:
+    forward, options, made_by, reason = REASONS[kind]
+    line = line_of(made_by, explained(forward, via="hook", **options))
+    assert line.fate == "kept"
+    assert line.reason.split("; ")[0] == reason
+
+
+def test_attention_is_kept_and_says_why() -> None:
+    lines = [line for line in explained(attention) if line.made_by == ATTENTION]
+    assert [line.shape for line in lines] == [f"{BATCH}x2x{LENGTH}x{HIDDEN // 2}", f"{BATCH}x2x{LENGTH}"]
+    assert {(line.fate, line.reason.split("; ")[0]) for line in lines} == {
+        ("kept", "attention, which the rule does not run again")
+    }
+
+
+def test_what_was_made_outside_is_kept_and_says_so() -> None:
+    given, outside = (line for line in explained(lambda linear, x: linear(x) * OUTSIDE) if line.fate == "kept")
+    assert (given.shape, outside.shape) == (f"{TOKENS}x{HIDDEN}", str(HIDDEN))
+    assert (given.saved_by, outside.saved_by) == ("aten.mm", "aten.mul")
+    assert given.reason == outside.reason == "made outside of the module"
+
+
+@pytest.mark.parametrize(
+    ("action", "options", "fate_of_product"),
+    [
+        ("recompute", {"via": "hook"}, "kept"),
+        ("recompute", {"keep": "other_name"}, "kept"),
+        ("recompute", {"rerun": "gemm"}, "dropped"),
+        ("checkpoint", {"keep": "other_name"}, "dropped"),
+        ("checkpoint", {"keep": "aten.cos"}, "dropped"),
+    ],
+)
+def test_what_the_rule_does_not_keep_is_dropped(action: str, options: dict[str, Any], fate_of_product: str) -> None:
+    lines = explained(lambda linear, x: recompute.keep(linear(x).sin(), "a_name").cos(), action, **options)
+    assert line_of("aten.sin", lines).fate == "dropped"
+    assert line_of("aten.mm", lines).fate == fate_of_product
+
+
+def test_what_is_held_for_others_alone_says_so() -> None:
+    """A cast keeps nothing for its own backward; here what it returns is dropped, and what it was given held."""
+    lines = explained(lambda linear, x: linear(x).double().sin())
+    held, dropped = line_of("aten.mm", lines), line_of("aten._to_copy", lines)
+    assert (held.saved_by, held.nbytes, held.fate) == ("-", NBYTES, "kept")
+    assert "autograd itself did not save it" in held.reason
+    assert re.search(r"an op .* again reads it", held.reason)
+    assert (dropped.saved_by, dropped.dtype, dropped.nbytes, dropped.fate) == (
+        "aten.sin", "float64", 2 * NBYTES, "dropped",
+    )  # fmt: skip
+
+
+def test_before_any_forward_there_are_no_tensors_to_tell_of() -> None:
+    model = decoder()
+    handle = recompute.apply(model)
+    assert tables(handle.explain()) == {}
+    with torch.no_grad():
+        model(token_ids())
+    assert tables(handle.explain()) == {}
+
+
+def test_modules_treated_alike_share_a_table_and_others_have_their_own() -> None:
+    model = decoder(layers=3)
+    handle = recompute.apply(model)
+    next_token_loss(model, token_ids()).backward()
+    (title,) = tables(handle.explain())
+    assert title.startswith("layers.* (TinyDecoderLayer): ")
+    model.layers[1].self_attn.dropout = 0.5
+    next_token_loss(model, token_ids()).backward()
+    assert [title.split(":")[0] for title in tables(handle.explain())] == 2 * ["layers.* (TinyDecoderLayer)"]
+
+
+def test_a_checkpoint_without_exceptions_has_no_table() -> None:
+    model = decoder()
+    handle = recompute.apply(model, rules(rule("TinyMLP"), rule("TinyRMSNorm", "recompute", via="hook")))
+    next_token_loss(model, token_ids()).backward()
+    assert all("TinyRMSNorm" in title for title in tables(handle.explain()))
+
+
+def test_what_was_dropped_and_kept_adds_up_to_the_totals() -> None:
+    model = decoder()
+    handle = recompute.apply(model)
+    next_token_loss(model, token_ids()).backward()
+    ((title, lines),) = tables(handle.explain()).items()
+    stats = handle.stats()
+    for fate, nbytes in (("dropped", stats.dropped_nbytes), ("kept", stats.kept_nbytes)):
+        total = sum(line.nbytes for line in lines if line.fate == fate)
+        assert total * len(model.layers) == nbytes
+        assert f"{fate} {total:,} bytes ({total // TOKENS} a token, {TOKENS} tokens)" in title
+
+
+def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from() -> None:
+    model = decoder()
+    handle = recompute.apply(model, "hook")  # under which a norm gives the input back
+    next_token_loss(model, token_ids()).backward()
+    (title,) = (title for title in tables(handle.explain()) if "TinyMLP" in title)
+    each = 2 * INTERMEDIATE * 4
+    assert f"dropped {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
+    assert f"kept {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
+
+
+def test_totals_of_a_llama_layer_a_token() -> None:
+    hidden, intermediate, heads, kv, size = 32, 48, 4, 2, 8
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.randint(0, 64, (2, 16))
+    handle = recompute.apply(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    ((title, _),) = tables(handle.explain()).items()
+    # A norm's input in float32, its root, the normalized values and the output; the activation and the product.
+    dropped = 2 * (4 * hidden + 4 + 2 * hidden + 2 * hidden) + 2 * 2 * intermediate
+    # The layer's input, q, attention's output and the stream after it; k and v; gate and up; of attention a logarithm
+    # a head; cosine and sine, which all sequences of the batch share.
+    kept = 4 * 2 * hidden + 2 * 2 * kv * size + 2 * 2 * intermediate + 4 * heads + 2 * 2 * size // 2
+    assert title == (
+        f"model.layers.* (LlamaDecoderLayer): dropped {dropped * 32:,} bytes ({dropped} a token, 32 tokens), "
+        f"kept {kept * 32:,} bytes ({kept} a token, 32 tokens)"
+    )
