@@ -1,4 +1,4 @@
-"""The command line: `recompute ablate` and `recompute policies`."""
+"""The command line: `recompute ablate`, `explain`, `verify` and `policies`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 import shlex
 import sys
+import warnings
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 from typer.core import TyperGroup
 
-from recompute.errors import RecomputeError
+from recompute.errors import GradientMismatch, PolicyWarning, RecomputeError, RegenerationError
 
 _INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _UNLIMITED = 1000  # columns, where no terminal wraps the table
@@ -27,11 +29,21 @@ class _Commands(TyperGroup):
     """Every command tells a mistake of the user's in one message, without a traceback, and exits with 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except RecomputeError as error:
-            typer.echo(f"recompute: {error}", err=True)
-            raise typer.Exit(2) from error
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            try:
+                return super().invoke(ctx)
+            except RecomputeError as error:
+                typer.echo(f"recompute: {error}", err=True)
+                raise typer.Exit(2) from error
+
+
+def _show_warning(show: Any, message: Any, category: type[Warning], *where: Any, **others: Any) -> None:
+    """Tell of a policy without a line of this package's code; ``show`` shows the warnings of others."""
+    if issubclass(category, PolicyWarning):
+        typer.echo(f"recompute: warning: {message}", err=True)
+    else:
+        show(message, category, *where, **others)
 
 
 app = typer.Typer(
@@ -110,6 +122,92 @@ def ablate(
     for problem in problems:
         typer.echo(problem, err=True)
     raise typer.Exit(_INTERRUPTED if interrupted else 1 if problems else 0)
+
+
+class DType(str, Enum):
+    """What to calculate in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help="An ablation's .yaml (its model section), a config.json or its folder, or a name Hugging Face knows.",
+    ),
+]
+LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)]
+BatchOption = Annotated[int, typer.Option(help="Sequences or images.", min=1)]
+DTypeOption = Annotated[DType, typer.Option(help="The model's dtype.")]
+
+
+@app.command()
+def explain(
+    policy: PolicyArgument,
+    model: ModelOption,
+    seq_len: LengthOption = 4096,
+    batch_size: BatchOption = 1,
+    dtype: DTypeOption = DType.bfloat16,
+    device: Annotated[Device, typer.Option(help="Whose attention and kernels to explain.")] = Device.auto,
+) -> None:
+    """Print what a policy keeps and drops of a model, tensor by tensor, and why.
+
+    Takes no memory for the model, and neither its weights nor a GPU.
+    """
+    from recompute import apply, load_policy
+
+    rules = load_policy(policy)  # a mistake in it is told before anything heavy is imported
+
+    from recompute.planning.models import describe, imagined
+
+    with imagined(model, **_build_options(seq_len, batch_size, dtype, device)) as (network, batch):
+        handle = apply(network, rules)
+        network(**batch)
+        typer.echo(f"{describe(network, batch)}\n\n{handle.explain()}")
+
+
+@app.command()
+def verify(
+    policy: PolicyArgument,
+    model: ModelOption,
+    seq_len: LengthOption = 256,
+    batch_size: BatchOption = 1,
+    dtype: DTypeOption = DType.float32,
+    device: Annotated[Device, typer.Option(help="Where to train.")] = Device.auto,
+) -> None:
+    """Check that a model with random weights has the same gradients with a policy as without it.
+
+    Exits with 1 if it has not.
+    """
+    import recompute
+
+    rules = recompute.load_policy(policy)
+
+    from recompute.planning.models import build, describe
+
+    network, batch = build(model, **_build_options(seq_len, batch_size, dtype, device))
+    typer.echo(describe(network, batch))
+    try:
+        typer.echo(str(recompute.verify(network, batch, policy=rules)))
+    except (GradientMismatch, RegenerationError) as error:
+        typer.echo(f"recompute: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _build_options(seq_len: int, batch_size: int, dtype: DType, device: Device) -> dict[str, Any]:
+    import torch
+
+    from recompute.ablation import resolve_device
+
+    return {
+        "sequence_length": seq_len,
+        "batch_size": batch_size,
+        "dtype": getattr(torch, dtype.value),
+        "device": resolve_device(device.value),
+    }
 
 
 @app.command()

@@ -1,0 +1,134 @@
+"""The model that a file describes, and a batch for it: real, or on fake tensors, which have shapes and no memory."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from transformers import masking_utils
+from transformers.initialization import no_init_weights
+
+from recompute.ablation import AblationConfig, build_model
+from recompute.errors import ModelError
+from recompute.policy.document import load_document
+
+_PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
+_SEED = 0
+
+
+def build(
+    source: str, *, sequence_length: int, batch_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
+
+    source: an ablation's configuration file (YAML, of which ``model`` counts), a file or a folder with the
+        ``config.json`` of a Hugging Face model, or the name of such a model.
+    sequence_length: of token ids (batch_size, sequence_length); at most as many as the model has positions for.
+
+    Leaves the global random state as it was. Raises ``PolicyError`` for a configuration that is not valid, and
+    ``ModelError`` where there is none, or the model is given neither tokens nor images.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(_SEED)
+        if source.endswith((".yaml", ".yml")):
+            config = load_document(AblationConfig, source, kind="configuration")
+            changes = {"dtype": str(dtype).removeprefix("torch."), "sequence_lengths": (sequence_length,)}
+            model: nn.Module = build_model(config.model_copy(update=changes), device)
+        else:
+            model = _hugging_face(source, dtype, device)
+        return model, _batch(model, source, sequence_length, batch_size, dtype, device)
+
+
+@contextmanager
+def imagined(source: str, *, device: torch.device, **options: Any) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """What ``build`` returns, on fake tensors: inside, the model runs, computes nothing and needs no memory.
+
+    Raises ``ModelError`` where the model asks inside for the value of a tensor.
+    """
+    find = masking_utils.find_packed_sequence_indices
+    # Asked about fake positions, it allows for several sequences in a row, whose mask changes what attention saves.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        with FakeTensorMode():
+            with no_init_weights():  # which asks for values, of some models
+                model, batch = build(source, device=torch.device("cpu"), **options)
+            if device.type != "cpu":  # only now: CUDA's random state is not to be saved and put back among fakes
+                _move(model, device)
+                batch = {name: torch.empty_like(tensor, device=device) for name, tensor in batch.items()}
+            yield model, batch
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(
+            f"{source}: its forward depends on the values of tensors ({error}), so only a real run can tell: apply the "
+            "policy, run forward, and print the handle's explain()"
+        ) from error
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """``model.to(device)`` for fake tensors, of which it refuses some (torch 2.13). Shared parameters stay shared."""
+    moved: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in moved:
+                moved[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            module._parameters[name] = None if parameter is None else moved[parameter]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+
+
+def describe(model: nn.Module, batch: dict[str, Tensor]) -> str:
+    """The model and the batch in a line."""
+    parameters = list(model.parameters())
+    shapes = ", ".join(f"{name} {'x'.join(map(str, tensor.shape))}" for name, tensor in batch.items())
+    count = sum(parameter.numel() for parameter in parameters)
+    where = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device.type}"
+    return f"{type(model).__name__}, {count:,} parameters, {where}; {shapes}"
+
+
+def _hugging_face(source: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    if source.endswith(".json") and not Path(source).is_file():
+        raise ModelError(f"{source}: cannot be read as the configuration of a model: there is no such file")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{source}: expected an ablation's .yaml file, a config.json or its folder, or a model's name; {error}"
+        ) from error
+    config.dtype = dtype
+    config.get_text_config().use_cache = False
+    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+    make: Any = next(filter(None, classes), transformers.AutoModelForCausalLM.from_config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return make(config).train()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _batch(
+    model: Any, source: str, sequence_length: int, batch_size: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    config = model.config
+    name = model.main_input_name
+    if name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        return {name: torch.rand(batch_size, config.num_channels, *size, dtype=dtype, device=device)}
+    if name != "input_ids":
+        raise ModelError(f"{source}: {type(model).__name__} is given {name}; expected a model of tokens or of images")
+    text = config.get_text_config()
+    length = min(sequence_length, getattr(text, "max_position_embeddings", None) or sequence_length)
+    ids = torch.randint(text.vocab_size, (batch_size, length), device=device)
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    labels = {"labels": ids} if takes_labels and _PREDICTS_TOKENS.search(type(model).__name__) else {}
+    return {name: ids, **labels}
