@@ -1,6 +1,8 @@
-"""On a CUDA device: the hook path is bitwise exact there too, with dropout, flash attention and autocast."""
+"""On a CUDA device: what runs again there is bitwise the same too, with dropout, flash attention and autocast."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,18 @@ import recompute
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def whole_layers(**options: Any) -> dict[str, Any]:
+    return {"rules": [{"type": "*DecoderLayer", **options}]}
+
+
+EXACT: dict[str, Any] = {
+    **{preset: preset for preset in ("full", "alternate", "hook", "elementwise")},
+    "with GEMMs": whole_layers(action="recompute", via="hook", rerun=["gemm"]),
+    "with attention": whole_layers(action="recompute", via="hook", rerun=["gemm", "attention"]),
+    "all but attention": whole_layers(action="checkpoint", keep=["attention"]),
+}
 
 
 def llama(dtype: torch.dtype, dropout: float) -> LlamaForCausalLM:
@@ -50,10 +64,10 @@ def deterministic(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("policy", ["full", "alternate", "hook"])
+@pytest.mark.parametrize("policy", EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [*DTYPES, "autocast"], ids=str)
-def test_gradients_are_bitwise_those_without_the_policy(dtype, dropout: float, policy: str):
+def test_gradients_are_bitwise_those_without_the_policy(dtype, dropout: float, policy: Any):
     autocast = dtype == "autocast"
     model = llama(torch.float32 if autocast else dtype, dropout)
     expected, stream = train(model, autocast)
@@ -65,8 +79,9 @@ def test_gradients_are_bitwise_those_without_the_policy(dtype, dropout: float, p
 
 
 @pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("policy", ["full", "elementwise", "with attention"])
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=lambda b: b.name)
-def test_flash_and_cudnn_attention_come_back_bitwise(backend: SDPBackend):
+def test_flash_and_cudnn_attention_come_back_bitwise(backend: SDPBackend, policy: str):
     model = llama(torch.bfloat16, 0.0)
     torch.use_deterministic_algorithms(backend is SDPBackend.FLASH_ATTENTION)
     with sdpa_kernel(backend):
@@ -74,12 +89,12 @@ def test_flash_and_cudnn_attention_come_back_bitwise(backend: SDPBackend):
         again, _ = train(model, False)
         if not all(map(torch.equal, again, expected)):
             pytest.skip(f"{backend.name} is not deterministic on this device even without a policy")
-        with recompute.apply(model, "full"):
+        with recompute.apply(model, EXACT[policy]):
             found, _ = train(model, False)
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("policy", ["full", "hook", "kernel"])
+@pytest.mark.parametrize("policy", ["full", "hook", "kernel", "elementwise", "auto"])
 def test_a_policy_holds_less_and_peaks_lower(policy: str):
     model = llama(torch.bfloat16, 0.0)
     ids = torch.randint(0, 256, (4, 1024), device="cuda")
@@ -101,12 +116,13 @@ def test_a_policy_holds_less_and_peaks_lower(policy: str):
     assert peak_under_policy < peak
 
 
-def test_kernels_change_gradients_no_more_than_bf16_itself_does():
+@pytest.mark.parametrize("policy", ["kernel", "auto"])
+def test_kernels_change_gradients_no_more_than_bf16_itself_does(policy: str):
     model = llama(torch.bfloat16, 0.0)
     reference = llama(torch.float32, 0.0)
     exact, _ = train(reference, False)
     eager, _ = train(model, False)
-    with recompute.apply(model, "kernel") as handle:
+    with recompute.apply(model, policy) as handle:
         kernel, _ = train(model, False)
         assert handle.stats().regenerations > 0
 
@@ -125,12 +141,16 @@ def test_a_generator_of_the_device_draws_the_same_again():
 
     x = torch.randn(64, device="cuda", requires_grad=True)
     gradients = []
-    for policy in ({"rules": []}, {"rules": [{"type": "Noise", "action": "checkpoint"}]}):
+    for policy in (
+        {"rules": []},
+        {"rules": [{"type": "Noise", "action": "checkpoint"}]},
+        {"rules": [{"type": "Noise", "action": "recompute"}]},
+    ):
         model = nn.Sequential(Noise())
         generator.manual_seed(3)
         with recompute.apply(model, policy):
             gradients += torch.autograd.grad(model(x).sum(), x)
-    assert torch.equal(*gradients)
+    assert all(torch.equal(gradients[0], found) for found in gradients[1:])
 
 
 def test_a_region_refuses_to_run_while_a_cuda_graph_is_captured():

@@ -1,0 +1,31 @@
+"""Every test of a behaviour starts from a seed, and must leave no hook and no mode behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for engine_testing, whose models these tests share
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unfrozen() -> Iterator[None]:
+    """What ``collector_off`` put out of the garbage collector's sight is in it again."""
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def clean_thread() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,118 @@
+"""Gradients through accumulation, replicas, DDP and FSDP2, of whole models and of adapters on frozen ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from behaviour_testing import assert_as_without, every_policy
+from engine_testing import Stack, loss_of, tokens
+from torch import nn
+from two_processes import TwoProcesses, adapted, trains_as_without
+
+# 19. Accumulation, replicas, processes
+
+
+@every_policy
+def test_19_gradients_accumulate_over_micro_batches_and_steps(rules: dict[str, Any]) -> None:
+    def run(model: nn.Module) -> Any:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        found = []
+        for _ in range(3):
+            for _ in range(2):
+                loss_of(model(tokens(grad=False))).backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert_as_without(Stack(), rules, run)
+
+
+def _replica_of(module: nn.Module) -> nn.Module:
+    """As ``DataParallel`` makes them on each device: parameters are plain tensors with a graph of their own."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        setattr(replica, name, _replica_of(child))
+    for name, parameter in module._parameters.items():
+        setattr(replica, name, None if parameter is None else parameter * 1.0)
+    for name, buffer in module._buffers.items():
+        setattr(replica, name, buffer)
+    return replica
+
+
+@every_policy
+def test_19_replicas_as_data_parallel_makes_them_give_the_parameters_their_gradients(rules: dict[str, Any]) -> None:
+    inputs = [tokens(), tokens()]
+
+    def run(model: nn.Module) -> Any:
+        replicas = [_replica_of(model) for _ in inputs]
+        results: list[Any] = [None, None]
+
+        def forward(index: int) -> None:
+            results[index] = loss_of(replicas[index](inputs[index]))
+
+        threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sum(results).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_as_without(Stack(p=0.0), rules, run)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoProcesses]:
+    processes = TwoProcesses(tmp_path_factory.mktemp("processes"))
+    yield processes
+    processes.close()
+
+
+def assert_trains_as_without(processes: TwoProcesses, *arguments: Any) -> None:
+    for same, count, dropped_nbytes in processes.run(trains_as_without, *arguments):
+        assert same
+        assert count > 10
+        assert dropped_nbytes > 0
+
+
+@every_policy
+@pytest.mark.parametrize("first", ["policy", "wrapper"])
+@pytest.mark.parametrize("how", ["ddp", "ddp, static graph", "ddp, unused parameters"])
+def test_19_ddp_with_gradient_accumulation_and_no_sync(
+    two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
+) -> None:
+    assert_trains_as_without(two_processes, "full", how, rules, first)
+
+
+@every_policy
+@pytest.mark.parametrize("first", ["policy", "wrapper"])
+@pytest.mark.parametrize("how", ["fsdp", "fsdp, weights stay gathered", "fsdp, mixed precision"])
+def test_19_fsdp_with_gradient_accumulation_without_synchronization(
+    two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
+) -> None:
+    assert_trains_as_without(two_processes, "full", how, rules, first)
+
+
+# 22. Frozen weights and adapters
+
+
+@every_policy
+def test_22_frozen_weights_and_adapters(rules: dict[str, Any]) -> None:
+    def run(model: nn.Module) -> Any:
+        loss_of(model(tokens(grad=False))).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_as_without(adapted(), rules, run)
+
+
+@every_policy
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, weights stay gathered", "fsdp, mixed precision"])
+def test_22_frozen_weights_and_adapters_under_ddp_and_fsdp(
+    two_processes: TwoProcesses, rules: dict[str, Any], how: str
+) -> None:
+    assert_trains_as_without(two_processes, "adapted", how, rules, "policy")

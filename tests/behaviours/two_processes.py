@@ -1,0 +1,148 @@
+"""Two processes with a gloo group between them, and what they train: with DDP and FSDP2, all of it or adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_testing import HIDDEN, Stack, bits, loss_of, tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import recompute
+
+STEPS, MICRO_BATCHES = 2, 3
+
+
+class TwoProcesses:
+    """Runs a function in both processes at once."""
+
+    def __init__(self, folder: Any):
+        context = get_context("spawn")
+        ranks = context.Queue()
+        for rank in range(2):
+            ranks.put(rank)
+        arguments = ranks, f"file://{folder / 'store'}"
+        self._pool = ProcessPoolExecutor(2, mp_context=context, initializer=_join, initargs=arguments)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What ``function(*arguments)`` returns in each."""
+        futures = [self._pool.submit(_together, function, *arguments) for _ in range(2)]
+        return [future.result(timeout=60) for future in futures]
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _join(ranks: Any, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=ranks.get(), world_size=2, timeout=timedelta(seconds=30))
+
+
+def _together(function: Callable[..., Any], *arguments: Any) -> Any:
+    dist.barrier()  # until both have come here, neither can take the other's call
+    return function(*arguments)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank update that is trained."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(HIDDEN, rank, bias=False), nn.Linear(rank, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def full() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(count=2)
+
+
+def adapted() -> nn.Module:
+    """Nothing is trained but adapters of queries and values, and one norm in the middle."""
+    model = full().requires_grad_(False)
+    for layer in model.layers:
+        layer.attention.q, layer.attention.v = Adapted(layer.attention.q), Adapted(layer.attention.v)
+    model.layers[1].norm1.requires_grad_(True)
+    return model
+
+
+MODELS = {"full": full, "adapted": adapted}
+
+
+def distributed(model: nn.Module, how: str) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "ddp, static graph":
+        return DistributedDataParallel(model, static_graph=True)
+    if how == "ddp, unused parameters":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "fsdp": {},
+        "fsdp, weights stay gathered": {"reshard_after_forward": False},
+        "fsdp, mixed precision": {"mp_policy": half},
+    }[how]
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _synchronized(model: Any, now: bool) -> AbstractContextManager[Any]:
+    """Whether the backward inside exchanges gradients. A static graph must, from the first one on."""
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if now or model.static_graph else model.no_sync()
+    model.set_requires_gradient_sync(now)
+    return nullcontext()
+
+
+def _train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> list[Any]:
+    """Gradients and weights of each step, and the random stream at the end."""
+    model = wrap(model)
+    torch.manual_seed(10 + dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[Any] = []
+    for _ in range(STEPS):
+        for batch in range(MICRO_BATCHES):
+            with _synchronized(model, now=batch == MICRO_BATCHES - 1):
+                loss_of(model(tokens(grad=False))).backward()
+        found += [_local(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *map(_local, model.parameters()), bits(torch.get_rng_state())]
+
+
+def _local(tensor: Any) -> Any:
+    return bits(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+
+
+def trains_as_without(which: str, how: str, rules: dict[str, Any], first: str) -> tuple[bool, int, int]:
+    """Whether gradients and weights are bit for bit those without the policy, how many there are, and bytes dropped.
+
+    first: what is put on first, "policy" or "wrapper".
+    """
+    expected = _train(MODELS[which](), lambda model: distributed(model, how))
+    handles: list[Any] = []
+
+    def wrap(model: nn.Module) -> nn.Module:
+        if first == "policy":
+            handles.append(recompute.apply(model, rules))
+            return distributed(model, how)
+        wrapped = distributed(model, how)
+        handles.append(recompute.apply(model, rules))
+        return wrapped
+
+    found = _train(MODELS[which](), wrap)
+    return found == expected, len(expected), handles[0].stats().dropped_nbytes
