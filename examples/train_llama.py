@@ -1,4 +1,4 @@
-"""Train a small byte-level Llama under a policy: python examples/train_llama.py --policy hook --steps 20"""
+"""Train a small byte-level Llama under a policy: python examples/train_llama.py --policy auto --steps 20"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recompute.planning.profiling import step_memory
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policy", default="hook", help="a preset, or the path of a policy file")
+    parser.add_argument("--policy", default="elementwise", help="a preset, or the path of a policy file")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 

@@ -76,7 +76,7 @@ class AblationConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     model: ModelShape = ModelShape()
-    policies: Annotated[tuple[str, ...], Strict(False)] = (BASELINE, "full", "hook", "kernel")
+    policies: Annotated[tuple[str, ...], Strict(False)] = (BASELINE, "full", "hook", "elementwise", "kernel")
     peers: Annotated[tuple[Peer, ...], Strict(False)] = ("torch-checkpoint",)
     sequence_lengths: Annotated[tuple[SequenceLength, ...], Strict(False), Field(min_length=1)] = (256,)
     batch_size: PositiveInt = 4
@@ -95,6 +95,7 @@ class AblationConfig(BaseModel):
 
 LLAMA_1B = AblationConfig(
     model=ModelShape(hidden_size=2048, intermediate_size=8192, layers=16, heads=32, kv_heads=8),
+    policies=("none", "full", "hook", "elementwise", "kernel", "auto"),
     peers=get_args(Peer),
     sequence_lengths=(4096,),
     batch_size=1,

@@ -18,7 +18,7 @@ def output_of(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsy
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "hook", "kernel"])
+@pytest.mark.parametrize("policy", ["none", "full", "hook", "kernel", "elementwise", "auto"])
 def test_train_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--policy", policy, "--steps", "2")
     output = output_of("train_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
