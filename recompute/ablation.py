@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import statistics
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,7 +18,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, model_validator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -28,6 +25,7 @@ from recompute.attach import apply
 from recompute.errors import AblationError
 from recompute.planning import profiling
 from recompute.policy.loading import load_policy
+from recompute.verification import Widened, deterministic, relative_error, same_bits
 
 BASELINE = "none"
 """The policy that every other one is compared with: the model as it is, with nothing attached."""
@@ -231,9 +229,9 @@ class _Experiment:
         wider = torch.float32 if self.config.dtype == "bfloat16" else torch.float64
         model: nn.Module = build_model(self.config, self.device)
         model.to(wider)
-        with _Widened(wider):
+        with Widened(wider):
             _loss(model, self.batches[0]).backward()
-        return 2 * _relative_error(self.baseline.first_gradient, _gradient(model))
+        return 2 * relative_error(self.baseline.first_gradient, _gradient(model))
 
 
 def _rows(config: AblationConfig, text: bytes, device: torch.device, progress: Progress) -> Iterator[Row]:
@@ -262,7 +260,7 @@ def _measure(experiment: _Experiment, policy: str) -> Row:
     _attach(model, policy)
     optimizer = AdamW(model.parameters(), lr=config.learning_rate, fused=True)
 
-    with _deterministic(device):
+    with deterministic(device.type == "cuda"):
         trained = _train(experiment, model, optimizer, policy)
     timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
     memory = profiling.step_memory(partial(_loss, model, experiment.batches[-1]), device)
@@ -396,50 +394,6 @@ def _gradient(model: nn.Module) -> tuple[Tensor, ...]:
 
 def _compare(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool, float]:
     """Whether all bits are the same, and the relative error."""
-    pairs = zip(gradient, reference, strict=True)
-    if all(torch.equal(g.view(torch.uint8), r.view(torch.uint8)) for g, r in pairs):
+    if all(map(same_bits, gradient, reference)):
         return True, 0.0
-    return False, _relative_error(gradient, reference)
-
-
-def _relative_error(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """‖gradient - reference‖ / ‖reference‖ over all parameters together, in float64."""
-    difference = norm = 0.0
-    for g, r in zip(gradient, reference, strict=True):
-        difference += (g.double() - r.double()).square().sum().item()
-        norm += r.double().square().sum().item()
-    return math.sqrt(difference / norm)
-
-
-class _Widened(TorchFunctionMode):
-    """Gives `dtype` to who asks for float32, as Hugging Face's norms, rotary tables and loss always do."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def widened(value: Any) -> Any:
-            return self._dtype if value is torch.float32 else value
-
-        if func is Tensor.float:
-            func, args = Tensor.to, (*args, torch.float32)
-        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
-
-
-@contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """On CUDA, have attention's backward add in a fixed order: otherwise the baseline differs from itself.
-
-    It costs time, so timed steps run outside. On the CPU there is nothing to ask for.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True)  # with warn_only, cuDNN's attention would not obey
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
+    return False, relative_error(gradient, reference)

@@ -16,6 +16,7 @@ from recompute import ablation
 from recompute.ablation import AblationConfig, ModelShape, Row
 from recompute.errors import AblationError, PolicyError
 from recompute.policy.document import load_document, parse_document
+from recompute.verification import Widened
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "ablation"
 TINY = AblationConfig(
@@ -264,9 +265,9 @@ def test_in_bfloat16_the_tolerance_is_earned_from_bfloat16(tmp_path: Path) -> No
 )
 def test_the_reference_is_wider_throughout(cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.tensor([1 / 3], dtype=torch.float64)
-    with ablation._Widened(torch.float64):
+    with Widened(torch.float64):
         assert torch.equal(cast(x), x)
-    with ablation._Widened(torch.float32):
+    with Widened(torch.float32):
         assert torch.equal(cast(x), x.to(torch.float32))
 
 

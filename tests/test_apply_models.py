@@ -12,28 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, SHAPE, VOCABULARY
 from tiny import assert_same, snapshot, train
 from torch import Tensor, nn
 
 import recompute
 from recompute.errors import PolicyWarning
 
-HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 32, 48, 2, 64
-BATCH, LENGTH = 2, 16
 TOKENS = BATCH * LENGTH
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from behaviour_testing import assert_as_without, every_policy
-from engine_testing import Stack, loss_of, tokens
+from engine_testing import Stack, loss_of, replica_of, tokens
 from torch import nn
 from two_processes import TwoProcesses, adapted, trains_as_without
 
@@ -32,24 +32,12 @@ def test_19_gradients_accumulate_over_micro_batches_and_steps(rules: dict[str, A
     assert_as_without(Stack(), rules, run)
 
 
-def _replica_of(module: nn.Module) -> nn.Module:
-    """As ``DataParallel`` makes them on each device: parameters are plain tensors with a graph of their own."""
-    replica = module._replicate_for_data_parallel()
-    for name, child in module._modules.items():
-        setattr(replica, name, _replica_of(child))
-    for name, parameter in module._parameters.items():
-        setattr(replica, name, None if parameter is None else parameter * 1.0)
-    for name, buffer in module._buffers.items():
-        setattr(replica, name, buffer)
-    return replica
-
-
 @every_policy
 def test_19_replicas_as_data_parallel_makes_them_give_the_parameters_their_gradients(rules: dict[str, Any]) -> None:
     inputs = [tokens(), tokens()]
 
     def run(model: nn.Module) -> Any:
-        replicas = [_replica_of(model) for _ in inputs]
+        replicas = [replica_of(model) for _ in inputs]
         results: list[Any] = [None, None]
 
         def forward(index: int) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from behaviour_testing import Setting, assert_as_without, assert_step_as_without, every_policy, every_setting
-from engine_testing import Holder, RMSNorm, Stack, bits, holding, loss_of, tokens
+from engine_testing import Holder, RMSNorm, Stack, Tracker, bits, holding, loss_of, tokens
 from torch import Tensor, nn
 
 import recompute
@@ -120,32 +119,6 @@ def test_16_custom_generators_draw_the_same_again_and_stay_where_they_are(rules:
     expected = run()
     recompute.apply(model, rules)
     assert run() == expected
-
-
-class Tracker:
-    """Named random states that are swapped in for a span, as in tensor parallelism, on the CPU's generator."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.states = {"model": torch.Generator().manual_seed(1).get_state()}
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states = states
-
-    @contextmanager
-    def fork(self) -> Iterator[None]:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.states["model"])
-        try:
-            yield
-        finally:
-            self.states["model"] = torch.get_rng_state()
-            torch.set_rng_state(outside)
 
 
 @every_policy

@@ -277,3 +277,41 @@ def calls(function: Callable[[], Any]) -> int:
         finally:
             sys.setprofile(None)
     return count
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """As ``torch.nn.parallel.replicate`` makes them: parameters are plain tensors with a graph of their own."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        setattr(replica, name, replica_of(child))
+    for name, parameter in module._parameters.items():
+        setattr(replica, name, None if parameter is None else parameter * 1.0)
+    for name, buffer in module._buffers.items():
+        setattr(replica, name, buffer)
+    return replica
+
+
+class Tracker:
+    """Named random states that are swapped in for a span, as in tensor parallelism, on the CPU's generator."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.states = {"model": torch.Generator().manual_seed(1).get_state()}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states["model"])
+        try:
+            yield
+        finally:
+            self.states["model"] = torch.get_rng_state()
+            torch.set_rng_state(outside)

@@ -28,6 +28,7 @@ from engine_testing import (
     no_garbage_collection,
     outcome,
     policy,
+    replica_of,
     tokens,
     weak,
 )
@@ -103,18 +104,6 @@ def test_backward_on_another_thread(rules: dict[str, Any]) -> None:
     expected = grads()
     recompute.apply(model, rules)
     assert grads() == expected
-
-
-def replica_of(module: nn.Module) -> nn.Module:
-    """As ``torch.nn.parallel.replicate`` makes them: parameters are plain tensors with a graph of their own."""
-    replica = module._replicate_for_data_parallel()
-    for name, child in module._modules.items():
-        setattr(replica, name, replica_of(child))
-    for name, parameter in module._parameters.items():
-        setattr(replica, name, None if parameter is None else parameter * 1.0)
-    for name, buffer in module._buffers.items():
-        setattr(replica, name, buffer)
-    return replica
 
 
 @every_policy

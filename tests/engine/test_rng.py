@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from engine_testing import (
     CPU,
     HIDDEN,
     TOKENS,
+    Tracker,
     assert_as_plain,
     bits,
     both_actions,
@@ -213,29 +213,6 @@ def test_a_generator_that_is_not_drawn_from_is_left_alone() -> None:
 
 
 # Trackers, as in tensor parallelism
-
-
-class Tracker:
-    """Named random states that are swapped in for a span, like Megatron's, on the CPU's generator."""
-
-    def __init__(self) -> None:
-        self.states = {"model": torch.Generator().manual_seed(1).get_state()}
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states = states
-
-    @contextmanager
-    def fork(self) -> Iterator[None]:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.states["model"])
-        try:
-            yield
-        finally:
-            self.states["model"] = torch.get_rng_state()
-            torch.set_rng_state(outside)
 
 
 TRACKER = Tracker()
