@@ -78,7 +78,7 @@ def is_dense(layout: Layout, nbytes: int) -> bool:
             if stride != step:
                 return False
             step *= size
-    return layout.offset == 0 and step * layout.dtype.itemsize == nbytes
+    return bool(layout.offset == 0) and step * layout.dtype.itemsize == nbytes
 
 
 def fits(layout: Layout, tensor: Tensor) -> bool:
