@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ try:
     import triton.language as tl  # type: ignore[import-untyped]
 except ImportError:  # Triton is published for Linux only; elsewhere the references serve
     triton = tl = None
+
+logger = logging.getLogger("recompute.kernels")
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*TRITON_DTYPES, torch.float64)
@@ -37,16 +40,87 @@ def uses_triton(*tensors: Tensor | None) -> bool:
 
 
 def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
-    """Launch ``programs`` programs of a kernel on the device of its first argument, a tensor."""
-    if programs:
-        with _on(arguments[0].device):
+    """Launch ``programs`` programs of a kernel on the device of its first argument, a tensor.
+
+    ``arguments`` come first in the kernel's signature; ``settings`` are its constants and Triton's options.
+    """
+    if not programs:
+        return
+    device = arguments[0].device
+    if device.type != "cuda":
+        kernel[(programs,)](*arguments, **settings)
+        return
+    _tell_settings(device)
+    with _on(device):
+        if not _RELAUNCHES or _has_hooks():
             kernel[(programs,)](*arguments, **settings)
+            return
+        key = (id(kernel), device.index, *settings.values(), *map(_specialized, arguments))
+        known = _compiled.get(key)
+        if known is None:
+            compiled = kernel[(programs,)](*arguments, **settings)
+            constants = tuple([settings[name] for name in kernel.arg_names[len(arguments) :]])
+            _compiled[key] = compiled, constants
+            return
+        compiled, constants = known
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        compiled.run(
+            programs,
+            1,
+            1,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *arguments,
+            *constants,
+        )
+
+
+@functools.cache
+def _tell_settings(device: torch.device) -> None:
+    """Once for a device: whether the settings were measured on one like it."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != (9, 0):
+        logger.info(
+            "%s: launch settings of recompute.kernels were measured on an H200; here they are the same, with as many "
+            "pipeline stages as %d KiB of shared memory hold.",
+            properties.name,
+            properties.shared_memory_per_multiprocessor // 1024,
+        )
+
+
+# Triton looks a compiled kernel up for every launch, which takes longer than the launch. What is found does not depend
+# on more than ``_specialized`` tells. How a compiled kernel is launched is internal to Triton: tried with 3.6.
+_RELAUNCHES = triton is not None and triton.__version__.startswith("3.6.")
+_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _specialized(argument: Any) -> Any:
+    """All that Triton compiles a kernel anew for."""
+    kind = type(argument)
+    if kind is int:
+        return 1 if argument == 1 else (argument % 16 == 0, -(2**31) <= argument < 2**31)
+    if argument is None or kind is bool:
+        return argument
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return kind
+
+
+def _has_hooks() -> bool:
+    """Whether a profiler of Triton's watches launches."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 @functools.cache
@@ -71,15 +145,37 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def register(schema: str, implementation: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
-    """Register and return the op ``recompute::schema``. ``outputs`` allocates its results from its arguments.
+    """Register the op ``recompute::schema`` and return what calls it. ``outputs`` allocates its results.
 
-    Through ``torch.library.Library``: ``custom_op`` costs 8 µs more a call (torch 2.13, one CPU core).
+    The dispatcher is asked only where somebody wants to see the op: it takes longer than launching a kernel. Through
+    ``torch.library.Library``: ``custom_op`` costs 8 µs more a call (torch 2.13, one CPU core).
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"recompute::{name}", outputs, lib=_LIBRARY)
-    return getattr(torch.ops.recompute, name).default
+    overload = getattr(torch.ops.recompute, name).default
+    if overload._schema.is_mutable:  # what it writes to has its versions counted
+        return overload
+
+    def op(*arguments: Any) -> Any:
+        return (overload if _is_watched(arguments) else implementation)(*arguments)
+
+    op.__name__ = op.__qualname__ = f"recompute.{name}"
+    return op
+
+
+def _is_watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether a compiler, a mode (as a tape is), a transform or a tensor subclass is to see the op."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(isinstance(each, Tensor) and (type(each) not in _PLAIN or each.is_meta) for each in arguments)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check(op: str, **tensors: Tensor | None) -> None:

@@ -1,0 +1,83 @@
+"""Settings measured on one GPU also compile for others, and fit the shared memory that those have."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recompute.kernels import launch
+
+KIBIBYTE = 1024
+GPUS = {"A100": (80, 164 * KIBIBYTE), "RTX 4090": (89, 100 * KIBIBYTE)}
+"""Compute capability, and bytes of shared memory a multiprocessor; a program may have all but one KiB."""
+
+COMPILE = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from recompute.kernels import rms_norm_kernels
+
+capability, shared = int(sys.argv[1]), int(sys.argv[2])
+rms_norm_kernels._shared_memory = lambda device: shared
+device = torch.device("cpu")
+
+def fits(kernel, arguments, constants):
+    '''arguments: a Triton type, or a constant, for each parameter in order.'''
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    names = kernel.arg_names
+    given = dict(zip(names, [*arguments, *("constexpr" for _ in names[len(arguments):])], strict=True))
+    signature = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in given.items()}
+    fixed = {name: value for name, value in given.items() if signature[name] == "constexpr"} | constants
+    pointers = [place for place, kind in enumerate(signature.values()) if kind[0] == "*"]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in pointers}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, attributes)
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    print(kernel.__name__, fixed, compiled.metadata.shared)
+    assert compiled.metadata.shared <= shared - 1024, (kernel.__name__, fixed, compiled.metadata.shared)
+
+X, F = "*bf16", "*fp32"
+for hidden in (64, 128, 1024, 4096, 5120, 16384, 65536):
+    tiles = rms_norm_kernels._tiles(False, hidden, 6, device)
+    means = F if tiles.wide else None
+    fits(rms_norm_kernels._backward_kernel, [X, X, X, F, means, X, X, X, F, *["i32"] * 5],
+         {"CASTING": "llama", "ROWS": tiles.rows, **tiles.constants})
+for hidden in (128, 5120, 65536):
+    tiles = rms_norm_kernels._tiles(True, hidden, 4, device)
+    kernel = rms_norm_kernels._wide_forward_kernel if tiles.wide else rms_norm_kernels._forward_kernel
+    rows = {} if tiles.wide else {"ROWS": tiles.rows}
+    fits(kernel, [X, X, X, X, X, F, *["i32"] * 5, "fp32"], {"CASTING": "llama", **rows, **tiles.constants})
+"""
+
+
+def test_a_gpu_of_another_kind_is_told_about(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    devices = {
+        name: SimpleNamespace(name=name, major=major, minor=0, shared_memory_per_multiprocessor=kibibytes * KIBIBYTE)
+        for name, major, kibibytes in (("NVIDIA A100", 8, 164), ("NVIDIA H200", 9, 228))
+    }
+    launch._tell_settings.cache_clear()
+    with caplog.at_level(logging.INFO, "recompute.kernels"):
+        for index, name in enumerate(devices):
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, name=name: devices[name])
+            for _ in range(2):
+                launch._tell_settings(torch.device("cuda", index))
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("NVIDIA A100: launch settings of recompute.kernels were measured on an H200")
+    assert "164 KiB" in caplog.messages[0]
+    launch._tell_settings.cache_clear()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is published for Linux only")
+@pytest.mark.parametrize("name", GPUS)
+def test_settings_fit_gpus_on_which_they_were_not_measured(name: str):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, *map(str, GPUS[name])]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("_kernel") == 10
