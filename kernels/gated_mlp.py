@@ -1,25 +1,28 @@
-"""The SwiGLU MLP of Llama-like decoders.
+"""The gated MLP of Llama-like decoders.
 
 With x: (M, H), gate_weight, up_weight: (I, H), down_weight: (O, I), where O is H in those decoders:
 
     gate    = x @ gate_weightᵀ           (M, I)
     up      = x @ up_weightᵀ             (M, I)
-    product = silu(gate) · up            (M, I)
+    product = activation(gate) · up      (M, I)
     y       = product @ down_weightᵀ     (M, O)
 
     dproduct         = dy @ down_weight                        (M, I)
-    dgate, dup       = swiglu's, and product again             (M, I)
+    dgate, dup       = the activation's, and product again     (M, I)
     d(down_weight)   = dyᵀ @ product                           (O, I)
-    d(gate_weight)   = dgateᵀ @ x;  d(up_weight) = dupᵀ @ x    (I, H)
     dx               = dgate @ gate_weight + dup @ up_weight   (M, H)
+    d(gate_weight)   = dgateᵀ @ x;  d(up_weight) = dupᵀ @ x    (I, H)
 
-Of forward's (M, I) tensors only gate and up are saved: the kernel that computes their gradients regenerates
-the product on the way. The matrix products are PyTorch's, and no more than eager runs.
+and the biases' gradients are dgate, dup and dy summed over M. Packed, gate_weight and up_weight are the halves of one
+(2 · I, H), gate and up those of one (M, 2 · I), with one matrix product in the place of two.
+
+Of forward's (M, I) tensors only gate and up are saved: the kernel that computes their gradients regenerates the
+product on the way, over dproduct, which is ours. So five such tensors are alive at most, and three once gate and up
+have been read. The matrix products are PyTorch's, and no more than eager runs.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,122 +31,233 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.swiglu import swiglu_backward, swiglu_forward, swiglu_reference
-
-ACTIVATIONS = ("silu",)
+from recompute.kernels.add_rms_norm import add_rms_norm_forward
+from recompute.kernels.linears import (
+    Norm,
+    added,
+    autocast,
+    linear_gradients,
+    norm_gradients,
+    rows,
+    sum_of_products,
+    without_autocast,
+)
+from recompute.kernels.rms_norm import rms_norm_forward, rms_norm_reference
+from recompute.kernels.swiglu import ACTIVATIONS, glu_backward, glu_backward_, glu_forward, glu_reference
 
 
 def gated_mlp(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu"
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    activation: str = "silu",
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """``down(silu(gate(x)) * up(x))`` without biases, holding only ``gate(x)`` and ``up(x)`` for backward.
+    """``down(activation(gate(x)) * up(x))``, holding only ``gate(x)`` and ``up(x)`` for backward.
 
-    Under autocast the matrix products run in its dtype, as those of ``torch.nn.Linear`` do. An input that is
-    frozen costs no matrix product in backward.
+    Under autocast the matrix products run in its dtype, as those of ``torch.nn.Linear`` do. What is frozen costs no
+    matrix product in backward.
 
     Args:
         x: (..., H), float16, bfloat16, float32 or float64, of any strides.
-        gate_weight: (I, H), of the dtype of ``x`` (any of these under autocast), as the other weights.
-        up_weight: (I, H).
+        gate_weight: (I, H), of the dtype of ``x`` (any of these under autocast), as the other weights and biases.
+            Packed: (2 · I, H), gate's rows before up's.
+        up_weight: (I, H); None if ``gate_weight`` is packed.
         down_weight: (O, I).
-        activation: of the gate; ``silu`` is the one there is.
+        activation: of the gate; ``silu``, ``gelu``, or ``gelu_tanh``, which approximates it.
+        gate_bias: as many as ``gate_weight`` has rows.
+        up_bias: (I,); None if packed.
+        down_bias: (O,).
 
     Returns:
-        (..., O). Saved for backward are ``x``, the three weights, and gate and up: 2 · I elements a token.
+        (..., O). Saved for backward are ``x``, weights and biases, and gate and up: 2 · I elements a token.
 
     Raises:
         KernelError: for other activations, shapes that do not fit, other or mixed dtypes, or several devices.
     """
-    tensors = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    launch.check("gated_mlp", **tensors)
+    parameters = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    parameters |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    check_operands("gated_mlp", activation, {"x": x, **parameters})
+    operands = autocast("gated_mlp", {"x": x.dtype}, parameters, x.device.type)
+    return GatedMLP.apply(x, None, None, *operands, None, activation)[0]
+
+
+def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
+    """Refuse what a gated MLP, here called ``op``, cannot compute with; operands have the names of its arguments.
+
+    Raises:
+        KernelError: for an unknown activation, dtype or device, or shapes that do not fit.
+    """
+    launch.check(op, **operands)
     if activation not in ACTIVATIONS:
-        raise KernelError(f"gated_mlp: unknown activation {activation!r}; expected {' or '.join(ACTIVATIONS)}.")
-    _check_shapes(x, gate_weight, up_weight, down_weight)
-    operands = _autocast(*tensors.values())
-    if len({operand.dtype for operand in operands}) > 1:
-        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in zip(tensors, operands, strict=True))
-        raise KernelError(f"gated_mlp: expected one dtype for x and the weights, found {found}.")
-    return _GatedMLP.apply(*operands)
-
-
-def _check_shapes(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
-    two_dimensional = gate_weight.dim() == down_weight.dim() == 2 and x.dim() > 0
-    if (
-        not two_dimensional
-        or up_weight.shape != gate_weight.shape
-        or gate_weight.shape[1] != x.shape[-1]
-        or down_weight.shape[1] != gate_weight.shape[0]
-    ):
+        raise KernelError(f"{op}: unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}.")
+    found = {name: tuple(tensor.shape) for name, tensor in operands.items() if tensor is not None}
+    hidden, down = found["x"][-1:], found["down_weight"]
+    outer, inner = down[:1], down[1:]
+    gated = inner if "up_weight" in found else tuple(2 * size for size in inner)
+    fit = {
+        "gate_weight": gated + hidden,
+        "up_weight": inner + hidden,
+        "gate_bias": gated,
+        "up_bias": inner if "up_weight" in found else None,
+        "down_bias": outer,
+    }
+    if not hidden or len(down) != 2 or any(found[name] != shape for name, shape in fit.items() if name in found):
+        listed = ", ".join(f"{name} {shape}" for name, shape in found.items())
         raise KernelError(
-            "gated_mlp: expected x (..., H), gate_weight and up_weight (I, H), down_weight (O, I); found x "
-            f"{tuple(x.shape)}, gate_weight {tuple(gate_weight.shape)}, up_weight {tuple(up_weight.shape)} "
-            f"and down_weight {tuple(down_weight.shape)}."
+            f"{op}: expected x (..., H), gate_weight and up_weight (I, H), or gate_weight (2 · I, H) and no up_weight, "
+            f"down_weight (O, I), and biases as long as their weights; found {listed}."
         )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts a Linear's operands: outside of our Function, so that autograd sees it."""
-    device = tensors[0].device.type
-    if not _autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors)
+class GatedMLP(torch.autograd.Function):
+    """The gated MLP of x; or where there is a norm, the residual MLP of x and residual.
 
+    A residual's sum with x is saved, and therefore an output too: a tensor that is neither input nor output would cut
+    the graph of a second derivative.
+    """
 
-def _autocast_enabled(device: str) -> bool:
-    return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast, and asking raises
-
-
-class _GatedMLP(torch.autograd.Function):
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-        gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
-        ctx.save_for_backward(x, gate_weight, up_weight, down_weight, gate, up)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        gate_weight: Tensor,
+        up_weight: Tensor | None,
+        down_weight: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        norm: Norm | None,
+        activation: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        h, n, rstd = x, x, None
+        if norm is not None:
+            if residual is None:
+                n, rstd = rms_norm_forward(x, norm_weight, norm.eps, norm.casting)
+            else:
+                n, h, rstd = add_rms_norm_forward(x, residual, norm_weight, norm.eps, norm.casting)
+        n = n.to(gate_weight.dtype)  # as autocast would
+        gate = F.linear(n, gate_weight, gate_bias)
+        up = None if up_weight is None else F.linear(n, up_weight, up_bias)
+        del n
+        parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+        ctx.save_for_backward(h, *parameters, rstd, gate, up)
         ctx.set_materialize_grads(False)
-        return F.linear(swiglu_forward(gate, up), down_weight)
+        ctx.norm, ctx.activation = norm, activation
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        product = glu_forward(gate, up, activation)
+        if norm is None:
+            y = F.linear(product, down_weight, down_bias)
+        elif down_bias is None and h.dtype is product.dtype:  # added in the accumulators, and rounded once
+            y = torch.addmm(rows(h), rows(product), down_weight.t()).view(h.shape)
+        else:
+            y = h + F.linear(product, down_weight, down_bias)
+        return y, None if residual is None else h
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return None, None, None, None
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
-        device = dy.device.type
-        # Everything has forward's dtype by now, whatever backward is called under.
-        with torch.autocast(device, enabled=False) if _autocast_enabled(device) else nullcontext():
-            if torch.is_grad_enabled():
-                return launch.differentiable_gradients(gated_mlp_reference, saved[:4], needed, dy)
-            return _gradients(needed, dy, *saved)
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        """``dh`` is there in second derivatives only."""
+        needs_dx, needs_dresidual, *others = ctx.needs_input_grad
+        needed = (needs_dx or needs_dresidual, *others[:7])
+        gradients: tuple[Tensor | None, ...] = (None,) * 8
+        if dy is not None:
+            with without_autocast(dy.device.type):
+                if torch.is_grad_enabled():
+                    inputs = (*ctx.saved_tensors[:8], ctx.norm, ctx.activation)
+                    gradients = launch.differentiable_gradients(_reference, inputs, (*needed, False, False), dy)[:8]
+                else:
+                    gradients = _gradients(ctx, needed, dy)
+        dh = added(gradients[0], dh)
+        dx, dresidual = (
+            dh.to(dtype) if needs and dh is not None else None
+            for needs, dtype in zip((needs_dx, needs_dresidual), ctx.dtypes, strict=True)
+        )
+        return dx, dresidual, *gradients[1:], None, None
 
 
-def _gradients(
-    needed: tuple[bool, ...],
-    dy: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
+def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of the tensors that ``_reference`` takes which are ``needed``; None for the others."""
+    h, norm_weight, gate_weight, up_weight, down_weight, *_, rstd, gate, up = ctx.saved_tensors
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # gate and up can be freed below then, unless the graph is retained
+    needs_dh, needs_dnorm_weight, *trained = needed
+    gate_trains, up_trains, down_trains, gate_bias_trains, up_bias_trains, down_bias_trains = trained
+    needs_dn = needs_dh or needs_dnorm_weight
+    needs_dgate = needs_dn or gate_trains or gate_bias_trains
+    needs_dup = up is not None and (needs_dn or up_trains or up_bias_trains)
+    shape, h, dy = h.shape, rows(h), rows(dy)
+    dresidual, dy = dy, dy.to(down_weight.dtype)
+
+    dgate = dup = product = None
+    if needs_dgate or needs_dup:
+        dproduct = dy @ down_weight
+        dgate, dup, product = _through_activation(
+            dproduct, gate, up, ctx.activation, needs_dgate, needs_dup, down_trains
+        )
+        del dproduct
+    elif down_trains:
+        product = rows(glu_forward(gate, up, ctx.activation))
+    del gate, up
+    ddown_weight, ddown_bias = linear_gradients(dy, product, down_trains, down_bias_trains)
+    del product
+    dtype = h.dtype if ctx.norm is None else ctx.norm.dtype
+    dn = sum_of_products(((dgate, gate_weight), (dup, up_weight)), dtype) if needs_dn else None
+    needs_n = gate_trains or up_trains
+    dh, dnorm_weight, n = dn, None, h if needs_n else None
+    if ctx.norm is not None:
+        wanted = (needs_dh, needs_dnorm_weight, needs_n)
+        dh, dnorm_weight, n = norm_gradients(ctx.norm, dn, h, norm_weight, rstd.flatten(), dresidual, wanted)
+    del dn
+    n = None if n is None else n.to(gate_weight.dtype)
+    dgate_weight, dgate_bias = linear_gradients(dgate, n, gate_trains, gate_bias_trains)
+    del dgate
+    dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains)
+    dh = None if dh is None else dh.view(shape)
+    return dh, dnorm_weight, dgate_weight, dup_weight, ddown_weight, dgate_bias, dup_bias, ddown_bias
+
+
+def _through_activation(
+    dproduct: Tensor,
     gate: Tensor,
-    up: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Those of x, gate_weight, up_weight and down_weight that are ``needed``; None for the others."""
-    dy, tokens, gate, up = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (dy, x, gate, up))
-    dx = dgate_weight = dup_weight = ddown_weight = product = None
-    if any(needed[:3]):
-        dgate, dup, product = swiglu_backward(dy @ down_weight, gate, up, needed[3])
-        if needed[0]:
-            dx = dgate @ gate_weight
-            dx = torch.addmm(dx, dup, up_weight, out=dx).view(x.shape)  # FlopCounterMode overlooks addmm_
-        if needed[1]:
-            dgate_weight = dgate.t() @ tokens
-        if needed[2]:
-            dup_weight = dup.t() @ tokens
-    if needed[3]:
-        ddown_weight = dy.t() @ (swiglu_forward(gate, up) if product is None else product)
-    return dx, dgate_weight, dup_weight, ddown_weight
+    up: Tensor | None,
+    activation: str,
+    needs_dgate: bool,
+    needs_dup: bool,
+    needs_product: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dgate, dup and the product, as matrices; ``dproduct``, which nobody needs any more, becomes the product."""
+    gate, up = rows(gate), None if up is None else rows(up)
+    if not needs_product:
+        return glu_backward(dproduct, gate, up, activation, needs_dgate, needs_dup, False)
+    dgate = gate.new_empty(gate.shape) if needs_dgate else None
+    dup = up.new_empty(up.shape) if needs_dup and up is not None else None
+    glu_backward_(dproduct, gate, up, dgate, dup, activation)
+    return dgate, dup, dproduct
 
 
-def gated_mlp_reference(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """``gated_mlp`` in plain PyTorch, differentiable any number of times."""
-    return F.linear(swiglu_reference(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
+def _reference(
+    h: Tensor,
+    norm_weight: Tensor | None,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    norm: Norm | None,
+    activation: str,
+) -> Tensor:
+    """The gated MLP of h, or the residual MLP, in plain PyTorch: differentiable any number of times."""
+    n = h if norm is None else rms_norm_reference(h, norm_weight, norm.eps, norm.casting)
+    gate = F.linear(n.to(gate_weight.dtype), gate_weight, gate_bias)
+    up = None if up_weight is None else F.linear(n.to(up_weight.dtype), up_weight, up_bias)
+    y = F.linear(glu_reference(gate, up, activation), down_weight, down_bias)
+    return y if norm is None else h + y

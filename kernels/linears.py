@@ -1,0 +1,140 @@
+"""What the ops with Linears in them share: autocast, dtypes, sums of matrix products, the norm in front."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recompute.errors import KernelError
+from recompute.kernels.rms_norm import check_rms_norm, rms_norm_backward, rms_norm_regenerate
+
+
+class Norm(NamedTuple):
+    """An RMSNorm in front of Linears."""
+
+    eps: float
+    casting: str
+    dtype: torch.dtype
+    """That of its output."""
+
+
+def make_norm(op: str, x: Tensor, dtype: torch.dtype, norm_weight: Tensor | None, eps: float, casting: str) -> Norm:
+    """The norm that the op called ``op`` has of a tensor of the shape of ``x`` and of ``dtype``.
+
+    Raises:
+        KernelError: as ``rms_norm`` does.
+    """
+    check_rms_norm(op, x, norm_weight, casting)
+    if casting == "llama" and norm_weight is not None:
+        dtype = torch.promote_types(dtype, norm_weight.dtype)
+    return Norm(eps, casting, dtype)
+
+
+def autocast(
+    op: str, inputs: dict[str, torch.dtype], parameters: dict[str, Tensor | None], device: str
+) -> tuple[Tensor | None, ...]:
+    """``parameters`` of Linears as autocast has them: cast outside of our Functions, so that autograd sees it.
+
+    Args:
+        op: which has the Linears.
+        inputs: the dtype, by a name, that they are given, which our Functions cast themselves.
+        parameters: weights and biases by name.
+        device: where all of this is.
+
+    Raises:
+        KernelError: where inputs and parameters are of several dtypes, which PyTorch refuses too.
+    """
+    if _autocasts(device):
+        narrow = torch.get_autocast_dtype(device)
+        inputs = {name: dtype if dtype is torch.float64 else narrow for name, dtype in inputs.items()}
+        parameters = {
+            name: tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(narrow)
+            for name, tensor in parameters.items()
+        }
+    dtypes = inputs | {name: tensor.dtype for name, tensor in parameters.items() if tensor is not None}
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise KernelError(f"{op}: expected one dtype for x, weights and biases, found {found}.")
+    return tuple(parameters.values())
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """For a backward: everything has forward's dtype by then, whatever backward is called under."""
+    return torch.autocast(device, enabled=False) if _autocasts(device) else contextlib.nullcontext()
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast, and asking raises
+
+
+def rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, of which there may be one or none."""
+    return left + right if left is not None and right is not None else right if left is None else left
+
+
+def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.dtype) -> Tensor | None:
+    """left @ right, summed over the pairs that have a left one; None if none has.
+
+    The sum has ``dtype``. If the products have it too, it is theirs to accumulate; if autocast made them narrower, each
+    is rounded to its own dtype first, as in eager.
+    """
+    total: Tensor | None = None
+    for left, right in pairs:
+        if left is None:
+            continue
+        if total is None:
+            total = (left @ right).to(dtype)
+        elif left.dtype is dtype:
+            total = torch.addmm(total, left, right, out=total)  # FlopCounterMode overlooks addmm_
+        else:
+            total += left @ right
+    return total
+
+
+def linear_gradients(
+    doutput: Tensor | None, inputs: Tensor | None, needs_dweight: bool, needs_dbias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed."""
+    if doutput is None:
+        return None, None
+    dweight = doutput.t() @ inputs if needs_dweight and inputs is not None else None
+    return dweight, doutput.sum(0) if needs_dbias else None
+
+
+def norm_gradients(
+    norm: Norm,
+    dn: Tensor | None,
+    h: Tensor,
+    norm_weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a backward wants of a norm: the gradients of h and norm_weight and, in the same pass, its output again.
+
+    Args:
+        norm: the norm.
+        dn: (M, H), the gradient of its output; None where neither h nor norm_weight needs one.
+        h: (M, H), what it normalized.
+        norm_weight: (H,).
+        rstd: (M,).
+        dresidual: (M, H), a gradient of h from elsewhere, which is added.
+        needed: which of the three are wanted.
+    """
+    needs_dh, needs_dweight, needs_output = needed
+    dh = dweight = output = None
+    if dn is not None:
+        dresidual = dresidual if needs_dh else None
+        arguments = (dn, h, norm_weight, rstd, norm.casting, needs_dh, needs_dweight, dresidual, needs_output)
+        dh, dweight, output = rms_norm_backward(*arguments)
+    elif needs_output:
+        output = rms_norm_regenerate(h, norm_weight, rstd, norm.casting)
+    return dh, dweight, output
