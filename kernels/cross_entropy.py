@@ -1,0 +1,318 @@
+"""Cross-entropy of logits, row by row: no float32 copy of them, and options that eager adds passes for.
+
+With logits: (M, V), target y: (M,), class weights c: (V,), all 1 if not given, computed in float32 and p = softmax(s):
+
+    s      = softcap · tanh(logits / softcap), or logits                                        (M, V)
+    lse    = log(sum(exp(s), over V))                                                           (M,)
+    loss   = (1 - smoothing) · c[y] · (lse - s[y])
+             + smoothing / V · sum(c · (lse - s), over V) + z_loss · lse²                       (M,)
+
+    ds      = dloss · (a · p - (1 - smoothing) · c[y] · onehot(y) - smoothing / V · c)          (M, V)
+    a       = (1 - smoothing) · c[y] + smoothing / V · sum(c) + 2 · z_loss · lse                (M,)
+    dlogits = ds · (1 - (s / softcap)²), or ds                                                  (M, V)
+
+Forward reads the logits once: M · V elements; backward reads and writes them once: 2 · M · V. Both work on any block
+of columns, which is how ``linear_cross_entropy`` does without the logits as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recompute.errors import KernelError
+from recompute.kernels import launch
+from recompute.kernels.cross_entropy_rows import (
+    Losses,
+    Options,
+    capped,
+    conclude,
+    dense_weights,
+    differentiate,
+    new_statistics,
+    observe,
+    wide_dtype,
+)
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class CrossEntropy(NamedTuple):
+    """A loss and the extras asked for; None for the others. Only the loss has a gradient."""
+
+    loss: Tensor
+    """float32 (float64 of float64 logits): 0-dimensional, or of the target's shape under ``reduction="none"``."""
+    token_accuracy: Tensor | None = None
+    """Float32, 0-dimensional: how many of the targets that count are the arg-max; nan where none counts."""
+    argmax: Tensor | None = None
+    """Int64, of the target's shape: the first of the highest logits."""
+    max_logit: Tensor | None = None
+    """As the loss in dtype, of the target's shape: the highest logit, after ``softcap``."""
+    logits: Tensor | None = None
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    class_weights: Tensor | None = None,
+    reduction: str = "mean",
+    return_token_accuracy: bool = False,
+    return_argmax: bool = False,
+    return_max_logit: bool = False,
+) -> Tensor | CrossEntropy:
+    """``torch.nn.functional.cross_entropy(logits.float(), target)`` without the float32 copies.
+
+    Args:
+        logits: (..., V), float16, bfloat16, float32 or float64, of any strides.
+        target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient. Any other value gives
+            a loss of nan, and gradients of nan: to raise an error here would need to wait for the device.
+        ignore_index, label_smoothing: as PyTorch's.
+        z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of every token that counts, before the reduction.
+        softcap: logits are first capped to ``softcap * tanh(logits / softcap)``, as in Gemma's models.
+        class_weights: (V,), as PyTorch's ``weight``: a mean divides by the sum of the targets' weights.
+        reduction: ``mean``, ``sum`` or ``none``.
+        return_token_accuracy, return_argmax, return_max_logit: what to return beside the loss.
+
+    Returns:
+        The loss, or a ``CrossEntropy`` where an extra was asked for.
+
+    Raises:
+        KernelError: for other dtypes, shapes or options, or tensors on several devices.
+    """
+    launch.check("cross_entropy", logits=logits, class_weights=class_weights)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise KernelError(f"cross_entropy: logits has shape {tuple(logits.shape)}; expected (..., V) with V > 0.")
+    check_target("cross_entropy", target, class_weights, logits.shape[:-1], logits.shape[-1], logits.device)
+    options = make_options("cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction)
+    with_argmax = return_argmax or return_token_accuracy
+    results = losses_of(logits, target, class_weights, options, reduction, return_max_logit, with_argmax)
+    wanted = (return_token_accuracy, return_argmax, return_max_logit)
+    return with_extras(*results, target, ignore_index, wanted)
+
+
+def losses_of(
+    logits: Tensor,
+    target: Tensor,
+    class_weights: Tensor | None,
+    options: Options,
+    reduction: str,
+    with_max: bool,
+    with_argmax: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss, max logit and arg-max, of arguments that were checked."""
+    return _CrossEntropy.apply(logits, target, class_weights, options, reduction, with_max, with_argmax)
+
+
+def make_options(
+    op: str, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str
+) -> Options:
+    """The options, once they are known to make sense."""
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise KernelError(f"{op}: label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
+    if not z_loss >= 0.0:
+        raise KernelError(f"{op}: z_loss is {z_loss}; expected a number of at least 0.")
+    if softcap is not None and not 0.0 < softcap < float("inf"):
+        raise KernelError(f"{op}: softcap is {softcap}; expected None or a number above 0.")
+    if reduction not in REDUCTIONS:
+        raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
+    return Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
+
+
+def check_target(
+    op: str, target: Tensor, class_weights: Tensor | None, shape: torch.Size, vocabulary: int, device: torch.device
+) -> None:
+    """Refuse a target that is not int64 of ``shape`` on ``device``, and weights that are not one a class."""
+    if target.dtype is not torch.int64 or target.shape != shape or target.device != device:
+        raise KernelError(
+            f"{op}: target is {target.dtype} of shape {tuple(target.shape)} on {target.device}; "
+            f"expected torch.int64 of shape {tuple(shape)} on {device}."
+        )
+    if class_weights is not None and class_weights.shape != (vocabulary,):
+        raise KernelError(f"{op}: class_weights has shape {tuple(class_weights.shape)}; expected ({vocabulary},).")
+    if class_weights is not None and class_weights.requires_grad:
+        raise KernelError(f"{op}: class_weights requires a gradient, and gets none; expected it detached.")
+
+
+def with_extras(
+    loss: Tensor,
+    max_logit: Tensor | None,
+    argmax: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    wanted: tuple[bool, bool, bool],
+    logits: Tensor | None = None,
+) -> Tensor | CrossEntropy:
+    """What is returned: the loss, with (token accuracy, arg-max, max logit) as ``wanted``, and the logits if given."""
+    accuracy = None
+    if wanted[0]:
+        counts = target != ignore_index
+        accuracy = ((argmax == target) & counts).sum(dtype=torch.float32) / counts.sum()
+    if logits is None and not any(wanted):
+        return loss
+    return CrossEntropy(loss, accuracy, argmax if wanted[1] else None, max_logit, logits)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    seen_by_dispatcher = True  # so that a tape around may run again what forward runs
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        class_weights: Tensor | None,
+        options: Options,
+        reduction: str,
+        with_max: bool,
+        with_argmax: bool,
+    ) -> tuple[Tensor | None, ...]:
+        loss, normalizers, total, max_logit, argmax = _forward_op(
+            logits, target, class_weights, *options, reduction, with_max, with_argmax
+        )
+        ctx.save_for_backward(logits, target, class_weights, normalizers, total)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
+        ctx.options, ctx.reduction = options, reduction
+        return loss, max_logit, argmax
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dloss is None:
+            return (None,) * 7
+        logits, target, class_weights, normalizers, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            inputs = (logits, target, class_weights, ctx.options, ctx.reduction)
+            needed = ctx.needs_input_grad[:5]
+            return *launch.differentiable_gradients(cross_entropy_reference, inputs, needed, dloss), None, None
+        dlogits = _backward_op(dloss, logits, target, class_weights, normalizers, total, *ctx.options, ctx.reduction)
+        return dlogits, *(None,) * 6
+
+
+def _forward(
+    logits: Tensor,
+    target: Tensor,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    with_max: bool,
+    with_argmax: bool,
+) -> tuple[Tensor | None, ...]:
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    rows, labels = launch.dense(logits).view(-1, logits.shape[-1]), launch.dense(target.reshape(-1))
+    class_weights = dense_weights(class_weights, logits)
+    statistics = new_statistics(rows, len(rows), 1, label_smoothing > 0, with_argmax)
+    observe(statistics, 0, 0, rows, labels, class_weights, options)
+    losses = conclude(statistics, labels, class_weights, rows.shape[1], options, with_max, with_argmax)
+    return reduced(losses, target.shape, reduction)
+
+
+def _backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    class_weights: Tensor | None,
+    normalizers: Tensor,
+    total: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+) -> Tensor:
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    rows, labels = launch.dense(logits).view(-1, logits.shape[-1]), launch.dense(target.reshape(-1))
+    class_weights = dense_weights(class_weights, logits)
+    dlogits = torch.empty_like(rows)
+    dlosses = row_gradients(dloss, total, len(rows))
+    differentiate(rows, dlogits, 0, labels, class_weights, normalizers, dlosses, rows.shape[1], options)
+    return dlogits.view(logits.shape)
+
+
+def reduced(losses: Losses, shape: torch.Size, reduction: str) -> tuple[Tensor | None, ...]:
+    """What forward returns: loss, normalizers, what a mean divides by, max logit, arg-max."""
+    total = losses.weights.sum() if reduction == "mean" else None
+    loss = losses.loss.view(shape) if reduction == "none" else losses.loss.sum()
+    if total is not None:
+        loss = loss / total
+    extras = (None if extra is None else extra.view(shape) for extra in (losses.max_logit, losses.argmax))
+    return loss, losses.normalizers, total, *extras
+
+
+def row_gradients(dloss: Tensor, total: Tensor | None, tokens: int) -> Tensor:
+    """The gradient of every row's loss, from that of the reduced one."""
+    dloss = dloss if total is None else dloss / total
+    return launch.dense(dloss.reshape(-1).expand(tokens))
+
+
+def cross_entropy_reference(
+    logits: Tensor, target: Tensor, class_weights: Tensor | None, options: Options, reduction: str
+) -> Tensor:
+    """``cross_entropy`` in plain PyTorch, differentiable any number of times."""
+    s = capped(logits.reshape(-1, logits.shape[-1]), options)
+    labels = target.reshape(-1)
+    counts = labels != options.ignore_index
+    weights = None if class_weights is None else class_weights.to(s.dtype)
+    loss = F.cross_entropy(s, labels, weights, None, options.ignore_index, None, "none", options.label_smoothing)
+    if options.z_loss > 0:
+        loss = loss + options.z_loss * torch.logsumexp(s, -1).square() * counts
+    if reduction == "none":
+        return loss.view(target.shape)
+    total = counts.to(s.dtype) if weights is None else weights[labels.where(counts, 0)] * counts
+    return loss.sum() / total.sum() if reduction == "mean" else loss.sum()
+
+
+def _forward_outputs(
+    logits: Tensor,
+    target: Tensor,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    with_max: bool,
+    with_argmax: bool,
+) -> tuple[Tensor | None, ...]:
+    return loss_outputs(logits, target, reduction, with_max, with_argmax)
+
+
+def loss_outputs(
+    like: Tensor, target: Tensor, reduction: str, with_max: bool, with_argmax: bool
+) -> tuple[Tensor | None, ...]:
+    """Room for what ``reduced`` returns."""
+    dtype = wide_dtype(like)
+    loss = like.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
+    total = like.new_empty((), dtype=dtype) if reduction == "mean" else None
+    max_logit = like.new_empty(target.shape, dtype=dtype) if with_max else None
+    argmax = torch.empty_like(target, memory_format=torch.contiguous_format) if with_argmax else None
+    return loss, like.new_empty((target.numel(), 2), dtype=dtype), total, max_logit, argmax
+
+
+def _backward_outputs(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
+_forward_op = launch.register(
+    f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weights, {_OPTIONS}, bool with_max,"
+    " bool with_argmax) -> (Tensor loss, Tensor normalizers, Tensor? total, Tensor? max_logit, Tensor? argmax)",
+    _forward,
+    _forward_outputs,
+)
+_backward_op = launch.register(
+    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? class_weights, Tensor normalizers,"
+    f" Tensor? total, {_OPTIONS}) -> Tensor dlogits",
+    _backward,
+    _backward_outputs,
+)

@@ -1,0 +1,497 @@
+"""A language model's head and its loss, without the logits as a whole.
+
+With hidden: (M, H), weight: (V, H), and the loss and dlogits that ``cross_entropy`` defines of the
+
+    logits  = hidden @ weightᵀ + bias     (M, V)
+
+    dhidden = dlogits @ weight            (M, H)
+    dweight = dlogitsᵀ @ hidden           (V, H)
+    dbias   = sum(dlogits, over M)        (V,)
+
+The logits are made a block of columns at a time, rounded to their dtype as eager's are. Forward keeps a few numbers a
+token. Backward makes each block again, turns it into its gradient in place, and is done with that block's rows of
+dweight in one matrix product over all tokens: they are rounded once. dhidden is summed over the blocks in float32.
+
+That is a fourth matrix product, where eager runs three. What forward can hold for backward need not be made again, and
+some of it costs no memory: dweight's own, (V, H), which backward is about to allocate, serves for logits until then.
+
+    dweight    | rows written | rows to write … | block i | block i + 1 | … |
+
+Backward writes it from its beginning; the blocks it holds end where it ends, so each is used before it is written over.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recompute.errors import KernelError
+from recompute.kernels import launch
+from recompute.kernels.cross_entropy import (
+    CrossEntropy,
+    check_target,
+    cross_entropy_reference,
+    loss_outputs,
+    losses_of,
+    make_options,
+    reduced,
+    row_gradients,
+    with_extras,
+)
+from recompute.kernels.cross_entropy_rows import (
+    Options,
+    conclude,
+    dense_weights,
+    differentiate,
+    new_statistics,
+    observe,
+    wide_dtype,
+)
+
+WIDTH = 8448
+"""Columns of a block: 64 · 132, which makes matrix products whole waves of tiles on an H200, of 132 multiprocessors."""
+
+WIDTH_STEP = 256
+"""Narrower blocks are multiples of this: the width of a matrix product's tile."""
+
+
+class _Plan(NamedTuple):
+    """Which columns make up a block of logits, and where it is held from forward to backward."""
+
+    width: int
+    """Columns of each block; the last may have fewer."""
+    stride: int
+    """Elements from one row of a block to the next."""
+    blocks: int
+    in_gradient: int
+    """So many of the first blocks are held in the memory of the weight's gradient,"""
+    beside: int
+    """and so many of the next in memory of their own. The others are made again in backward."""
+
+
+def _plan(
+    tokens: int, vocabulary: int, hidden: int, itemsize: int, logits_bytes: int, hold: bool, trains_weight: bool
+) -> _Plan:
+    """Blocks of logits of which ``logits_bytes`` hold at least one, beside what the weight's gradient holds.
+
+    Args:
+        logits_bytes: at least that of the narrowest block is taken.
+        hold: whether forward is to hold logits for backward.
+        trains_weight: whether there will be a gradient of the weight, to hold some in.
+    """
+    column_nbytes = max(tokens, 1) * itemsize
+    columns = logits_bytes // column_nbytes
+    stride = -(-vocabulary // 64) * 64  # rows that begin at multiples of 128 bytes, of an odd vocabulary too
+    if columns >= stride or vocabulary <= WIDTH_STEP or tokens == 0:
+        return _Plan(vocabulary, stride, 1, 0, int(hold))
+    width = min(max(columns // WIDTH_STEP, 1) * WIDTH_STEP, WIDTH)
+    blocks = -(-vocabulary // width)
+    in_gradient = beside = 0
+    if hold and trains_weight:
+        # Block i of n is at `room - (n - i) * size`, and must not be reached by the gradients of blocks 0 to i: both
+        # sides are linear in i, so that the first and the last block decide.
+        room, size, rows = _aligned(vocabulary * hidden), tokens * width, width * hidden
+        in_gradient = max(0, min((room - rows) // size, (room - size) // rows, blocks))
+    if hold:
+        fit = max(columns // width, 1)
+        # One block of memory is for making the others again, unless there are none.
+        beside = blocks - in_gradient if in_gradient + fit >= blocks else fit - 1
+    return _Plan(width, width, blocks, in_gradient, beside)
+
+
+def _aligned(elements: int) -> int:
+    return elements // 64 * 64
+
+
+class _Blocks:
+    """The blocks of a plan's logits: where each is, and the matrix product that makes it."""
+
+    def __init__(
+        self,
+        plan: _Plan,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dweight: Tensor | None,
+        kept: Tensor | None,
+    ):
+        self.plan, self.hidden, self.weight, self.bias = plan, hidden, weight, bias
+        self.size = len(hidden) * plan.stride
+        self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]
+        self.kept = kept
+        self.spare = hidden.new_empty(self.size) if self.held < plan.blocks else None
+
+    @property
+    def held(self) -> int:
+        return self.plan.in_gradient + self.plan.beside
+
+    def columns(self, block: int) -> slice:
+        first = block * self.plan.width
+        return slice(first, min(first + self.plan.width, len(self.weight)))
+
+    def place(self, block: int) -> Tensor:
+        """The memory of a block: (tokens, columns)."""
+        memory: Tensor | None
+        if block < self.plan.in_gradient:
+            memory, index = self.dweight, block - self.plan.in_gradient
+        elif block < self.held:
+            memory, index = self.kept, block - self.held
+        else:
+            memory, index = self.spare, -1
+        assert memory is not None, "a block is held nowhere that the plan does not name"
+        start = memory.numel() + index * self.size
+        columns = self.columns(block)
+        return memory[start : start + self.size].view(-1, self.plan.stride)[:, : columns.stop - columns.start]
+
+    def make(self, block: int) -> Tensor:
+        """The logits of a block, in its place."""
+        columns, logits = self.columns(block), self.place(block)
+        weight = self.weight[columns].t()
+        if self.bias is None:
+            return torch.mm(self.hidden, weight, out=logits)
+        return torch.addmm(self.bias[columns], self.hidden, weight, out=logits)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    class_weights: Tensor | None = None,
+    reduction: str = "mean",
+    return_token_accuracy: bool = False,
+    return_argmax: bool = False,
+    return_max_logit: bool = False,
+    return_logits: bool = False,
+    logits_bytes: float | None = None,
+    hold_logits: bool = True,
+) -> Tensor | CrossEntropy:
+    """``cross_entropy(linear(hidden, weight, bias).float(), target)`` without holding the logits.
+
+    Gradients are rounded once, however the logits are made: no sum is held in less than float32. An input that is
+    frozen costs no matrix product. Nothing waits for the device. Under autocast the matrix products run in its dtype,
+    as those of ``torch.nn.Linear`` do.
+
+    Args:
+        hidden: (..., H), float16, bfloat16, float32 or float64, of any strides.
+        weight: (V, H), of the dtype of ``hidden`` (any of these under autocast).
+        target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient. Any other value gives
+            a loss of nan, and gradients of nan: to raise an error here would need to wait for the device.
+        bias: (V,), of the dtype of ``hidden``.
+        ignore_index, label_smoothing, z_loss, softcap, class_weights: as of ``cross_entropy``.
+        reduction: ``mean``, ``sum`` or ``none``. Divide a sum by what you like: gradients do not suffer by it.
+        return_token_accuracy, return_argmax, return_max_logit: what to return beside the loss.
+        return_logits: also return the logits, (..., V), and have their gradients too. This makes and holds them whole:
+            the other memory and speed settings then have no meaning.
+        logits_bytes: memory for logits, in bytes, at most; ``math.inf`` for as much as there are. None for one block of
+            8448 columns, 17 KB a token in bfloat16. What is held need not be made again: the more, the faster.
+            In addition, where it is not all of them, backward sums the gradient of ``hidden`` in float32.
+        hold_logits: False to hold none from forward to backward, neither in those bytes nor in the memory of the
+            weight's gradient, which is then allocated in backward: the least memory in between, and all logits are
+            made twice. So it is in compiled code.
+
+    Returns:
+        The loss, or a ``CrossEntropy`` where an extra was asked for. Saved for backward are ``hidden``, ``weight``,
+        ``bias``, ``target``, ``class_weights`` and two float32 a token; and held, until the first backward, the logits
+        that it need not make again. A second backward makes them again: the same bits.
+
+    Raises:
+        KernelError: for other shapes, dtypes or options, mixed dtypes, or tensors on several devices.
+    """
+    _check(hidden, weight, target, bias, class_weights)
+    options = make_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction)
+    if logits_bytes is not None and not logits_bytes >= 0:
+        raise KernelError(f"linear_cross_entropy: logits_bytes is {logits_bytes}; expected at least 0 bytes.")
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    operands = [operand for operand in (hidden, weight, bias) if operand is not None]
+    if len({operand.dtype for operand in operands}) > 1:
+        found = ", ".join(str(operand.dtype) for operand in operands)
+        raise KernelError(f"linear_cross_entropy: expected one dtype for hidden, weight and bias, found {found}.")
+    wanted = (return_token_accuracy, return_argmax, return_max_logit)
+    extras = (return_max_logit, return_argmax or return_token_accuracy)
+    logits = None
+    if return_logits:
+        logits = F.linear(hidden, weight, bias)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        results = losses_of(logits, target, class_weights, options._replace(softcap=0.0), reduction, *extras)
+    else:
+        nbytes = _logits_nbytes(logits_bytes, target.numel(), len(weight), hidden.dtype.itemsize)
+        trains = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+        # Compiled code could not but copy what backward writes over.
+        hold = hold_logits and trains and not torch.compiler.is_compiling()
+        arguments = (hidden, weight, bias, target, class_weights, options, reduction, nbytes, hold, *extras)
+        results = _LinearCrossEntropy.apply(*arguments)
+    return with_extras(*results, target, ignore_index, wanted, logits)
+
+
+def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weights: Tensor | None) -> None:
+    op = "linear_cross_entropy"
+    launch.check(op, hidden=hidden, weight=weight, bias=bias, class_weights=class_weights)
+    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and len(weight) > 0
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
+        if bias is not None:
+            shapes += f", bias {tuple(bias.shape)}"
+        raise KernelError(f"{op}: expected hidden (..., H), weight (V, H) with V > 0, bias (V,); found {shapes}.")
+    check_target(op, target, class_weights, hidden.shape[:-1], len(weight), hidden.device)
+
+
+def _logits_nbytes(logits_bytes: float | None, tokens: int, vocabulary: int, itemsize: int) -> int:
+    if logits_bytes is None:
+        return tokens * itemsize * WIDTH
+    return int(min(logits_bytes, tokens * itemsize * (vocabulary + 64)))
+
+
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast as autocast casts a Linear's operands: outside of our Function, so that autograd sees it."""
+    device = hidden.device.type
+    if not _autocast_enabled(device):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+
+
+def _autocast_enabled(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast, and asking raises
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    seen_by_dispatcher = True  # so that a tape around may run again what forward runs
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weights: Tensor | None,
+        options: Options,
+        reduction: str,
+        logits_bytes: int,
+        hold: bool,
+        with_max: bool,
+        with_argmax: bool,
+    ) -> tuple[Tensor | None, ...]:
+        trains_weight = ctx.needs_input_grad[1]
+        loss, normalizers, total, max_logit, argmax, *held = _forward_op(
+            *(hidden, weight, bias, target, class_weights, *options, reduction),
+            *(logits_bytes, hold, trains_weight, with_max, with_argmax),
+        )
+        ctx.save_for_backward(hidden, weight, bias, target, class_weights, normalizers, total)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
+        ctx.options, ctx.reduction, ctx.logits_bytes = options, reduction, logits_bytes
+        ctx.held = held if hold else None
+        return loss, max_logit, argmax
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dloss is None:
+            return (None,) * 11
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+        device = dloss.device.type
+        # Everything has forward's dtype by now, whatever backward is called under.
+        with torch.autocast(device, enabled=False) if _autocast_enabled(device) else nullcontext():
+            if torch.is_grad_enabled():
+                inputs = (*saved[:5], ctx.options, ctx.reduction)
+                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], dloss)
+                return *found, *(None,) * 4
+            arguments = (dloss, *saved, *ctx.options, ctx.logits_bytes, *needed[:3])
+            if ctx.held is None:
+                return *_backward_op(*arguments), *(None,) * 8
+            (dweight, kept), ctx.held = ctx.held, None  # written over here: a second backward does without
+            if dweight is None and needed[1]:
+                dweight = saved[1].new_empty(saved[1].shape)
+            dhidden, dbias = _backward_held_op(dweight, kept, *arguments)
+            return dhidden, dweight if needed[1] else None, dbias, *(None,) * 8
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    logits_bytes: int,
+    hold: bool,
+    trains_weight: bool,
+    with_max: bool,
+    with_argmax: bool,
+) -> tuple[Tensor | None, ...]:
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), launch.dense(target.reshape(-1))
+    class_weights = dense_weights(class_weights, hidden)
+    plan = _plan(len(rows), len(weight), weight.shape[1], hidden.dtype.itemsize, logits_bytes, hold, trains_weight)
+    dweight, kept = _held_outputs(plan, rows, weight)
+    blocks = _Blocks(plan, rows, weight, bias, dweight, kept)
+    statistics = new_statistics(rows, len(rows), plan.blocks, label_smoothing > 0, with_argmax)
+    for block in range(plan.blocks):
+        observe(statistics, block, blocks.columns(block).start, blocks.make(block), labels, class_weights, options)
+    losses = conclude(statistics, labels, class_weights, len(weight), options, with_max, with_argmax)
+    return *reduced(losses, target.shape, reduction), dweight, kept
+
+
+def _backward(
+    dloss: Tensor, hidden: Tensor, weight: Tensor, *others: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    needs_weight = others[-2]
+    dweight = weight.new_empty(weight.shape) if needs_weight else None
+    dhidden, dbias = _gradients(dweight, None, False, dloss, hidden, weight, *others)
+    return dhidden, dweight, dbias
+
+
+def _backward_held(dweight: Tensor | None, kept: Tensor | None, *others: Any) -> tuple[Tensor | None, Tensor | None]:
+    return _gradients(dweight, kept, True, *others)
+
+
+def _gradients(
+    dweight: Tensor | None,
+    kept: Tensor | None,
+    held: bool,
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weights: Tensor | None,
+    normalizers: Tensor,
+    total: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    logits_bytes: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of hidden and bias; that of weight is written over ``dweight``, and over the logits that are ``held``."""
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), launch.dense(target.reshape(-1))
+    class_weights = dense_weights(class_weights, hidden)
+    plan = _plan(
+        len(rows), len(weight), weight.shape[1], hidden.dtype.itemsize, logits_bytes, held, dweight is not None
+    )
+    blocks = _Blocks(plan, rows, weight, bias, dweight, kept)
+    dlosses = row_gradients(dloss, total, len(rows))
+    sum_dtype = wide_dtype(hidden) if plan.blocks > 1 else hidden.dtype
+    dhidden = rows.new_zeros(rows.shape, dtype=sum_dtype) if needs_hidden else None
+    dbias = bias.new_empty(bias.shape) if needs_bias and bias is not None else None
+    for block in range(plan.blocks):
+        columns = blocks.columns(block)
+        tile = blocks.place(block) if block < blocks.held else blocks.make(block)
+        differentiate(tile, tile, columns.start, labels, class_weights, normalizers, dlosses, len(weight), options)
+        if dhidden is not None:
+            _add_product(dhidden, tile, weight[columns])
+        if dbias is not None:
+            torch.sum(tile, 0, out=dbias[columns])
+        if needs_weight and dweight is not None:
+            torch.mm(tile.t(), rows, out=dweight[columns])
+    del blocks, tile  # before there is a second dhidden
+    return None if dhidden is None else dhidden.to(hidden.dtype).view(hidden.shape), dbias
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, of whose operands ``total`` may be wider."""
+    if total.is_cuda and total.dtype is not left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weights: Tensor | None,
+    options: Options,
+    reduction: str,
+) -> Tensor:
+    """``linear_cross_entropy`` in plain PyTorch, with the logits as a whole; differentiable any number of times."""
+    return cross_entropy_reference(F.linear(hidden, weight, bias), target, class_weights, options, reduction)
+
+
+def _held_outputs(plan: _Plan, rows: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    dweight = weight.new_empty(weight.shape) if plan.in_gradient > 0 else None
+    kept = rows.new_empty(plan.beside * len(rows) * plan.stride) if plan.beside > 0 else None
+    return dweight, kept
+
+
+def _forward_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    logits_bytes: int,
+    hold: bool,
+    trains_weight: bool,
+    with_max: bool,
+    with_argmax: bool,
+) -> tuple[Tensor | None, ...]:
+    tokens = target.numel()
+    plan = _plan(tokens, len(weight), weight.shape[1], hidden.dtype.itemsize, logits_bytes, hold, trains_weight)
+    held = _held_outputs(plan, hidden.new_empty(tokens, 0), weight)
+    return *loss_outputs(hidden, target, reduction, with_max, with_argmax), *held
+
+
+def _backward_outputs(
+    dloss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
+    inputs = zip((hidden, weight, bias), others[-3:], strict=True)
+    return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in inputs)
+
+
+def _backward_held_outputs(dweight: Tensor | None, kept: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+    return _backward_outputs(*others)[::2]
+
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
+_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
+_FOR_BACKWARD = (
+    f"Tensor dloss, {_INPUTS}, Tensor normalizers, Tensor? total, {_OPTIONS}, int logits_bytes, bool needs_hidden,"
+    " bool needs_weight, bool needs_bias"
+)
+_forward_op = launch.register(
+    f"linear_cross_entropy_forward({_INPUTS}, {_OPTIONS}, str reduction, int logits_bytes, bool hold,"
+    " bool trains_weight, bool with_max, bool with_argmax) -> (Tensor loss, Tensor normalizers, Tensor? total,"
+    " Tensor? max_logit, Tensor? argmax, Tensor? dweight, Tensor? kept)",
+    _forward,
+    _forward_outputs,
+)
+_backward_op = launch.register(
+    f"linear_cross_entropy_backward({_FOR_BACKWARD}) -> (Tensor? dhidden, Tensor? dweight, Tensor? dbias)",
+    _backward,
+    _backward_outputs,
+)
+_backward_held_op = launch.register(
+    f"linear_cross_entropy_backward_held(Tensor(a!)? dweight, Tensor(b!)? kept, {_FOR_BACKWARD})"
+    " -> (Tensor? dhidden, Tensor? dbias)",
+    _backward_held,
+    _backward_held_outputs,
+)

@@ -1,0 +1,103 @@
+"""What the tests of cross-entropies share: inputs, what Hugging Face's models compute, and how errors are judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recompute.kernels.cross_entropy import CrossEntropy
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+
+M, H, V = 12, 24, 600
+IGNORED = -100
+FLOAT32_ROUNDING = 2**-24
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def make(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_inputs(
+    device: str, dtype: torch.dtype = torch.float32, tokens: int = M, hidden: int = H, vocabulary: int = V
+) -> tuple[list[Tensor], Tensor]:
+    """hidden, weight and bias; and a target, every fifth of which is ignored."""
+    made = [make(tokens, hidden), make(vocabulary, hidden, seed=1) * (4 / hidden) ** 0.5, make(vocabulary, seed=2)]
+    target = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(3))
+    target[::5] = IGNORED
+    return [tensor.to(device, dtype).requires_grad_() for tensor in made], target.to(device)
+
+
+def eager(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    class_weights: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As in Hugging Face's models, in float32 (or float64) from the logits on."""
+    logits = F.linear(hidden, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weights = None if class_weights is None else class_weights.to(logits.dtype)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits, target, weights, reduction=reduction, **options)
+    counts = target != ignore_index
+    squares = z_loss * logits.logsumexp(-1).square() * counts
+    if reduction == "none":
+        return loss + squares
+    divisor: Any = 1
+    if reduction == "mean":
+        divisor = counts.sum() if weights is None else (weights[target.clamp_min(0)] * counts).sum()
+    return loss + squares.sum() / divisor
+
+
+def run(function: Any, inputs: list[Tensor], target: Tensor, bias: bool = True, **options: Any) -> list[Tensor]:
+    """The loss, and the gradients of hidden, weight and bias."""
+    hidden, weight, bias_ = inputs
+    loss = function(hidden, weight, target, bias_ if bias else None, **options)
+    loss = loss.loss if isinstance(loss, CrossEntropy) else loss
+    gradient = make(*loss.shape, seed=9).to(loss)
+    return [loss.detach(), *torch.autograd.grad(loss, inputs if bias else inputs[:2], gradient)]
+
+
+def doubled(inputs: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().double().requires_grad_() for tensor in inputs]
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    return ((value.double() - exact).norm() / exact.norm()).item()
+
+
+def same_bits(left: Any, right: Any) -> bool:
+    return all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(left, right, strict=True))
+
+
+def assert_as_good_as_eager(inputs: list[Tensor], target: Tensor, ours: Any = linear_cross_entropy, **options: Any):
+    settings = {key: options.pop(key) for key in ("logits_bytes", "hold_logits", "return_logits") if key in options}
+    found, peer = run(ours, inputs, target, **options, **settings), run(eager, inputs, target, **options)
+    exact = run(eager, doubled(inputs), target, **options)
+    # A sum's errors may cancel in one and not in the other: measured by what each token adds.
+    tokens = {**options, "reduction": "none"}
+    peers, truths = run(eager, inputs, target, **tokens)[0], run(eager, doubled(inputs), target, **tokens)[0]
+    bound = 1.05 * relative_error(peers, truths) + 2 * FLOAT32_ROUNDING
+    assert relative_error(found[0], exact[0]) <= bound
+    for value, other, truth in zip(found[1:], peer[1:], exact[1:], strict=True):
+        assert value.dtype is other.dtype
+        # In float32 the matrix products err more than all else, and in another order of sums by other amounts. In
+        # fewer bits the error of n elements is a sample, whose ratio to another strays by about 1 / sqrt(n).
+        factor = 1.5 if inputs[0].dtype is torch.float32 else 1.05 + 3 / max(value.numel(), 1) ** 0.5
+        assert relative_error(value, truth) <= factor * relative_error(other, truth) + FLOAT32_ROUNDING

@@ -1,0 +1,384 @@
+"""The head and its loss, and the loss alone: every option against PyTorch's, and what they refuse."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from loss_testing import (
+    FLOAT32_ROUNDING,
+    IGNORED,
+    H,
+    M,
+    V,
+    assert_as_good_as_eager,
+    doubled,
+    each_dtype,
+    eager,
+    make,
+    make_inputs,
+    relative_error,
+    run,
+    same_bits,
+)
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recompute.errors import KernelError
+from recompute.kernels.cross_entropy import cross_entropy
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+
+# Every two values of two options meet in one row at least.
+OPTIONS = [
+    # smoothing, z_loss, softcap, class weights, bias, reduction, logits_bytes
+    (0.0, 0.0, None, False, False, "mean", None),
+    (0.1, 0.01, 5.0, True, True, "mean", 0),
+    (0.1, 0.0, 5.0, False, True, "sum", math.inf),
+    (0.0, 0.01, None, True, False, "sum", 0),
+    (0.1, 0.01, None, True, False, "none", math.inf),
+    (0.0, 0.0, 5.0, True, True, "none", None),
+    (0.0, 0.01, 5.0, False, False, "none", 0),
+    (0.1, 0.0, None, False, True, "mean", 0),
+    (0.0, 0.01, None, True, True, "mean", math.inf),
+    (0.1, 0.01, 5.0, True, False, "sum", None),
+]
+NAMES = ("label_smoothing", "z_loss", "softcap", "class_weights", "bias", "reduction", "logits_bytes")
+
+
+def test_every_two_options_meet():
+    for a, b in itertools.combinations(range(len(NAMES)), 2):
+        values = [{row[index] for row in OPTIONS} for index in (a, b)]
+        assert {(row[a], row[b]) for row in OPTIONS} == set(itertools.product(*values)), (NAMES[a], NAMES[b])
+
+
+@each_dtype
+@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: "-".join(map(str, row)))
+def test_errors_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dtype, device: str):
+    inputs, target = make_inputs(device, dtype)
+    options = dict(zip(NAMES, row, strict=True))
+    options["class_weights"] = make(V, seed=4).abs().to(device) if options["class_weights"] else None
+    assert_as_good_as_eager(inputs, target, **options)
+
+
+@each_dtype
+@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: "-".join(map(str, row)))
+def test_errors_from_the_logits_on_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dtype, device: str):
+    options = dict(zip(NAMES, row, strict=True))
+    del options["bias"], options["logits_bytes"]
+    options["class_weights"] = make(V, seed=4).abs().to(device) if options["class_weights"] else None
+    target = make_inputs(device)[1]
+    logits = make(M, V).mul(2).to(device, dtype).requires_grad_()
+    gradients = []
+    for function, given in ((cross_entropy, logits), (eager, logits), (eager, doubled([logits])[0])):
+        arguments = (given, target) if function is cross_entropy else (given, torch.eye(V).to(given), target)
+        loss = function(*arguments, **options)
+        gradients.append(torch.autograd.grad(loss, given, make(*loss.shape, seed=9).to(loss))[0])
+    found, peer, exact = gradients
+    assert found.dtype is peer.dtype
+    exponentials = FLOAT32_ROUNDING * (device == "cuda")  # Triton's are off by up to two roundings
+    assert relative_error(found, exact) <= 1.05 * relative_error(peer, exact) + FLOAT32_ROUNDING + exponentials
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "vocabulary"), [(1, 1, 2), (3, 123, 257), (33, 7, 521), (7, 64, 1)])
+@pytest.mark.parametrize("logits_bytes", [0, math.inf])
+def test_any_shape(tokens: int, hidden: int, vocabulary: int, logits_bytes: float, device: str):
+    inputs, target = make_inputs(device, torch.float64 if vocabulary < 3 else torch.float32, tokens, hidden, vocabulary)
+    target[0] = vocabulary - 1
+    found = run(linear_cross_entropy, inputs, target, logits_bytes=logits_bytes)
+    exact = run(eager, doubled(inputs), target)
+    for value, truth in zip(found, exact, strict=True):
+        torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (1, 2, 2), (2, 0)])
+def test_leading_dimensions_are_those_of_the_target(shape: tuple[int, ...], reduction: str, device: str):
+    tokens = math.prod(shape)
+    inputs, target = make_inputs(device, torch.float32, tokens)
+    target.clamp_(min=0)
+    flat = run(linear_cross_entropy, inputs, target, reduction=reduction, logits_bytes=0)
+    inputs[0] = inputs[0].detach().view(*shape, H).requires_grad_()
+    found = run(linear_cross_entropy, inputs, target.view(shape), reduction=reduction, logits_bytes=0)
+    assert found[0].shape == (shape if reduction == "none" else ())
+    assert found[1].shape == (*shape, H)
+    for value, expected in zip(found, flat, strict=True):
+        assert torch.equal(value.nan_to_num(), expected.view(value.shape).nan_to_num())
+    if not tokens:
+        assert found[0].isnan().all() if reduction == "mean" else found[0].sum() == 0
+        assert not any(gradient.any() for gradient in found[1:])
+
+
+def test_where_all_targets_are_ignored(device: str):
+    inputs, target = make_inputs(device)
+    target.fill_(7)
+    for reduction, expected in (("mean", math.nan), ("sum", 0.0)):
+        loss, *gradients = run(linear_cross_entropy, inputs, target, ignore_index=7, reduction=reduction)
+        assert loss.isnan() if math.isnan(expected) else loss == expected
+        assert not any(gradient.any() for gradient in gradients)
+    extras = linear_cross_entropy(*inputs[:2], target, ignore_index=7, return_token_accuracy=True)
+    assert extras.token_accuracy.isnan()
+
+
+@pytest.mark.parametrize("wrong", [-1, V, 2**40])
+@pytest.mark.parametrize("logits_bytes", [0, math.inf])
+def test_a_target_that_is_no_class_is_loud(wrong: int, logits_bytes: float, device: str):
+    inputs, target = make_inputs(device)
+    target[1] = wrong
+    losses, dhidden, *_ = run(linear_cross_entropy, inputs, target, reduction="none", logits_bytes=logits_bytes)
+    assert losses.isnan().nonzero().tolist() == [[1]]
+    assert dhidden.isnan().any(1).nonzero().tolist() == [[1]]
+    assert all(value.isnan().all() for value in run(linear_cross_entropy, inputs, target)[2:])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e4, -1e4])
+@pytest.mark.parametrize("logits_bytes", [0, math.inf])
+def test_extreme_logits_are_as_in_eager(value: float, logits_bytes: float, device: str):
+    inputs, target = make_inputs(device)
+    with torch.no_grad():
+        inputs[2][100:400] = value  # a whole block of columns among them
+    target[target >= 100] = 5
+    found = run(linear_cross_entropy, inputs, target, reduction="none", logits_bytes=logits_bytes)
+    expected = run(eager, inputs, target, reduction="none")
+    counts = target != IGNORED  # what has no loss gets no gradient here; eager's is nan of logits that are
+    for index, (a, b) in enumerate(zip(found[:2], expected, strict=False)):
+        torch.testing.assert_close(a[counts], b[counts], rtol=1e-4, atol=1e-6, equal_nan=True, msg=str(index))
+
+
+def test_logits_that_are_small_under_a_cap_keep_their_digits(device: str):
+    logits, target = (make(50, 30) * 1e-3).to(device), torch.zeros(50, dtype=torch.long, device=device)
+    logits.requires_grad_()
+    (found,) = torch.autograd.grad(cross_entropy(logits, target, softcap=1.0), logits)
+    capped = torch.tanh(logits.double())
+    (exact,) = torch.autograd.grad(F.cross_entropy(capped, target), logits)
+    assert relative_error(found, exact.double()) <= 4 * FLOAT32_ROUNDING
+
+
+def test_gradients_of_gradients_are_as_good_as_eagers(device: str):
+    inputs, target = make_inputs(device)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
+
+    def twice(function: Any, inputs: list[Tensor]) -> list[Tensor]:
+        loss = function(*inputs[:2], target, inputs[2], **options)
+        gradient = torch.full_like(loss, 0.5, requires_grad=True)
+        first = torch.autograd.grad(loss, inputs, gradient, create_graph=True)
+        directions = [make(*value.shape, seed=seed).to(value) for seed, value in enumerate(first)]
+        return [*first, *torch.autograd.grad(first, [gradient, *inputs], directions)]
+
+    results = zip(twice(linear_cross_entropy, inputs), twice(eager, inputs), twice(eager, doubled(inputs)), strict=True)
+    for value, peer, truth in results:
+        assert relative_error(value, truth) <= 2 * relative_error(peer, truth) + 4 * FLOAT32_ROUNDING
+
+
+def test_the_strides_of_inputs_and_gradients_do_not_matter(device: str):
+    inputs, target = make_inputs(device)
+    hidden, weight, bias = inputs
+    strided = [tensor.detach().t().contiguous().t().requires_grad_() for tensor in (hidden, weight)]
+    apart = target.repeat_interleave(2)[::2]
+    for gradient in (make(1).to(device).expand(M), make(2 * M).to(device)[::2]):
+        results = []
+        for h, w, t in ((*strided, apart), (hidden, weight, target)):
+            losses = linear_cross_entropy(h, w, t, bias, reduction="none", logits_bytes=0)
+            results.append([losses, *torch.autograd.grad(losses, (h, w, bias), gradient)])
+        for value, expected in zip(*results, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("logits_bytes", [0, math.inf])
+def test_extras_come_without_the_logits(logits_bytes: float, device: str):
+    inputs, target = make_inputs(device, tokens=8)
+    names = ("return_token_accuracy", "return_argmax", "return_max_logit")
+    logits = F.linear(*(tensor.detach() for tensor in inputs))
+    target[1::5] = logits[1::5].argmax(1)
+    expected = linear_cross_entropy(*inputs[:2], target, inputs[2])
+    for wanted in itertools.product((False, True), repeat=3):
+        found = linear_cross_entropy(
+            *(*inputs[:2], target, inputs[2]), logits_bytes=logits_bytes, **dict(zip(names, wanted, strict=True))
+        )
+        if not any(wanted):
+            assert isinstance(found, Tensor)
+            continue
+        torch.testing.assert_close(found.loss, expected)
+        assert [extra is not None for extra in found[1:4]] == list(wanted)
+        assert not any(extra is not None and extra.requires_grad for extra in found[1:])
+        if wanted[0]:
+            counts = target != IGNORED
+            accuracy = (logits.argmax(1) == target)[counts].float().mean()
+            assert found.token_accuracy.dtype is torch.float32
+            torch.testing.assert_close(found.token_accuracy, accuracy)
+        if wanted[1]:
+            assert torch.equal(found.argmax, logits.argmax(1))
+        if wanted[2]:
+            torch.testing.assert_close(found.max_logit, logits.amax(1))
+
+
+def test_the_first_of_equal_logits_is_the_arg_max(device: str):
+    weight = torch.ones(V, H, device=device)
+    weight[:270] = 0
+    found = linear_cross_entropy(
+        torch.ones(3, H, device=device),
+        weight,
+        torch.zeros(3, dtype=torch.long, device=device),
+        logits_bytes=0,
+        return_argmax=True,
+    )
+    assert found.argmax.tolist() == [270] * 3
+
+
+@each_dtype
+def test_logits_on_request_have_gradients_of_their_own(dtype: torch.dtype, device: str):
+    inputs, target = make_inputs(device, dtype)
+    hidden, weight, bias = inputs
+    assert_as_good_as_eager(inputs, target, return_logits=True, softcap=5.0, label_smoothing=0.1)
+    found = linear_cross_entropy(hidden, weight, target, bias, softcap=5.0, return_logits=True)
+    expected = 5.0 * torch.tanh(F.linear(hidden, weight, bias) / 5.0)
+    assert torch.equal(found.logits, expected)
+    combined = torch.autograd.grad(found.loss + found.logits.float().square().mean(), inputs, retain_graph=True)
+    apart = [
+        a.float() + b.float()
+        for a, b in zip(
+            torch.autograd.grad(found.loss, inputs, retain_graph=True),
+            torch.autograd.grad(found.logits.float().square().mean(), inputs),
+            strict=True,
+        )
+    ]
+    for value, other in zip(combined, apart, strict=True):
+        torch.testing.assert_close(value.float(), other, rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast_is_eagers(hidden_dtype: torch.dtype, backward_inside: bool, device: str):
+    inputs, target = make_inputs(device)
+    inputs[0] = inputs[0].detach().to(hidden_dtype).requires_grad_()
+    results = []
+    for function in (linear_cross_entropy, eager):
+        with torch.autocast(device, torch.bfloat16):
+            loss = function(*inputs[:2], target, inputs[2])
+            if backward_inside:
+                gradients = torch.autograd.grad(loss, inputs)
+        if not backward_inside:
+            gradients = torch.autograd.grad(loss, inputs)
+        results.append(gradients)
+    exact = torch.autograd.grad(eager(*(given := doubled(inputs))[:2], target, given[2]), given)
+    for value, peer, truth in zip(*results, exact, strict=True):
+        assert value.dtype is peer.dtype
+        assert relative_error(value, truth) <= 1.05 * relative_error(peer, truth)
+
+
+class SeenOps(TorchDispatchMode):
+    """The calls of our ops, with copies of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "recompute":
+            copies = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
+            self.calls.append((function, copies))
+        return function(*args, **(kwargs or {}))
+
+
+def test_ops_pass_opcheck(device: str):
+    inputs, target = make_inputs(device, torch.bfloat16, tokens=3, vocabulary=300)
+    with SeenOps() as seen:
+        run(linear_cross_entropy, inputs, target, logits_bytes=0, return_max_logit=True, return_argmax=True)
+        run(linear_cross_entropy, inputs, target, logits_bytes=math.inf, hold_logits=False, reduction="none")
+        run(linear_cross_entropy, inputs, target, return_logits=True)
+    assert len({op for op, _ in seen.calls}) == 5
+    for op, arguments in seen.calls:
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_compiled_results_are_the_eager_ones(return_logits: bool, device: str):
+    inputs, target = make_inputs(device)
+
+    def function(*arguments: Any) -> Any:
+        found = linear_cross_entropy(
+            *arguments, z_loss=0.01, return_token_accuracy=True, return_logits=return_logits, logits_bytes=0
+        )
+        return found.loss * 2 + found.token_accuracy
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert same_bits(run(compiled, inputs, target), run(function, inputs, target))
+
+
+@each_dtype
+def test_meta_tensors_give_shapes_and_dtypes(dtype: torch.dtype):
+    inputs, target = make_inputs("cpu", dtype)
+    metas = [tensor.detach().to("meta").requires_grad_() for tensor in inputs]
+    for reduction in ("mean", "none"):
+        found = run(linear_cross_entropy, metas, target.to("meta"), reduction=reduction, logits_bytes=0)
+        for meta, real in zip(found, run(linear_cross_entropy, inputs, target, reduction=reduction), strict=True):
+            assert meta.is_meta
+            assert (meta.shape, meta.dtype, meta.stride()) == (real.shape, real.dtype, real.stride())
+
+
+ROWS = torch.ones(2, 4)
+CLASSES = torch.zeros(2, dtype=torch.long)
+ACCEPTED = (ROWS, torch.ones(3, 4), CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((ROWS, torch.ones(3, 5), CLASSES), {}, "found hidden (2, 4), weight (3, 5)"),
+        ((ROWS, torch.ones(4), CLASSES), {}, "weight (4,)"),
+        ((ROWS, torch.ones(0, 4), CLASSES), {}, "V > 0"),
+        ((*ACCEPTED, torch.ones(4)), {}, "bias (4,)"),
+        ((torch.tensor(1.0), torch.ones(3, 4), CLASSES), {}, "found hidden ()"),
+        ((ROWS.half(), torch.ones(3, 4), CLASSES), {}, "found torch.float16, torch.float32"),
+        ((ROWS.long(), torch.ones(3, 4), CLASSES), {}, "hidden is torch.int64"),
+        ((ROWS, torch.ones(3, 4), CLASSES.int()), {}, "target is torch.int32 of shape (2,) on cpu"),
+        ((ROWS, torch.ones(3, 4), CLASSES[:1]), {}, "expected torch.int64 of shape (2,)"),
+        ((ROWS, torch.ones(3, 4), CLASSES.to("meta")), {}, "on meta"),
+        ((ROWS, torch.ones(3, 4, device="meta"), CLASSES), {}, "weight on meta"),
+        (ACCEPTED, {"class_weights": torch.ones(2)}, "class_weights has shape (2,); expected (3,)"),
+        (ACCEPTED, {"class_weights": torch.ones(3, requires_grad=True)}, "class_weights requires a gradient"),
+        (ACCEPTED, {"label_smoothing": 1.5}, "label_smoothing is 1.5; expected a number from 0 to 1"),
+        (ACCEPTED, {"z_loss": -1.0}, "z_loss is -1.0"),
+        (ACCEPTED, {"softcap": 0.0}, "softcap is 0.0; expected None or a number above 0"),
+        (ACCEPTED, {"reduction": "max"}, "unknown reduction 'max'; expected one of mean, sum, none"),
+        (ACCEPTED, {"logits_bytes": -1}, "logits_bytes is -1"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], message: str):
+    with pytest.raises(KernelError, match=re.escape(message)):
+        linear_cross_entropy(*arguments, **options)
+
+
+@pytest.mark.parametrize("shape", [(), (3, 0)])
+def test_cross_entropy_refuses_logits_without_classes(shape: tuple[int, ...]):
+    with pytest.raises(KernelError, match=re.escape(f"logits has shape {shape}; expected (..., V) with V > 0")):
+        cross_entropy(torch.ones(shape), CLASSES)
+
+
+@pytest.mark.gpu
+@each_dtype
+@pytest.mark.parametrize("logits_bytes", [0, None, math.inf])
+def test_real_sizes(logits_bytes: float | None, dtype: torch.dtype):
+    inputs, target = make_inputs("cuda", dtype, tokens=2048, hidden=512, vocabulary=32001)
+    assert_as_good_as_eager(inputs, target, logits_bytes=logits_bytes)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_logits():
+    tokens, vocabulary = 40_000, 60_000
+    inputs, target = make_inputs("cuda", torch.bfloat16, tokens, 16, vocabulary)
+    found = run(linear_cross_entropy, inputs, target, reduction="none", logits_bytes=math.inf)
+    blocks = run(linear_cross_entropy, inputs, target, reduction="none")
+    last = slice(tokens - 100, tokens)
+    exact, peer = (
+        eager(given[0][last], given[1], target[last], given[2], reduction="none") for given in (doubled(inputs), inputs)
+    )
+    assert relative_error(found[0][last], exact) <= 1.35 * relative_error(peer, exact)  # of 100 samples
+    for value, other in zip(found, blocks, strict=True):
+        torch.testing.assert_close(value, other, rtol=0.02, atol=1e-3)

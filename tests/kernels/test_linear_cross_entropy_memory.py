@@ -1,0 +1,215 @@
+"""The head and its loss: what is held and where, which changes no bit; and which matrix products run."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from loss_testing import (
+    M,
+    each_dtype,
+    make,
+    make_inputs,
+    run,
+    same_bits,
+)
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from recompute.kernels import launch
+from recompute.kernels import linear_cross_entropy as module
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.planning.profiling import memory_trace
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_however_much_is_held_the_gradients_are_the_same(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "WIDTH", 256)  # which decides the order of sums
+    inputs, target = make_inputs(device, dtype, tokens=4, hidden=5, vocabulary=1500)
+    block = 256 * 4 * dtype.itemsize
+    settings = [(True, 0), (True, 0), (True, 2 * block), (True, 5 * block), (False, 0), (False, 5 * block)]
+    first, *others = (
+        run(linear_cross_entropy, inputs, target, hold_logits=hold, logits_bytes=logits_bytes)
+        for hold, logits_bytes in settings
+    )
+    assert all(same_bits(first, other) for other in others)
+    whole = run(linear_cross_entropy, inputs, target, logits_bytes=math.inf)
+    for value, other in zip(first, whole, strict=True):
+        torch.testing.assert_close(value, other, rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("logits_bytes", [0, 3 * 256 * 4 * 8, math.inf])
+def test_a_second_backward_gives_the_same_bits_and_writes_nowhere(logits_bytes: float, device: str):
+    inputs, target = make_inputs(device, tokens=8, hidden=5, vocabulary=1100)
+    loss = linear_cross_entropy(*inputs[:2], target, inputs[2], logits_bytes=logits_bytes)
+    watched = [*inputs, target, *(saved for saved in loss.grad_fn.saved_tensors if saved is not None)]
+    before = [(tensor.detach().clone(), tensor._version) for tensor in watched]
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    (alone,) = torch.autograd.grad(loss, inputs[0], retain_graph=True)
+    assert same_bits(first, torch.autograd.grad(loss, inputs))
+    assert same_bits(first, kept)
+    assert torch.equal(alone, first[0])
+    for tensor, (value, version) in zip(watched, before, strict=True):
+        assert torch.equal(tensor, value)
+        assert tensor._version == version
+
+
+def test_gradients_of_some_inputs_first_and_of_others_then(device: str):
+    inputs, target = make_inputs(device, tokens=4, hidden=5, vocabulary=1100)
+    expected = run(linear_cross_entropy, inputs, target, logits_bytes=0)[1:]
+    for first in range(3):
+        loss = linear_cross_entropy(*inputs[:2], target, inputs[2], logits_bytes=0)
+        gradient = make(seed=9).to(loss)
+        order = [first, *(index for index in range(3) if index != first)]
+        for index in order:
+            (found,) = torch.autograd.grad(loss, inputs[index], gradient, retain_graph=True)
+            assert torch.equal(found, expected[index])
+
+
+def test_plans_fit_and_no_block_is_written_over_before_it_is_used():
+    for tokens, vocabulary, hidden, columns, trains in itertools.product(
+        (1, 16, 300, 8192), (257, 1500, 32001, 128256), (7, 64, 1024, 4096), (0, 300, 1000, 20000), (False, True)
+    ):
+        logits_bytes = columns * tokens * 2
+        plan = module._plan(tokens, vocabulary, hidden, 2, logits_bytes, True, trains)
+        size = tokens * plan.stride
+        spare = plan.in_gradient + plan.beside < plan.blocks
+        assert (plan.blocks - 1) * plan.width < vocabulary <= plan.blocks * plan.width
+        assert plan.stride >= plan.width
+        assert (plan.beside + spare) * size * 2 <= max(logits_bytes, 256 * tokens * 2)
+        assert plan.in_gradient == 0 or trains
+        end = vocabulary * hidden // 64 * 64
+        for block in range(plan.in_gradient):
+            written = min((block + 1) * plan.width, vocabulary) * hidden
+            assert written <= end - (plan.in_gradient - block) * size
+        never = module._plan(tokens, vocabulary, hidden, 2, logits_bytes, False, trains)
+        assert never == plan._replace(in_gradient=0, beside=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "logits_bytes", "plan"),
+    [
+        ((8192, 128256, 4096), 8448 * 8192 * 2, (8448, 8448, 16, 7, 0)),
+        ((8192, 128256, 4096), 1 << 30, (8448, 8448, 16, 7, 6)),
+        ((8192, 128256, 4096), 3 << 30, (128256, 128256, 1, 0, 1)),
+        ((8192, 151936, 1024), 8448 * 8192 * 2, (8448, 8448, 18, 2, 0)),
+        ((2048, 128256, 4096), 8448 * 2048 * 2, (8448, 8448, 16, 14, 0)),
+        ((64, 32001, 2048), 1 << 28, (32001, 32064, 1, 0, 1)),
+    ],
+)
+def test_what_is_held_at_the_sizes_of_models(shape: tuple[int, int, int], logits_bytes: int, plan: tuple[int, ...]):
+    assert module._plan(*shape, 2, logits_bytes, True, True) == plan
+
+
+@pytest.mark.parametrize(("logits_bytes", "hold"), [(0, True), (0, False), (3 * 256 * 16 * 4, True), (math.inf, True)])
+def test_memory_is_what_was_allowed(logits_bytes: float, hold: bool, device: str):
+    tokens, hidden, vocabulary = 16, 12, 1700
+    inputs, target = make_inputs(device, torch.float32, tokens, hidden, vocabulary)
+    settings: dict[str, Any] = {"logits_bytes": logits_bytes, "hold_logits": hold}
+    with memory_trace(torch.device(device)) as trace:
+        loss = linear_cross_entropy(*inputs[:2], target, inputs[2], **settings)
+        trace.mark("forward")
+        gradients = torch.autograd.grad(loss, inputs)
+    whole, block = vocabulary * tokens * 4, 256 * tokens * 4
+    allowed = min(max(logits_bytes, block), whole * 1.03)
+    small = 4096 + tokens * 4 * (2 * 7 + 6)  # two numbers a block and token, and some a token
+    if not launch.uses_triton(loss):  # the reference's wide copies of a block
+        allowed += 7 * min(max(logits_bytes, block), whole)
+    made = sum(gradient.numel() * 4 for gradient in gradients)
+    assert trace.peak_nbytes <= made + tokens * hidden * 4 + allowed + small
+    if not hold:
+        assert trace.held_nbytes["forward"] <= small
+
+
+@each_dtype
+def test_what_is_saved_is_known_to_the_byte(dtype: torch.dtype, device: str):
+    inputs, target = make_inputs(device, dtype)
+    packed: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        linear_cross_entropy(*inputs[:2], target, hold_logits=False)
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in packed)
+    given = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs[:2], target))
+    assert nbytes == given + 2 * 4 * M + 4  # two numbers a token, and what the mean divides by
+    assert {inputs[0].data_ptr(), inputs[1].data_ptr(), target.data_ptr()} < {tensor.data_ptr() for tensor in packed}
+
+
+def test_nothing_is_held_without_a_backward_to_come(device: str, monkeypatch: pytest.MonkeyPatch):
+    inputs, target = make_inputs(device)
+    holds: list[bool] = []
+    plan = module._plan
+    monkeypatch.setattr(module, "_plan", lambda *arguments: holds.append(arguments[5]) or plan(*arguments))
+    frozen = [tensor.detach() for tensor in inputs]
+    expected = linear_cross_entropy(*inputs[:2], target)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(linear_cross_entropy(*inputs[:2], target), expected)
+    assert torch.equal(linear_cross_entropy(*frozen[:2], target), expected)
+    assert holds == [True, False, False, False]
+
+
+def test_the_graph_is_freed_without_the_garbage_collector(device: str):
+    inputs, target = make_inputs(device)
+    gc.disable()
+    try:
+        loss = linear_cross_entropy(*inputs[:2], target, logits_bytes=0)
+        held = [weakref.ref(tensor) for tensor in loss.grad_fn.held if tensor is not None]  # type: ignore[union-attr]
+        assert held
+        torch.autograd.grad(loss, inputs[0], retain_graph=True)
+        assert all(tensor() is None for tensor in held)
+        loss = linear_cross_entropy(*inputs[:2], target, logits_bytes=0)
+        held = [weakref.ref(tensor) for tensor in loss.grad_fn.held if tensor is not None]  # type: ignore[union-attr]
+        del loss
+        assert all(tensor() is None for tensor in held)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("logits_bytes", [0, math.inf])
+@pytest.mark.parametrize("trained", [t for t in itertools.product((False, True), repeat=3) if any(t)])
+def test_frozen_inputs_cost_no_matrix_product(
+    trained: tuple[bool, ...], logits_bytes: float, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    inputs, target = make_inputs(device)
+    expected = run(linear_cross_entropy, inputs, target, logits_bytes=logits_bytes)[1:]
+    products: Counter[str] = Counter()
+    for name in ("mm", "addmm"):
+        function = getattr(torch, name)
+
+        def counted(*arguments: Any, name: str = name, function: Any = function, **settings: Any) -> Tensor:
+            products[name] += 1
+            return function(*arguments, **settings)
+
+        monkeypatch.setattr(torch, name, counted)
+    chosen = [tensor.detach().requires_grad_(train) for tensor, train in zip(inputs, trained, strict=True)]
+    hidden, weight, bias = chosen
+    loss = linear_cross_entropy(hidden, weight, target, bias, logits_bytes=logits_bytes, hold_logits=False)
+    loss.backward(make(seed=9).to(loss))
+    blocks = 1 if logits_bytes else 3
+    assert products == Counter(mm=blocks * trained[1], addmm=blocks * (2 + trained[0]))
+    for tensor, train, gradient in zip(chosen, trained, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient) if train else tensor.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("logits_bytes", [None, math.inf])
+def test_nothing_waits_for_the_device(logits_bytes: float | None):
+    inputs, target = make_inputs("cuda", torch.bfloat16)
+    run(linear_cross_entropy, inputs, target)
+    gradient = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = linear_cross_entropy(
+            *inputs[:2], target, label_smoothing=0.1, logits_bytes=logits_bytes, return_token_accuracy=True
+        )
+        torch.autograd.grad(found.loss, inputs[:2], gradient)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
