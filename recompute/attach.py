@@ -23,10 +23,13 @@ from recompute.engine.saved import Owner
 from recompute.engine.tape import TapeRegion
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.explain import Attachment, explanation
-from recompute.policy.loading import load_policy
+from recompute.kernel_runners import KernelRunner
+from recompute.policy.loading import is_preset, load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.model import Policy, Rule, is_op_name
-from recompute.runners import KERNELS, Forward, RootRunner, Runner, choose, setting_of
+from recompute.recognize import is_decorated
+from recompute.runners import Forward, RootRunner, Runner, setting_of
+from recompute.selection import choose
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -115,8 +118,10 @@ def _attachments(
     openings = PlanCache() if openings is None else openings
     entries, modules = _entries(model, name or type(model).__name__)
     rules = assign(policy, entries)
-    for message in unmatched_rules(policy, entries, rules):
-        warn(f"policy {policy.name}: {message}")
+    unmatched = unmatched_rules(policy, entries, rules)
+    if len(unmatched) == len(policy.rules) or not is_preset(policy):  # a preset has rules for many models
+        for message in unmatched:
+            warn(f"policy {policy.name}: {message}")
     chosen: dict[int, Attachment] = {}
     joined = {
         path for path, i in rules.items() if policy.rules[i].action == "recompute" and _governor(path, rules) == i
@@ -128,7 +133,7 @@ def _attachments(
         found = list(choose(path, modules[path], rule, rules.keys() - joined, openings))
         for inside, module, runner in found:
             chosen.setdefault(id(module), Attachment(inside, module, index, runner))
-        if rule.via == "kernel" and not any(isinstance(runner, KERNELS) for _, _, runner in found):
+        if rule.via == "kernel" and not any(isinstance(runner, KernelRunner) for _, _, runner in found):
             name = type(modules[path]).__name__
             warn(f"policy {policy.name}: rules[{index}]: no kernel computes what {name} does; hooks regenerate it")
     _warn_of_unknown_ops(policy)
@@ -167,7 +172,7 @@ def _entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, 
     while pending:
         path, parent, around = pending.pop()
         for key, module in reversed(parent._modules.items()):
-            if module is not None and not _is_decorated(module):
+            if module is not None and not is_decorated(module):
                 layer = (int(key), len(parent)) if isinstance(parent, nn.ModuleList) and key.isdigit() else around
                 pending.append((f"{path}.{key}" if path else key, module, layer))
         if type(parent).forward is not nn.Module.forward or "forward" in vars(parent):  # unlike a ModuleList
@@ -210,10 +215,6 @@ def _name(path: str, module: nn.Module) -> str:
     return f"module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
 
 
-def _is_decorated(module: nn.Module) -> bool:
-    return hasattr(type(module), "_recompute_decorated")
-
-
 def _refuse_governed(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -225,7 +226,7 @@ def _refuse_governed(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{_name(path, module)} has parameters without a shape yet. Run the model once, then apply the policy."
             )
-        if RUNNER in vars(module) or _is_decorated(module):
+        if RUNNER in vars(module) or is_decorated(module):
             raise AlreadyAppliedError(
                 f"{_name(path, module)} is already under a policy. Remove that one first (handle.remove(), or the "
                 "decorator), or give the model one policy with the rules of both."
@@ -351,8 +352,13 @@ class _Decorated:
 
 
 def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, openings: PlanCache) -> None:
-    attachments = _attachments(module, policy, cls.__name__, openings)
-    _attach([attachment for attachment in attachments if attachment.path])
+    vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
+    try:
+        attachments = _attachments(module, policy, cls.__name__, openings)
+        _attach([attachment for attachment in attachments if attachment.path])
+    except BaseException:
+        del vars(module)[RUNNER]
+        raise
     runner = next((attachment.runner for attachment in attachments if not attachment.path), None)
     vars(module)[RUNNER] = _Decorated(cls, runner)
 

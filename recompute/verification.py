@@ -22,7 +22,7 @@ from recompute.engine.recipe import count_different, verifying
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import describe
 from recompute.errors import GradientMismatch, MutationError, UnsupportedError
-from recompute.runners import KERNELS
+from recompute.kernel_runners import KernelRunner
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor | None]
@@ -310,7 +310,7 @@ def _is_exact(handle: AppliedPolicy, model: nn.Module) -> bool:
     """Whether the policy promises the same bits: no kernel stands in where the model is."""
     runners: list[Any] = [getattr(one.runner, "inner", None) or one.runner for one in handle._attachments]
     on_cuda = any(parameter.is_cuda for parameter in model.parameters())
-    return not any(isinstance(runner, KERNELS) and (on_cuda or runner.fallback is None) for runner in runners)
+    return not any(isinstance(runner, KernelRunner) and (on_cuda or runner.fallback is None) for runner in runners)
 
 
 def _differing(found: Tensors, expected: Tensors) -> list[str]:

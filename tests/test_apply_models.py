@@ -103,31 +103,57 @@ def in_float64(model: nn.Module) -> nn.Module:
     return exact
 
 
+def gradient_error(outcome: list[Tensor], truth: list[Tensor]) -> float:
+    """Root mean square over all gradients, each relative to its own size."""
+    errors = [
+        (one.double() - other).norm() / other.norm()
+        for one, other in zip(outcome, truth, strict=True)
+        if other.norm() > 0
+    ]
+    return torch.stack(errors).square().mean().sqrt().item()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_are_as_close_to_float64_as_eager_is(name: str) -> None:
     model, eager = make(name), make(name)
     exact = in_float64(eager)
-    applied(model, "kernel", quietly=name in ("gemma", "gemma2", "gemma3", "phi3"))
+    applied(model, "kernel")
     (found,), (without,), (truth,) = steps(model, 1), steps(eager, 1), steps(exact, 1)
-
-    def error(outcome: list[Tensor]) -> float:
-        """Root mean square over all gradients, each relative to its own size."""
-        errors = [
-            (one.double() - other).norm() / other.norm()
-            for one, other in zip(outcome, truth, strict=True)
-            if other.norm() > 0
-        ]
-        return torch.stack(errors).square().mean().sqrt().item()
-
-    assert 0 < error(without) < 1e-5
+    assert 0 < gradient_error(without, truth) < 1e-5
     # Both sum the same terms, in another order: a few tens of gradients, each with rounding errors of its own.
-    assert error(found) <= 1.25 * error(without)
+    assert gradient_error(found, truth) <= 1.25 * gradient_error(without, truth)
+
+
+LAYERS_BY_KERNELS = {
+    "version": 1,
+    "name": "layers",
+    "rules": [
+        {"type": ["*DecoderLayer", "*RMSNorm"], "action": "recompute", "via": "kernel"},
+        {"match": "lm_head", "action": "recompute", "via": "kernel"},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) -> None:
+    model, eager = make(name), make(name)
+    exact = in_float64(eager)
+    handle = applied(model, LAYERS_BY_KERNELS)
+    found = steps(model, 2)[-1:]  # the Linears behind a norm are known by then
+    without, truth = steps(eager, 2)[-1:], steps(exact, 2)[-1:]
+    assert 0 < gradient_error(without[0], truth[0]) < 1e-5
+    assert gradient_error(found[0], truth[0]) <= 1.25 * gradient_error(without[0], truth[0])
+    notes = handle.explain()
+    assert ("norm_linears, residual_mlp" in notes) is (name not in ("gemma2", "gemma3"))  # which norm once more
+    for kernel in ("gated_mlp", "rope, as apply_rotary_pos_emb", "rms_norm", "linear_cross_entropy"):
+        assert f"kernel: {kernel}" in notes
 
 
 def test_kernels_leave_out_what_they_do_not_compute() -> None:
-    with pytest.warns(PolicyWarning, match=r"rules\[1\]: no kernel computes what GemmaMLP does; hooks regenerate it"):
-        handle = recompute.apply(make("gemma"), "kernel")
-    assert "gemma casting" in handle.explain()
+    with pytest.warns(PolicyWarning, match=r"rules\[1\]: no kernel computes what LlamaMLP does; hooks regenerate it"):
+        handle = recompute.apply(make("llama", hidden_act="relu"), "kernel")
+    assert "kernel: rms_norm" in handle.explain()
+    assert "gated_mlp" not in handle.explain()
 
 
 @pytest.mark.parametrize("preset", ["full", "hook"])
@@ -179,13 +205,15 @@ def test_elementwise_drops_and_keeps_these_bytes_of_a_llama(dtype: torch.dtype, 
     handle = applied(model, "elementwise")
     assert_same(steps(model, 1), steps(without, 1))
     stats = of_one_more(lambda: steps(model, 1), handle)
-    assert stats.dropped_nbytes == LAYERS * (2 * norm_nbytes(TOKENS, HIDDEN, size) + mlp_nbytes(size))
+    norms = 2 * LAYERS + 1
+    assert stats.dropped_nbytes == norms * norm_nbytes(TOKENS, HIDDEN, size) + LAYERS * mlp_nbytes(size)
     heads, kv, head = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
     # The input, q, attention's output and the stream after it; k and v; gate and up. A logarithm a head; and cosine
     # and sine, which are the same for all sequences.
     a_token = (4 * HIDDEN + 2 * kv * head + 2 * INTERMEDIATE) * size + heads * 4
-    assert stats.kept_nbytes == LAYERS * (TOKENS * a_token + 2 * LENGTH * head * size)
-    assert stats.frames == LAYERS
+    last = TOKENS * HIDDEN * size  # the last norm's input
+    assert stats.kept_nbytes == LAYERS * (TOKENS * a_token + 2 * LENGTH * head * size) + last
+    assert stats.frames == LAYERS + 1
 
 
 def test_hook_drops_these_bytes_of_a_qwen3() -> None:
@@ -243,7 +271,7 @@ def test_kernels_in_low_precision_lose_no_more_than_eager(name: str, precision: 
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model, without = make(name, dtype), make(name, dtype)
     exact = in_float64(without)
-    applied(model, "kernel", quietly=name == "gemma3")
+    applied(model, "kernel")
     logits = []
     for each in (model, without, exact):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast" and each is not exact):
@@ -303,11 +331,12 @@ def test_options_of_the_model(options: dict[str, Any], preset: str) -> None:
     assert_same(steps(model), steps(make("llama", **options)))
 
 
-def test_an_mlp_with_biases_is_left_to_hooks() -> None:
-    model, without = make("llama", mlp_bias=True), make("llama", mlp_bias=True)
-    with pytest.warns(PolicyWarning, match="no kernel computes what LlamaMLP does"):
-        recompute.apply(model, "kernel")
-    torch.testing.assert_close(steps(model), steps(without))
+@pytest.mark.parametrize("policy", ["kernel", LAYERS_BY_KERNELS], ids=["parts", "layers"])
+def test_kernels_take_biases(policy: Any) -> None:
+    options = {"mlp_bias": True, "attention_bias": True}
+    model = make("llama", **options)
+    assert "gated_mlp" in applied(model, policy).explain()
+    torch.testing.assert_close(steps(model), steps(make("llama", **options)))
 
 
 @pytest.mark.parametrize("preset", [*EXACT, "kernel"])

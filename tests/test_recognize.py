@@ -23,7 +23,14 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
-from recompute.recognize import GatedMLP, Norm, find_gated_mlp, find_norm, is_silu
+from recompute.recognize import (
+    GatedMLP,
+    Norm,
+    find_activation,
+    find_gated_mlp,
+    find_norm,
+    find_pre_norm_layer,
+)
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 40
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -69,7 +76,12 @@ def test_finds_the_norms_there_are(cls: type[nn.Module], casting: str, eps: floa
 def test_finds_the_mlps_there_are(cls: type[nn.Module], config: type[Any]) -> None:
     mlp = cls(config(**SHAPE))
     assert find_gated_mlp(mlp) == GatedMLP("gate_proj", "up_proj", "down_proj", "act_fn")
-    assert is_silu(mlp.act_fn) is (cls is not gemma.GemmaMLP)
+    assert find_activation(mlp.act_fn) == ("gelu_tanh" if cls is gemma.GemmaMLP else "silu")
+
+
+def test_finds_gate_and_up_in_one_linear() -> None:
+    mlp = phi3.Phi3MLP(transformers.Phi3Config(**SHAPE, pad_token_id=0))
+    assert find_gated_mlp(mlp) == GatedMLP("gate_up_proj", None, "down_proj", "activation_fn")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,24 +191,28 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
 @pytest.mark.parametrize(
     ("activation", "expected"),
     [
-        (nn.SiLU(), True),
-        (transformers.activations.ACT2FN["silu"], True),
-        (transformers.activations.ACT2FN["swish"], True),
-        (nn.SiLU(inplace=True), False),
-        (nn.GELU(), False),
-        (nn.Sigmoid(), False),
-        (nn.Mish(), False),
-        (nn.Sequential(nn.SiLU(), nn.SiLU()), False),
-        (nn.Sequential(nn.SiLU(), nn.Dropout(0.1)), False),
-        (nn.Identity(), False),
-        (norm_of(lambda self, x: F.silu(x) * 2), False),
-        (norm_of(lambda self, x: F.silu(x * 2)), False),
-        (norm_of(lambda self, x: F.silu(x) if self.training else x), False),
+        (nn.SiLU(), "silu"),
+        (transformers.activations.ACT2FN["silu"], "silu"),
+        (transformers.activations.ACT2FN["swish"], "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (transformers.activations.ACT2FN["gelu"], "gelu"),
+        (transformers.activations.ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
+        (nn.SiLU(inplace=True), None),
+        (transformers.activations.ACT2FN["quick_gelu"], None),
+        (nn.Sigmoid(), None),
+        (nn.Mish(), None),
+        (nn.Sequential(nn.SiLU(), nn.SiLU()), None),
+        (nn.Sequential(nn.SiLU(), nn.Dropout(0.1)), None),
+        (nn.Identity(), None),
+        (norm_of(lambda self, x: F.silu(x) * 2), None),
+        (norm_of(lambda self, x: F.silu(x * 2)), None),
+        (norm_of(lambda self, x: F.silu(x) if self.training else x), None),
     ],
     ids=lambda value: repr(value) if isinstance(value, nn.Module) else "",
 )
-def test_silu_is_silu(activation: nn.Module, expected: bool) -> None:
-    assert is_silu(activation) is expected
+def test_an_activation_is_what_it_computes(activation: nn.Module, expected: str | None) -> None:
+    assert find_activation(activation) == expected
 
 
 class Busy(TinyRMSNorm):
@@ -216,7 +232,7 @@ class Busy(TinyRMSNorm):
         return super().forward(x) if noise < 2 else x
 
 
-@pytest.mark.parametrize("find", [find_norm, find_gated_mlp, is_silu])
+@pytest.mark.parametrize("find", [find_norm, find_gated_mlp, find_activation, find_pre_norm_layer])
 def test_looking_at_a_module_changes_nothing(find: Callable[[nn.Module], Any]) -> None:
     module = Busy()
     names, parameters = list(vars(module)), [*module.parameters(), *module.buffers()]
@@ -242,7 +258,7 @@ class Constants(TinyRMSNorm):
 def test_constants_of_a_trace_do_not_stay_on_the_module() -> None:
     module = Constants(HIDDEN)
     before = vars(module).keys() | set()
-    for find in (find_norm, find_gated_mlp, is_silu):
+    for find in (find_norm, find_gated_mlp, find_activation, find_pre_norm_layer):
         assert not find(module)
         assert vars(module).keys() == before
 

@@ -40,6 +40,12 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_presets())
 
 
+def is_preset(policy: Policy) -> bool:
+    """Whether ``policy`` says what the preset of its name does."""
+    presets = _presets()
+    return policy.name in presets and policy == load_policy(policy.name)
+
+
 def preset_path(name: str) -> Path:
     """The file of the preset ``name``, to read or to copy. Raises ``PolicyError`` if there is none."""
     presets = _presets()
