@@ -9,6 +9,7 @@ import statistics
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from recompute.attach import apply
 from recompute.errors import AblationError
@@ -30,8 +32,9 @@ from recompute.verification import Widened, deterministic, relative_error, same_
 BASELINE = "none"
 """The policy that every other one is compared with: the model as it is, with nothing attached."""
 
-Peer = Literal["torch-checkpoint", "torch-selective"]
-"""torch's own checkpoint on every decoder layer: of all of it, or of all but matmuls and attention."""
+Peer = Literal["torch-checkpoint", "torch-selective", "torch-compile", "liger"]
+"""What others offer: torch's checkpoint on every decoder layer, of all of it or of all but matmuls and attention;
+torch.compile of every layer; Liger-Kernel's norms, SwiGLU and rotary embedding."""
 
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
@@ -94,7 +97,7 @@ class AblationConfig(BaseModel):
 LLAMA_1B = AblationConfig(
     model=ModelShape(hidden_size=2048, intermediate_size=8192, layers=16, heads=32, kv_heads=8),
     policies=("none", "full", "hook", "elementwise", "kernel", "auto"),
-    peers=get_args(Peer),
+    peers=("torch-checkpoint", "torch-selective"),
     sequence_lengths=(4096,),
     batch_size=1,
     dtype="bfloat16",
@@ -257,13 +260,12 @@ def _measure(experiment: _Experiment, policy: str) -> Row:
     exact = _is_exact(policy)
     tolerance = 0.0 if exact else experiment.grad_tolerance if experiment.baseline else None
     model = build_model(config, device)
-    _attach(model, policy)
-    optimizer = AdamW(model.parameters(), lr=config.learning_rate, fused=True)
-
-    with deterministic(device.type == "cuda"):
-        trained = _train(experiment, model, optimizer, policy)
-    timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
-    memory = profiling.step_memory(partial(_loss, model, experiment.batches[-1]), device)
+    with _under(policy, model):
+        optimizer = AdamW(model.parameters(), lr=config.learning_rate, fused=True)
+        with deterministic(device.type == "cuda"):
+            trained = _train(experiment, model, optimizer, policy)
+        timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
+        memory = profiling.step_memory(partial(_loss, model, experiment.batches[-1]), device)
     if policy == BASELINE:
         experiment.baseline = trained
 
@@ -359,31 +361,58 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 def _is_exact(policy: str) -> bool:
     """Whether the policy promises the baseline's bits; a kernel in a module's place rounds otherwise."""
-    if policy in (BASELINE, *_PEERS):
-        return True
+    if policy in get_args(Peer):
+        return policy in ("torch-checkpoint", "torch-selective")
     return all(rule.action != "recompute" or rule.via == "hook" for rule in load_policy(policy).rules)
 
 
-def _attach(model: LlamaForCausalLM, policy: str) -> None:
-    if policy in _PEERS:
+@contextmanager
+def _under(policy: str, model: LlamaForCausalLM) -> Iterator[None]:
+    """Have the policy, or the peer, at work on the model."""
+    if policy == "liger":
+        with _liger(model):
+            yield
+    elif policy == "torch-compile":
         for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **_PEERS[policy])
-    elif policy != BASELINE:
-        apply(model, load_policy(policy))
+            layer.compile()
+        yield
+        torch.compiler.reset()
+    elif policy in get_args(Peer):
+        options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
+        for layer in model.model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        yield
+    else:
+        if policy != BASELINE:
+            apply(model, load_policy(policy))
+        yield
 
 
-_SAVED_OPS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+@contextmanager
+def _liger(model: LlamaForCausalLM) -> Iterator[None]:
+    """Liger also puts its functions into a module of transformers, which is put back as it was."""
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise AblationError("the peer liger needs the package liger-kernel: pip install liger-kernel") from error
+    before = dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    try:
+        yield
+    finally:
+        vars(modeling_llama).update(before)
+
+
+_SELECTIVE = partial(
+    create_selective_checkpoint_contexts,
+    [
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    ],
 )
-
-_PEERS: dict[str, dict[str, Any]] = {
-    "torch-checkpoint": {},
-    "torch-selective": {"context_fn": partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))},
-}
 
 
 def _gradient(model: nn.Module) -> tuple[Tensor, ...]:
