@@ -161,13 +161,14 @@ class Linears:
 
     def learn(self, normed: Normed) -> None:
         """At the end of a run: what read its norm is expected to read the next one's."""
-        read = [] if normed.is_needed_whole or not all(map(normed.suits, normed.read)) else normed.read
+        read = [] if normed.is_needed_whole else normed.read
         is_as_known = len(read) == len(self._known) and all(
-            reference() is weight for (reference, _), (weight, _) in zip(self._known, read, strict=True)
+            [reference() is weight for (reference, _), (weight, _) in zip(self._known, read, strict=True)]
         )
         if not is_as_known:
+            suited = read if all(map(normed.suits, read)) else []
             self._known = tuple(
-                (weakref.ref(weight), None if bias is None else weakref.ref(bias)) for weight, bias in read
+                (weakref.ref(weight), None if bias is None else weakref.ref(bias)) for weight, bias in suited
             )
 
 

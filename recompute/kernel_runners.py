@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -13,9 +14,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from recompute.deferred import Activated, Linears, Logits, Normed, Operands
 from recompute.engine.context import base_of
-from recompute.engine.recipe import local
+from recompute.engine.recipe import local, open_book
 from recompute.engine.region import is_fake, is_recording
-from recompute.engine.saved import Owner
+from recompute.engine.saved import Owner, PassingBy
 from recompute.recognize import (
     GatedMLP,
     Norm,
@@ -27,6 +28,8 @@ from recompute.recognize import (
 )
 from recompute.rotary import Rotary, find_rotary
 from recompute.runners import Forward, Runner, is_active
+
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -141,11 +144,24 @@ class KernelLayerRunner(KernelRunner):
     mlp: MLP | None
     stands_in_for_parts = True
     _linears: Linears = field(default_factory=Linears, init=False)
+    _records: bool = field(default=True, init=False)
+    """Whether anything inside can be dropped by the scope around: not known before the first run."""
 
     def _what(self) -> str:
         return "norm_linears, " + ("add_rms_norm" if self.mlp is None else "residual_mlp")
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        book = open_book()
+        if book is None:
+            return self._run(module, forward, args, kwargs)
+        before = book.entered
+        is_given = isinstance(args[0] if args else None, Tensor) and book.knows(args[0])
+        with _NOTHING if self._records or is_given or not args else PassingBy():
+            result = self._run(module, forward, args, kwargs)
+        self._records = book.entered > before
+        return result
+
+    def _run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.add_rms_norm import add_rms_norm
         from recompute.kernels.norm_linears import norm_linears
         from recompute.kernels.residual_mlp import residual_mlp

@@ -361,12 +361,15 @@ class RecipeBook:
     """
 
     entries: dict[int, _Entry] = field(default_factory=dict)
+    entered: int = 0
+    """How many there have been."""
 
     def enter(
         self, output: Tensor, recipe: Recipe, slot: int, whole: Layout | None = None, *, counted: bool = False
     ) -> None:
         """whole: the layout of what the recipe gives back, if ``output`` is a view of that."""
         if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
+            self.entered += 1
             reference = StorageWeakRef(output.untyped_storage())
             self.entries[key] = _Entry(reference, recipe, slot, version_of(output), whole or Layout.of(output), counted)
 

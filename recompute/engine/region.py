@@ -80,6 +80,7 @@ class Scope:
     """
 
     is_checkpoint = False
+    may_be_passed = True
 
     def __init__(self, owner: Owner):
         self._owner = owner
@@ -102,6 +103,8 @@ class Scope:
 
 class KeepSpan(Scope):
     """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops."""
+
+    may_be_passed = False
 
     def __init__(self, owner: Owner):
         super().__init__(owner)

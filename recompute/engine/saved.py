@@ -169,6 +169,28 @@ def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+class PassingBy:
+    """The span in which what autograd saves goes past a scope, to the hooks around it: about 3 µs less a tensor.
+
+    For what is known to save nothing that a scope could drop. Inside other regions it changes nothing.
+    """
+
+    __slots__ = ("_hooks",)
+
+    def __enter__(self) -> None:
+        self._hooks = top_hooks()
+        if self._hooks is not None:
+            pack, unpack = self._hooks
+            if unpack is unpack_saved and getattr(pack.__self__, "may_be_passed", False):  # type: ignore[attr-defined]
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            else:
+                self._hooks = None
+
+    def __exit__(self, *error: object) -> None:
+        if self._hooks is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+
 def is_under_a_checkpoint() -> bool:
     """Whether what is saved now goes to a checkpoint, ours or torch's, be it the first run or a replay."""
     hooks = top_hooks()
