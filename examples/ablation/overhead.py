@@ -20,6 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# A script's folder is where Python looks first, and kernels.py in it is not the `kernels` that transformers looks for.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+
+# ruff: noqa: E402
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn

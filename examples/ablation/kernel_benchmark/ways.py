@@ -1,0 +1,202 @@
+"""The ways to compute each op: ours, the formula of Hugging Face's modules, and the peers'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Tensors = tuple[Tensor, ...]
+Function = Callable[..., Any]
+Load = Callable[[], Function]
+"""Imports an op and returns it: what is missing is noticed in the row of the way that needs it."""
+
+EPS = 1e-6
+
+OURS, OURS_GIB, OURS_ALL = "recompute", "recompute, 1 GiB of logits", "recompute, all logits"
+EAGER, FUSED, COMPILED, COPY = "eager", "aten fused", "torch.compile", "copy"
+LIGER, LIGER_FLOAT32, QUACK, CCE = "Liger", "Liger, float32 sums", "quack", "cut-cross-entropy"
+BARS = (OURS, OURS_GIB, OURS_ALL, EAGER, FUSED, COMPILED, LIGER, LIGER_FLOAT32, QUACK, CCE)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As Hugging Face computes it, as all the eager formulas do."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * h.to(x.dtype)
+
+
+def aten_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, norm: Function = rms_norm) -> Tensors:
+    h = x + residual
+    return norm(h, weight), h
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
+    def rotated(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)
+
+    return rotated(q), rotated(k)
+
+
+def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, product: Function = swiglu) -> Tensor:
+    return F.linear(product(F.linear(x, gate), F.linear(x, up)), down)
+
+
+def norm_linears(x: Tensor, norm_weight: Tensor, *weights: Tensor, norm: Function = rms_norm) -> Tensors:
+    """The projections of a norm's output; and x, from which the residual stream goes on."""
+    n = norm(x, norm_weight)
+    return *(F.linear(n, weight) for weight in weights), x
+
+
+def residual_mlp(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    add_norm: Function = add_rms_norm,
+    product: Function = swiglu,
+) -> Tensor:
+    n, h = add_norm(x, residual, norm_weight)
+    return h + gated_mlp(n, gate, up, down, product)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), target)
+
+
+def op(module: str, name: str, *last: Any, **options: Any) -> Load:
+    """The op of that name, to which these arguments are given after its inputs."""
+
+    def load() -> Function:
+        function = attrgetter(name)(import_module(module))
+        return lambda *inputs: function(*inputs, *last, **options)
+
+    return load
+
+
+def formula(function: Function, **parts: Load) -> Load:
+    """A formula of ours, in which a peer's op stands in for a part."""
+    return lambda: partial(function, **{name: load() for name, load in parts.items()})
+
+
+def compiled(function: Function) -> Load:
+    return lambda: torch.compile(function, dynamic=False)
+
+
+def first_of(load: Load) -> Load:
+    def load_it() -> Function:
+        function = load()
+        return lambda *inputs: function(*inputs)[0]
+
+    return load_it
+
+
+def quack_add_rms_norm() -> Function:
+    norm = import_module("quack").rmsnorm
+    return lambda x, residual, weight: norm(x, weight, residual=residual, eps=EPS, prenorm=True)
+
+
+def our_norm_linears() -> Function:
+    function = import_module("recompute.kernels.norm_linears").norm_linears
+
+    def call(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensors:
+        outputs, h = function(x, norm_weight, weights, eps=EPS)
+        return *outputs, h
+
+    return call
+
+
+LIGER_NORM = op("liger_kernel.ops", "LigerRMSNormFunction.apply", EPS)
+LIGER_ADD_NORM = op("liger_kernel.ops", "LigerFusedAddRMSNormFunction.apply", EPS)
+LIGER_SWIGLU = op("liger_kernel.ops", "LigerSiLUMulFunction.apply")
+LIGER_CROSS_ENTROPY = partial(op, "liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction.apply")
+# bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
+FLOAT32_SUMS = (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)
+OUR_CROSS_ENTROPY = partial(op, "recompute.kernels.linear_cross_entropy", "linear_cross_entropy")
+
+WAYS: dict[str, dict[str, Load]] = {
+    "rms_norm": {
+        OURS: op("recompute.kernels.rms_norm", "rms_norm", EPS, "llama"),
+        EAGER: formula(rms_norm),
+        FUSED: formula(aten_rms_norm),
+        COMPILED: compiled(rms_norm),
+        LIGER: LIGER_NORM,
+        QUACK: op("quack", "rmsnorm", eps=EPS),
+    },
+    "add_rms_norm": {
+        OURS: op("recompute.kernels.add_rms_norm", "add_rms_norm", EPS, "llama"),
+        EAGER: formula(add_rms_norm),
+        FUSED: formula(add_rms_norm, norm=formula(aten_rms_norm)),
+        COMPILED: compiled(add_rms_norm),
+        LIGER: LIGER_ADD_NORM,
+        QUACK: quack_add_rms_norm,
+    },
+    "swiglu": {
+        OURS: op("recompute.kernels.swiglu", "swiglu"),
+        EAGER: formula(swiglu),
+        COMPILED: compiled(swiglu),
+        LIGER: LIGER_SWIGLU,
+    },
+    "geglu": {
+        OURS: op("recompute.kernels.swiglu", "geglu"),
+        EAGER: formula(geglu),
+        COMPILED: compiled(geglu),
+        LIGER: op("liger_kernel.ops", "LigerGELUMulFunction.apply"),
+    },
+    "rope": {
+        OURS: op("recompute.kernels.rope", "rope"),
+        EAGER: formula(rope),
+        COMPILED: compiled(rope),
+        LIGER: op("liger_kernel.ops", "LigerRopeFunction.apply"),
+    },
+    "gated_mlp": {
+        OURS: op("recompute.kernels.gated_mlp", "gated_mlp"),
+        EAGER: formula(gated_mlp),
+        COMPILED: compiled(gated_mlp),
+        LIGER: formula(gated_mlp, product=LIGER_SWIGLU),
+    },
+    "residual_mlp": {
+        OURS: op("recompute.kernels.residual_mlp", "residual_mlp", EPS),
+        EAGER: formula(residual_mlp),
+        COMPILED: compiled(residual_mlp),
+        LIGER: formula(residual_mlp, add_norm=LIGER_ADD_NORM, product=LIGER_SWIGLU),
+    },
+    "norm_linears": {
+        OURS: our_norm_linears,
+        EAGER: formula(norm_linears),
+        COMPILED: compiled(norm_linears),
+        LIGER: formula(norm_linears, norm=LIGER_NORM),
+    },
+    "linear_cross_entropy": {
+        OURS: OUR_CROSS_ENTROPY(),
+        OURS_GIB: OUR_CROSS_ENTROPY(logits_bytes=1 << 30),
+        OURS_ALL: OUR_CROSS_ENTROPY(logits_bytes=math.inf),
+        EAGER: formula(linear_cross_entropy),
+        COMPILED: compiled(linear_cross_entropy),
+        LIGER: first_of(LIGER_CROSS_ENTROPY()),
+        LIGER_FLOAT32: first_of(LIGER_CROSS_ENTROPY(*FLOAT32_SUMS)),
+        CCE: op("cut_cross_entropy", "linear_cross_entropy"),
+    },
+}

@@ -1,0 +1,67 @@
+"""How fast the kernels are beside their peers, in one run: python examples/ablation/kernels.py --out results/kernels
+
+Every way goes through autograd, but for our backwards that regenerate an output, which are called as autograd would.
+Their time is the median of replays of a CUDA graph, over as many sets of inputs as overflow the L2 several times; a way
+that waits for the GPU, which no graph can hold, is timed in plain calls. Bandwidth counts each tensor once, and is set
+beside that of a copy of as many bytes. An error is ‖a - b‖ / ‖b‖, where b is what the eager formula gives in
+float32. A way that is not installed or fails is a row that says why. Without a GPU the references run, on small
+tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels")
+
+
+def main() -> None:
+    # Not above: transformers loads any module `kernels` that it finds, and this file's folder is on the path.
+    import torch
+    from kernel_benchmark import tables
+    from kernel_benchmark.timing import OPS, Clock, rows
+    from rich.console import Console
+
+    from recompute.planning import profiling
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/kernels"), help="folder for results.json, .md, .png")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="measure these; keep others' rows in --out")
+    parser.add_argument("--quick", action="store_true", help="small tensors, few repeats, and no torch.compile")
+    options = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    clock = Clock(device, quick=options.quick)
+    console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
+    if device.type == "cpu":
+        console.print("No GPU: the references run, on small tensors.")
+    file = options.out / "results.json"
+    ops = json.loads(file.read_text(encoding="utf-8"))["ops"] if file.exists() else {}
+    machine = {**profiling.describe_machine(device), "peers": {name: installed(name) for name in PEERS}}
+    # The default stream cannot be captured, and backward runs on the stream that forward ran on.
+    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+        for name in options.ops:
+            found = [asdict(row) for row in rows(name, clock)]
+            ops[name] = {"command": shlex.join(sys.argv), "machine": machine, "rows": found}
+            console.print(tables.terminal(name, found))
+            results = {"ops": {name: ops[name] for name in OPS if name in ops}}
+            tables.write(results, options.out)
+    tables.plot(results).savefig(options.out / "results.png")
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()
