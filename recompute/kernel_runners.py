@@ -188,18 +188,20 @@ class KernelLayerRunner(KernelRunner):
         with _Owned(self.owner):
             if self.mlp is not None and not _is_hooked(mlp) and (linears := self.mlp.linears(mlp)) is not None:
                 gate, up, down = linears
-                if gate.bias is down.bias is None and (up is None or up.bias is None):
-                    return residual_mlp(
-                        attended,
-                        normed.stream,
-                        mlp_weight,
-                        gate.weight,
-                        None if up is None else up.weight,
-                        down.weight,
-                        mlp_norm.eps,
-                        mlp_norm.casting,
-                        self.mlp.activation,
-                    )
+                return residual_mlp(
+                    attended,
+                    normed.stream,
+                    mlp_weight,
+                    gate.weight,
+                    None if up is None else up.weight,
+                    down.weight,
+                    mlp_norm.eps,
+                    mlp_norm.casting,
+                    self.mlp.activation,
+                    gate_bias=gate.bias,
+                    up_bias=None if up is None else up.bias,
+                    down_bias=down.bias,
+                )
             y, h = add_rms_norm(attended, normed.stream, mlp_weight, mlp_norm.eps, mlp_norm.casting)
         return h + mlp(y)
 

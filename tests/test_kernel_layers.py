@@ -172,14 +172,26 @@ def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Mod
         torch.testing.assert_close(gradients(model), expected)
 
 
-def test_a_policy_under_autocast_leaves_layers_as_they_are() -> None:
-    model, plain = make(), make()
+def test_autocast_casts_as_it_does_without_a_policy() -> None:
+    model, plain, exact = make(), make(), make().double()
     recompute.apply(model, POLICY)
-    for each in (model, plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            each.loss = loss_of(each)
-        each.loss.backward()
-    torch.testing.assert_close(model.loss, plain.loss, rtol=0.02, atol=0)
+    outcomes = []
+    for each in (model, plain, exact):
+        for _ in range(2):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=each is not exact), Ops() as ops:
+                loss = loss_of(each)
+            loss.backward()
+        outcomes.append([loss.detach(), *(parameter.grad for parameter in each.parameters())])
+        assert ops.counts["glu_forward"] == (LAYERS if each is model else 0)
+    found, without, truth = outcomes
+    assert [value.dtype for value in found] == [value.dtype for value in without]
+
+    def error(outcome: list[Tensor]) -> float:
+        pairs = zip(outcome, truth, strict=True)
+        return torch.stack([(one.double() - other).norm() / other.norm() for one, other in pairs]).mean().item()
+
+    assert 1e-3 < error(found) <= 1.1 * error(without)
 
 
 def test_frozen_weights_get_no_gradient_and_others_theirs() -> None:
