@@ -22,7 +22,6 @@ Backward writes it from its beginning; the blocks it holds end where it ends, so
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +50,7 @@ from recompute.kernels.cross_entropy_rows import (
     observe,
     wide_dtype,
 )
+from recompute.kernels.linears import autocast, without_autocast
 
 WIDTH = 8448
 """Columns of a block: 64 · 132, which makes matrix products whole waves of tiles on an H200, of 132 multiprocessors."""
@@ -211,11 +211,9 @@ def linear_cross_entropy(
     options = make_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction)
     if logits_bytes is not None and not logits_bytes >= 0:
         raise KernelError(f"linear_cross_entropy: logits_bytes is {logits_bytes}; expected at least 0 bytes.")
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    operands = [operand for operand in (hidden, weight, bias) if operand is not None]
-    if len({operand.dtype for operand in operands}) > 1:
-        found = ", ".join(str(operand.dtype) for operand in operands)
-        raise KernelError(f"linear_cross_entropy: expected one dtype for hidden, weight and bias, found {found}.")
+    given = {"hidden": hidden, "weight": weight, "bias": bias}
+    operands = autocast("linear_cross_entropy", {}, given, hidden.device.type)
+    hidden, weight, bias = operands  # type: ignore[assignment]  # the first two are tensors
     wanted = (return_token_accuracy, return_argmax, return_max_logit)
     extras = (return_max_logit, return_argmax or return_token_accuracy)
     logits = None
@@ -225,7 +223,7 @@ def linear_cross_entropy(
         results = losses_of(logits, target, class_weights, options._replace(softcap=0.0), reduction, *extras)
     else:
         nbytes = _logits_nbytes(logits_bytes, target.numel(), len(weight), hidden.dtype.itemsize)
-        trains = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+        trains = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
         # Compiled code could not but copy what backward writes over.
         hold = hold_logits and trains and not torch.compiler.is_compiling()
         arguments = (hidden, weight, bias, target, class_weights, options, reduction, nbytes, hold, *extras)
@@ -249,23 +247,6 @@ def _logits_nbytes(logits_bytes: float | None, tokens: int, vocabulary: int, ite
     if logits_bytes is None:
         return tokens * itemsize * WIDTH
     return int(min(logits_bytes, tokens * itemsize * (vocabulary + 64)))
-
-
-def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast casts a Linear's operands: outside of our Function, so that autograd sees it."""
-    device = hidden.device.type
-    if not _autocast_enabled(device):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
-
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
-
-
-def _autocast_enabled(device: str) -> bool:
-    return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast, and asking raises
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -303,9 +284,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dloss is None:
             return (None,) * 11
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad
-        device = dloss.device.type
-        # Everything has forward's dtype by now, whatever backward is called under.
-        with torch.autocast(device, enabled=False) if _autocast_enabled(device) else nullcontext():
+        with without_autocast(dloss.device.type):
             if torch.is_grad_enabled():
                 inputs = (*saved[:5], ctx.options, ctx.reduction)
                 found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], dloss)

@@ -48,7 +48,7 @@ def autocast(
     Raises:
         KernelError: where inputs and parameters are of several dtypes, which PyTorch refuses too.
     """
-    if _autocasts(device):
+    if autocasts(device):
         narrow = torch.get_autocast_dtype(device)
         inputs = {name: dtype if dtype is torch.float64 else narrow for name, dtype in inputs.items()}
         parameters = {
@@ -58,16 +58,17 @@ def autocast(
     dtypes = inputs | {name: tensor.dtype for name, tensor in parameters.items() if tensor is not None}
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise KernelError(f"{op}: expected one dtype for x, weights and biases, found {found}.")
+        raise KernelError(f"{op}: expected one dtype, found {found}.")
     return tuple(parameters.values())
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """For a backward: everything has forward's dtype by then, whatever backward is called under."""
-    return torch.autocast(device, enabled=False) if _autocasts(device) else contextlib.nullcontext()
+    return torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
-def _autocasts(device: str) -> bool:
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for ``device``."""
     return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast, and asking raises
 
 

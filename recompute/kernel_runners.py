@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
@@ -33,7 +34,7 @@ _NOTHING = nullcontext()
 
 
 @dataclass
-class KernelRunner:
+class KernelRunner(ABC):
     """A kernel stands in, also without gradients: training and inference then compute the same function."""
 
     owner: Owner
@@ -48,16 +49,18 @@ class KernelRunner:
             "" if self.fallback is None else f" on CUDA, else {self.fallback.note}"
         )
 
+    @abstractmethod
     def _what(self) -> str:
-        raise NotImplementedError
+        """Which kernels."""
+
+    @abstractmethod
+    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.fallback is not None and not _is_on_cuda(args, kwargs):
             return self.fallback.run(module, forward, args, kwargs)
         return self.run_kernel(module, forward, args, kwargs)
-
-    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        raise NotImplementedError
 
 
 def _is_on_cuda(args: tuple, kwargs: dict) -> bool:
@@ -234,6 +237,9 @@ class KernelRotaryRunner(KernelRunner):
         return f"rope, as {self.rotary.name}"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return self.run_kernel(module, forward, args, kwargs)  # which asks itself where its queries are
+
+    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return self.rotary.bind(module, forward)(*args, **kwargs)
 
 

@@ -335,7 +335,7 @@ ACCEPTED = (ROWS, torch.ones(3, 4), CLASSES)
         ((ROWS, torch.ones(0, 4), CLASSES), {}, "V > 0"),
         ((*ACCEPTED, torch.ones(4)), {}, "bias (4,)"),
         ((torch.tensor(1.0), torch.ones(3, 4), CLASSES), {}, "found hidden ()"),
-        ((ROWS.half(), torch.ones(3, 4), CLASSES), {}, "found torch.float16, torch.float32"),
+        ((ROWS.half(), torch.ones(3, 4), CLASSES), {}, "found hidden torch.float16, weight torch.float32"),
         ((ROWS.long(), torch.ones(3, 4), CLASSES), {}, "hidden is torch.int64"),
         ((ROWS, torch.ones(3, 4), CLASSES.int()), {}, "target is torch.int32 of shape (2,) on cpu"),
         ((ROWS, torch.ones(3, 4), CLASSES[:1]), {}, "expected torch.int64 of shape (2,)"),
