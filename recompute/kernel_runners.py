@@ -17,7 +17,7 @@ from recompute.deferred import Activated, Linears, Logits, Normed, Operands
 from recompute.engine.context import base_of
 from recompute.engine.recipe import local, open_book
 from recompute.engine.region import is_fake, is_recording
-from recompute.engine.saved import Owner, PassingBy
+from recompute.engine.saved import Owner, PassingBy, is_under_a_checkpoint
 from recompute.recognize import (
     GatedMLP,
     Norm,
@@ -58,14 +58,15 @@ class KernelRunner(ABC):
         """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.fallback is not None and not _is_on_cuda(args, kwargs):
-            return self.fallback.run(module, forward, args, kwargs)
-        return self.run_kernel(module, forward, args, kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return forward(*args, **kwargs)  # under a functional transform, which our functions don't know
+        if self.fallback is None or self.is_where_kernels_are(args, kwargs):
+            return self.run_kernel(module, forward, args, kwargs)
+        return self.fallback.run(module, forward, args, kwargs)
 
-
-def _is_on_cuda(args: tuple, kwargs: dict) -> bool:
-    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    return first is not None and first.is_cuda
+    def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        return first is not None and first.is_cuda
 
 
 @dataclass
@@ -184,9 +185,11 @@ class KernelLayerRunner(KernelRunner):
             each, biases = zip(*linears, strict=True)
             return norm_linears(x, weight, each, biases, norm.eps, norm.casting)
 
-        normed = Normed.of(x, normalized, self._linears, together)
+        # What is run again must save what it saved: there nothing is learned in between.
+        linears_known = Linears() if is_under_a_checkpoint() else self._linears
+        normed = Normed.of(x, normalized, linears_known, together)
         attended = attend(_child(module, self.layer.attention), normed)
-        self._linears.learn(normed)
+        linears_known.learn(normed)
         mlp = _child(module, self.layer.mlp)
         with _Owned(self.owner):
             if self.mlp is not None and not _is_hooked(mlp) and (linears := self.mlp.linears(mlp)) is not None:
@@ -236,8 +239,8 @@ class KernelRotaryRunner(KernelRunner):
     def _what(self) -> str:
         return f"rope, as {self.rotary.name}"
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self.run_kernel(module, forward, args, kwargs)  # which asks itself where its queries are
+    def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
+        return True  # the function asks where its queries are
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return self.rotary.bind(module, forward)(*args, **kwargs)

@@ -256,3 +256,72 @@ def test_a_layer_compiles_with_kernels_in_its_place() -> None:
     layer = torch.compile(model.model.layers[0], backend="eager")
     expected = plain.model.layers[0](hidden, position_embeddings=positions)
     torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hugging_faces_checkpointing_runs_around_kernels(reentrant: bool) -> None:
+    model, plain = make(), make()
+    recompute.apply(model, POLICY)
+    for each in (model, plain):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        each.enable_input_require_grads()
+    for _ in range(3):
+        torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+def test_a_checkpoint_of_ours_runs_around_kernels() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self) -> Tensor:
+            return loss_of(self.inner)
+
+    model, plain = Model(), Model()
+    recompute.apply(model.inner, POLICY)
+    recompute.recompute(policy={"version": 1, "name": "all", "rules": [{"type": "Model", "action": "checkpoint"}]})(
+        Model
+    )
+    for _ in range(3):
+        outcomes = []
+        for each, run in ((model, model), (plain, lambda: loss_of(plain.inner))):
+            each.zero_grad()
+            loss = run()
+            loss.backward()
+            outcomes.append([loss.detach(), *(parameter.grad for parameter in each.parameters())])
+        torch.testing.assert_close(*outcomes)
+
+
+def test_generates_the_same_with_a_cache() -> None:
+    model, plain = make().eval(), make().eval()
+    recompute.apply(model, POLICY)
+    found, expected = (each.generate(IDS[:, :4], max_new_tokens=8, do_sample=False) for each in (model, plain))
+    assert torch.equal(found, expected)
+
+
+def test_functional_transforms_see_the_plain_model() -> None:
+    model, plain = make(), make()
+    recompute.apply(model, POLICY)
+
+    def loss(parameters: dict[str, Tensor], each: nn.Module) -> Tensor:
+        arguments = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+        return torch.func.functional_call(each, parameters, (), arguments).loss
+
+    found, expected = (
+        torch.func.grad(loss)({name: p.detach() for name, p in each.named_parameters()}, each)
+        for each in (model, plain)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_weights_that_are_swapped_in_for_a_call_are_the_ones_used() -> None:
+    model, plain = make(), make()
+    recompute.apply(model, POLICY)
+    gradients(model)
+    other = {name: p.detach() * 1.1 for name, p in plain.named_parameters()}
+    arguments = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+    for _ in range(2):
+        found, expected = (torch.func.functional_call(each, other, (), arguments).loss for each in (model, plain))
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(model), gradients(plain))

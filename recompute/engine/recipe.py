@@ -29,6 +29,7 @@ from recompute.engine.saved import (
     describe,
     fetch,
     hold,
+    is_under_a_checkpoint,
     saved_in,
     seen_as,
     storage_key,
@@ -420,10 +421,11 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
 
     For ops that know themselves. ``regenerate`` runs without gradients in backward, on tensors bitwise equal to
     ``inputs`` (other values are passed as they are); its result must have the layout and dtype of ``output`` and
-    depend on nothing else. Does nothing where no scope is open or gradients are off.
+    depend on nothing else. Does nothing where no scope is open or gradients are off, nor under a checkpoint, which
+    drops everything and counts what is held.
     """
     book = open_book()
-    if book is not None and torch.is_grad_enabled():
+    if book is not None and torch.is_grad_enabled() and not is_under_a_checkpoint():
         args = tuple(hold(value, local.owner.name) if isinstance(value, Tensor) else value for value in inputs)
         name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
         book.enter(output, OpRecipe(local.owner, regenerate, args, name=name), 0)
