@@ -11,6 +11,7 @@ import torch
 from behaviour_testing import assert_as_without, every_policy
 from engine_testing import Stack, loss_of, replica_of, tokens
 from torch import nn
+from two_decoders import kernels_train_as_without
 from two_processes import TwoProcesses, adapted, trains_as_without
 
 # 19. Accumulation, replicas, processes
@@ -84,6 +85,15 @@ def test_19_fsdp_with_gradient_accumulation_without_synchronization(
     two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
 ) -> None:
     assert_trains_as_without(two_processes, "full", how, rules, first)
+
+
+@pytest.mark.parametrize("first", ["policy", "wrapper"])
+@pytest.mark.parametrize("how", ["ddp", "ddp, static graph", "fsdp", "fsdp, weights stay gathered"])
+def test_19_kernels_in_the_place_of_layers_under_ddp_and_fsdp(
+    two_processes: TwoProcesses, how: str, first: str
+) -> None:
+    for difference in two_processes.run(kernels_train_as_without, how, first):
+        assert difference < 1e-5
 
 
 # 22. Frozen weights and adapters
