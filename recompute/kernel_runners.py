@@ -28,7 +28,7 @@ from recompute.recognize import (
     find_pre_norm_layer,
 )
 from recompute.rotary import Rotary, find_rotary
-from recompute.runners import Forward, Runner, is_active
+from recompute.runners import Forward, PlainRunner, Runner, is_active
 
 _NOTHING = nullcontext()
 
@@ -278,7 +278,7 @@ class KernelHeadRunner(KernelRunner):
     """A Linear whose output goes to a cross-entropy, in training: the loss is computed without it."""
 
     def _what(self) -> str:
-        return "linear_cross_entropy, where a cross-entropy is all that reads it"
+        return "linear_cross_entropy (if nothing else reads the logits)"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module) or is_fake() or not is_plain_linear(module):
@@ -310,7 +310,7 @@ def find_kernel(owner: Owner, module: nn.Module, fallback: Runner | None, *, is_
     is_named: whether a rule names this very module, and not one around it.
     """
     if is_named and is_plain_linear(module):
-        return KernelHeadRunner(owner, fallback)
+        return KernelHeadRunner(owner, fallback and PlainRunner(owner, "it runs as it is"))
     if (mlp := _find_mlp(module)) is not None:
         return _checked(KernelMLPRunner(owner, fallback, mlp), module, (mlp.parts, mlp.activation))
     if not any(module.children()):
