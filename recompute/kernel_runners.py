@@ -45,9 +45,9 @@ class KernelRunner(ABC):
     """Whether kernels may stand in for modules inside, too."""
 
     def __post_init__(self) -> None:
-        self.note = f"kernel: {self._what()}" + (
-            "" if self.fallback is None else f" on CUDA, else {self.fallback.note}"
-        )
+        self.note = f"kernel: {self._what()}"
+        if self.fallback is not None:
+            self.note += f" on CUDA, else {self.fallback.note}"
 
     @abstractmethod
     def _what(self) -> str:
@@ -213,11 +213,7 @@ class KernelLayerRunner(KernelRunner):
 
     def _weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
         """The norms' weights; None where the layer has to run as it is."""
-        if (
-            torch.compiler.is_compiling()
-            or torch.is_autocast_enabled(x.device.type)
-            or not self.layer.is_as_found(module)
-        ):
+        if torch.compiler.is_compiling() or not self.layer.is_as_found(module):
             return None
         weights = []
         for name, norm in zip((self.layer.norm, self.layer.mlp_norm), self.norms, strict=True):
