@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from recompute.errors import UnsupportedError
+from recompute.engine.saved import describe, version_of
+from recompute.errors import MutationError, UnsupportedError
 
 Operands = tuple[Tensor, Tensor | None]
 """A Linear's weight and bias."""
@@ -41,20 +42,32 @@ class Deferred(Tensor):
 
     _compute: Callable[[], Tensor]
     _value: Tensor | None
-    _records: bool
+    _operands: tuple[tuple[Tensor, int], ...]
+    """With their versions."""
+    _mode: tuple[bool, bool]
+    """Whether gradients, and autocast, were on."""
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], like: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype | None = None
+        cls,
+        shape: tuple[int, ...],
+        operands: Sequence[Tensor | None],
+        compute: Callable[[], Tensor],
+        dtype: torch.dtype | None = None,
     ) -> Any:
-        records = torch.is_grad_enabled()
+        """operands: what ``compute`` reads; the first is like the result."""
+        given = [each for each in operands if each is not None]
+        like = given[0]
+        mode = _mode(like.device)
+        trains = mode[0] and any(each.requires_grad for each in given)
         made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype or like.dtype, device=like.device, requires_grad=records
+            cls, shape, dtype=dtype or like.dtype, device=like.device, requires_grad=trains
         )
-        made._compute, made._value, made._records = compute, None, records
-        if records:
+        made._compute, made._value, made._mode = compute, None, mode
+        made._operands = tuple([(each, version_of(each)) for each in given])
+        if trains:
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse)
+                made.register_hook(_refuse_gradient)
         return made
 
     def __init__(self, *_: Any, **__: Any):
@@ -68,9 +81,25 @@ class Deferred(Tensor):
     def value(self) -> Tensor:
         """What this stands for, computed when first asked for."""
         if self._value is None:
-            with torch.set_grad_enabled(self._records):
+            self.check()
+            with torch.set_grad_enabled(self._mode[0]):
                 self._value = self._compute()
+            self._operands = ()
         return self._value
+
+    def settle(self) -> None:
+        """Before something changes this in place."""
+        self.value()
+
+    def check(self) -> None:
+        """Refuse to compute from what has changed meanwhile: by now these would be other values."""
+        for tensor, version in self._operands:
+            if version_of(tensor) != version or not (tensor.untyped_storage().nbytes() or not tensor.numel()):
+                raise MutationError(
+                    f"{self!r} is first asked for its values after what it is made of, a {describe(tensor)}, has been "
+                    "changed in place, as by an optimizer's step, or sharded away. Ask before, or give the module that "
+                    "made it a rule of its own, with `via: hook` or `action: keep`."
+                )
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What ``function(*args, **kwargs)`` gives where a kernel computes it without this; else NotImplemented."""
@@ -82,8 +111,11 @@ class Deferred(Tensor):
         if function in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if _changes(function, kwargs):
+            tree_map_only(Deferred, lambda deferred: deferred.settle(), (args, kwargs))
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, Deferred) and argument.is_deferred:
+                argument.check()
                 result = argument.fused(function, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -104,6 +136,22 @@ class Deferred(Tensor):
         return self.value().__reduce_ex__(protocol)
 
 
+def _mode(device: torch.device) -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def _changes(function: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes its first argument, or another, in place."""
+    name = getattr(function, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
+    return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def _refuse_gradient(gradient: Tensor | None) -> None:
+    if gradient is not None:  # a node that passes nothing on gives None
+        _refuse(gradient)
+
+
 def _refuse(what: object) -> None:
     """For what gets hold of the stand-in itself: ops below autograd, and the gradient of a custom function."""
     raise UnsupportedError(
@@ -119,7 +167,7 @@ class Activated(Deferred):
     @staticmethod
     def of(gate: Tensor, compute: Callable[[], Tensor], multiply: Callable[[Tensor, Tensor], Tensor]) -> Activated:
         """multiply: computes the product of ``activation(gate)``, given ``gate``, and of another tensor."""
-        made = Activated(tuple(gate.shape), gate, compute)
+        made = Activated(tuple(gate.shape), (gate,), compute)
         made._gate, made._multiply = gate, multiply
         return made
 
@@ -188,12 +236,13 @@ class Normed(Deferred):
     @staticmethod
     def of(
         x: Tensor,
+        weight: Tensor | None,
         compute: Callable[[], Tensor],
         linears: Linears,
         together: Callable[[Tensor, list[Operands]], tuple[Sequence[Tensor], Tensor]],
     ) -> Normed:
-        """together: gives the outputs of all Linears, and ``stream``."""
-        made = Normed(tuple(x.shape), x, compute)
+        """weight: the norm's. together: gives the outputs of all Linears, and ``stream``."""
+        made = Normed(tuple(x.shape), (x, weight), compute)
         made.stream, made.read, made.is_needed_whole = x, [], False
         made._linears, made._together, made._outputs = linears, together, None
         return made
@@ -211,10 +260,12 @@ class Normed(Deferred):
         return super().value()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function is not F.linear or args[0] is not self:
+        if function is not F.linear or not args or args[0] is not self:
             return NotImplemented
         weight, bias = _linear_operands(*args[1:], **kwargs)
         self.read.append((weight, bias))
+        if _mode(self.device) != self._mode:  # as in a no_grad block inside: not for all of them
+            return F.linear(super().value(), weight, bias)
         if self._outputs is None and (known := self._linears.with_(weight)) is not None:
             outputs, self.stream = self._together(self.stream, known)
             self._outputs = {_identity(*each): output for each, output in zip(known, outputs, strict=True)}
@@ -249,16 +300,28 @@ class Logits(Deferred):
     """
 
     _head: _Head
+    _family: list[weakref.ref[Logits]]
+    """Those that were made of one head's output, one of another."""
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Logits:
-        return Logits._of(_Head(hidden, weight, bias), hidden.dtype, lambda: F.linear(hidden, weight, bias))
+        head = _Head(hidden, weight, bias)
+        return Logits._of(head, hidden.dtype, lambda: F.linear(hidden, weight, bias), [])
 
     @staticmethod
-    def _of(head: _Head, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Logits:
-        made = Logits((*head.hidden.shape[:-1], head.weight.shape[0]), head.hidden, compute, dtype)
-        made._head = head
+    def _of(
+        head: _Head, dtype: torch.dtype, compute: Callable[[], Tensor], family: list[weakref.ref[Logits]]
+    ) -> Logits:
+        shape = (*head.hidden.shape[:-1], head.weight.shape[0])
+        made = Logits(shape, (head.hidden, head.weight, head.bias), compute, dtype)
+        made._head, made._family = head, family
+        family.append(weakref.ref(made))
         return made
+
+    def settle(self) -> None:
+        for reference in self._family:  # copies among them are to be of what was there before
+            if (member := reference()) is not None:
+                member.value()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function is F.cross_entropy:
@@ -273,15 +336,15 @@ class Logits(Deferred):
             return (
                 self
                 if self.dtype is torch.float32
-                else Logits._of(self._head, torch.float32, lambda: self.value().float())
+                else Logits._of(self._head, torch.float32, lambda: self.value().float(), self._family)
             )
         if function is Tensor.contiguous and not kwargs:
-            return self
-        return self._capped(function, args[1:])
+            return self._then(Tensor.contiguous, self._head)
+        return NotImplemented if kwargs else self._capped(function, args[1:])
 
     def _then(self, function: Callable[[Tensor], Tensor], head: _Head) -> Logits:
         """``function(self)``, made of ``head``."""
-        return Logits._of(head, self.dtype, lambda: function(self.value()))
+        return Logits._of(head, self.dtype, lambda: function(self.value()), self._family)
 
     def _reshaped(self, function: Any, shape: tuple, kwargs: dict[str, Any]) -> Any:
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape

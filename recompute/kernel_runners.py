@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from recompute.deferred import Activated, Linears, Logits, Normed, Operands
@@ -58,8 +60,8 @@ class KernelRunner(ABC):
         """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return forward(*args, **kwargs)  # under a functional transform, which our functions don't know
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            return forward(*args, **kwargs)  # transforms that our functions don't know
         if self.fallback is None or self.is_where_kernels_are(args, kwargs):
             return self.run_kernel(module, forward, args, kwargs)
         return self.fallback.run(module, forward, args, kwargs)
@@ -146,6 +148,8 @@ class KernelLayerRunner(KernelRunner):
     layer: PreNormLayer
     norms: tuple[Norm, Norm]
     mlp: MLP | None
+    parts: tuple[weakref.ref[nn.Module], ...]
+    """The norms and the MLP that were looked at."""
     stands_in_for_parts = True
     _linears: Linears = field(default_factory=Linears, init=False)
     _records: bool = field(default=True, init=False)
@@ -187,7 +191,7 @@ class KernelLayerRunner(KernelRunner):
 
         # What is run again must save what it saved: there nothing is learned in between.
         linears_known = Linears() if is_under_a_checkpoint() else self._linears
-        normed = Normed.of(x, normalized, linears_known, together)
+        normed = Normed.of(x, weight, normalized, linears_known, together)
         attended = attend(_child(module, self.layer.attention), normed)
         linears_known.learn(normed)
         mlp = _child(module, self.layer.mlp)
@@ -215,9 +219,11 @@ class KernelLayerRunner(KernelRunner):
         """The norms' weights; None where the layer has to run as it is."""
         if torch.compiler.is_compiling() or not self.layer.is_as_found(module):
             return None
+        parts = self.layer.computed(module)
+        if any(part() is not found for part, found in zip(self.parts, parts, strict=True)):
+            return None
         weights = []
-        for name, norm in zip((self.layer.norm, self.layer.mlp_norm), self.norms, strict=True):
-            part = _child(module, name)
+        for part, norm in zip(parts, self.norms, strict=False):
             weight = norm.weight_of(part)
             if _is_hooked(part) or (weight is not None and (weight.shape, weight.dtype) != (x.shape[-1:], x.dtype)):
                 return None
@@ -277,11 +283,17 @@ class KernelHeadRunner(KernelRunner):
         return "linear_cross_entropy (if nothing else reads the logits)"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        from recompute.kernels.linears import autocast
+
         if not is_active(module) or is_fake() or not is_plain_linear(module):
             return forward(*args, **kwargs)
         self.owner.frames += 1
         assert isinstance(module, nn.Linear)
-        return Logits.of(_only_argument(args, kwargs), module.weight, module.bias)
+        x = _only_argument(args, kwargs)
+        given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}
+        # Cast here and now: whoever asks for values later may do so under another autocast, or none.
+        hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
+        return Logits.of(hidden, weight, bias)  # type: ignore[arg-type]  # the first two are tensors
 
 
 class _Owned:
@@ -313,9 +325,11 @@ def find_kernel(owner: Owner, module: nn.Module, fallback: Runner | None, *, is_
         norm = find_norm(module)
         return None if norm is None else _checked(KernelNormRunner(owner, fallback, norm), module, norm)
     if (layer := find_pre_norm_layer(module)) is not None:
-        norm, mlp_norm = (find_norm(_child(module, name)) for name in (layer.norm, layer.mlp_norm))
+        parts = layer.computed(module)
+        norm, mlp_norm = map(find_norm, parts[:2])
         if norm is not None and mlp_norm is not None:
-            return KernelLayerRunner(owner, fallback, layer, (norm, mlp_norm), _find_mlp(_child(module, layer.mlp)))
+            references = tuple(map(weakref.ref, parts))
+            return KernelLayerRunner(owner, fallback, layer, (norm, mlp_norm), _find_mlp(parts[2]), references)
     rotary = find_rotary(module, on_cuda_only=fallback is not None)
     return None if rotary is None else KernelRotaryRunner(owner, fallback, rotary)
 

@@ -61,6 +61,11 @@ class PreNormLayer:
     dropouts: tuple[str, ...]
     """Submodules that leave everything as it is, as long as they drop nothing."""
 
+    def computed(self, module: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """The norms and the MLP, which something else may compute."""
+        norm, mlp_norm, mlp = (module._modules[name] for name in (self.norm, self.mlp_norm, self.mlp))
+        return norm, mlp_norm, mlp  # type: ignore[return-value]
+
     def is_as_found(self, module: nn.Module) -> bool:
         return all(_drops_nothing(getattr(module, name)) for name in self.dropouts)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.deferred import Activated, Deferred, Linears, Logits, Normed
-from recompute.errors import UnsupportedError
+from recompute.errors import MutationError, UnsupportedError
 
 TOKENS, HIDDEN, VOCABULARY = 6, 8, 11
 
@@ -30,7 +30,7 @@ def deferred_sin(x: Tensor) -> tuple[Deferred, list[int]]:
         calls.append(1)
         return x.sin()
 
-    return Deferred(tuple(x.shape), x, compute), calls
+    return Deferred(tuple(x.shape), (x,), compute), calls
 
 
 def test_asking_for_its_shape_computes_nothing() -> None:
@@ -151,7 +151,7 @@ class Attention(nn.Module):
             self.together.append([weight for weight, _ in known])
             return [F.linear(x.sin(), *each) for each in known], x.view_as(x)
 
-        normed = Normed.of(x, x.sin, self.linears, together)
+        normed = Normed.of(x, None, x.sin, self.linears, together)
         also(normed)
         result = torch.cat([self.q(normed), self.k(normed), self.k(normed) if skip else self.v(normed)])
         self.linears.learn(normed)
@@ -205,6 +205,62 @@ def head(shape: tuple[int, ...] = (2, 3), bias: bool = True) -> tuple[Logits, Te
     hidden, weight = make(*shape, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
     offset = make(VOCABULARY, seed=2) if bias else None
     return Logits.of(hidden, weight, offset), F.linear(hidden, weight, offset)
+
+
+def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value() -> None:
+    x = make(2, 3).detach()
+    tensor, _ = deferred_sin(x)
+    asked, _ = deferred_sin(x)
+    expected = asked + 0
+    x.add_(1)
+    with pytest.raises(MutationError, match=r"shape=\(2, 3\).* changed in place, as by an optimizer's step"):
+        tensor + 0
+    assert torch.equal(asked + 0, expected)
+    logits, _ = head()
+    logits._head.weight.data.mul_(2)  # goes unseen by plain PyTorch, too
+    with torch.no_grad():
+        logits._head.weight.mul_(2)
+    with pytest.raises(MutationError):
+        F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
+
+
+def test_it_trains_only_where_what_it_is_made_of_does() -> None:
+    assert not Logits.of(make(2, HIDDEN).detach(), make(VOCABULARY, HIDDEN).detach()).requires_grad
+    with torch.no_grad():
+        assert not Logits.of(make(2, HIDDEN), make(VOCABULARY, HIDDEN)).requires_grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits.mul_(2),
+        lambda logits: logits.__setitem__((..., slice(0, 4)), -10.0),
+        lambda logits: torch.clamp(logits, max=0.5, out=logits),
+        lambda logits: F.relu(logits, inplace=True),
+    ],
+)
+def test_changes_in_place_reach_views_and_no_copies(change: Callable[[Tensor], Any]) -> None:
+    logits, whole = head()
+    found, expected = [], []
+    for each, results in ((logits, found), (whole.clone(), expected)):
+        with torch.no_grad():
+            view, copy_, wide = each.view(-1, VOCABULARY), each[:, :-1].contiguous(), each.float()
+            change(each)
+            results += [each + 0, view + 0, copy_ + 0, wide + 0, F.cross_entropy(view, TARGET)]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_division_that_rounds_is_no_cap() -> None:
+    logits, whole = head()
+    assert torch.equal(torch.div(logits, 0.5, rounding_mode="floor"), torch.div(whole, 0.5, rounding_mode="floor"))
+
+
+def test_shifted_logits_may_be_flattened_and_then_read() -> None:
+    logits, whole = head()
+    shifted = logits[..., :-1, :].contiguous().view(-1, VOCABULARY)
+    assert type(shifted) is Logits
+    assert torch.equal(shifted.argmax(-1), whole[..., :-1, :].contiguous().view(-1, VOCABULARY).argmax(-1))
 
 
 SHAPINGS: list[Callable[[Tensor], Tensor]] = [

@@ -142,6 +142,31 @@ def hook(path: str) -> Callable[[nn.Module], Any]:
     return change
 
 
+class Mean(nn.LayerNorm):
+    """Has the weight of an RMSNorm, and computes something else."""
+
+
+def replace(path: str, make_one: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Any]:
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            setattr(layer, path, make_one(getattr(layer, path)))
+
+    return change
+
+
+def sequence(mlp: nn.Module) -> nn.Module:
+    return nn.Sequential(mlp.gate_proj, nn.Tanh(), mlp.down_proj)
+
+
+def without_gradients(path: str) -> Callable[[nn.Module], Any]:
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            linear = layer.get_submodule(path)
+            linear.forward = torch.no_grad()(linear.forward)
+
+    return change
+
+
 def gelu(model: nn.Module) -> None:
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.GELU()
@@ -151,6 +176,11 @@ CHANGES = {
     "an adapter on q": adapt("self_attn.q_proj"),
     "an adapter on down": adapt("mlp.down_proj"),
     "another activation": gelu,
+    "another first norm": replace("input_layernorm", lambda _: Mean(HIDDEN)),
+    "another second norm": replace("post_attention_layernorm", lambda _: Mean(HIDDEN)),
+    "another MLP": replace("mlp", sequence),
+    "q without gradients": without_gradients("self_attn.q_proj"),
+    "v without gradients": without_gradients("self_attn.v_proj"),
     "a hook on the first norm": hook("input_layernorm"),
     "a hook on the second norm": hook("post_attention_layernorm"),
     "a hook on k": hook("self_attn.k_proj"),

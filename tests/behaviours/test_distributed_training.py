@@ -88,7 +88,9 @@ def test_19_fsdp_with_gradient_accumulation_without_synchronization(
 
 
 @pytest.mark.parametrize("first", ["policy", "wrapper"])
-@pytest.mark.parametrize("how", ["ddp", "ddp, static graph", "fsdp", "fsdp, weights stay gathered"])
+@pytest.mark.parametrize(
+    "how", ["ddp", "ddp, static graph", "ddp, unused parameters", "fsdp", "fsdp, weights stay gathered"]
+)
 def test_19_kernels_in_the_place_of_layers_under_ddp_and_fsdp(
     two_processes: TwoProcesses, how: str, first: str
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import transformers
@@ -36,8 +38,8 @@ class Decoder(nn.Module):
     def layers(self) -> nn.ModuleList:
         return self.model.model.layers
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+    def forward(self, ids: Tensor) -> Any:
+        return self.model(input_ids=ids, labels=ids, use_cache=False)
 
 
 def _train(how: str, first: str | None) -> list[Tensor]:
@@ -52,7 +54,7 @@ def _train(how: str, first: str | None) -> list[Tensor]:
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):
-        loss = wrapped(torch.randint(0, VOCABULARY, (2, 12), generator=generator))
+        loss = wrapped(torch.randint(0, VOCABULARY, (2, 12), generator=generator)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
