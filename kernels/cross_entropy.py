@@ -123,7 +123,7 @@ def make_options(
         raise KernelError(f"{op}: softcap is {softcap}; expected None or a number above 0.")
     if reduction not in REDUCTIONS:
         raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
-    return Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
+    return Options(int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0))
 
 
 def check_target(
@@ -265,7 +265,7 @@ def cross_entropy_reference(
     weights = None if class_weights is None else class_weights.to(s.dtype)
     loss = F.cross_entropy(s, labels, weights, None, options.ignore_index, None, "none", options.label_smoothing)
     if options.z_loss > 0:
-        loss = loss + options.z_loss * torch.logsumexp(s, -1).square() * counts
+        loss = loss + (options.z_loss * torch.logsumexp(s, -1).square()).where(counts, 0.0)
     if reduction == "none":
         return loss.view(target.shape)
     total = counts.to(s.dtype) if weights is None else weights[labels.where(counts, 0)] * counts

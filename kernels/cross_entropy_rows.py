@@ -120,8 +120,8 @@ def _loss_kernel(
     z = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     index = tl.zeros((BLOCK,), tl.int32)
-    for slot in range(slots):
-        offsets = slot * slot_stride + rows
+    offsets = rows
+    for _ in range(slots):
         block_m = tl.load(maxima + offsets, mask=mask, other=0.0)
         block_z = tl.load(sums + offsets, mask=mask, other=1.0)
         if indices is not None:
@@ -131,6 +131,7 @@ def _loss_kernel(
         m = highest
         if weighted_sums is not None:
             weighted += tl.load(weighted_sums + offsets, mask=mask, other=0.0)
+        offsets += slot_stride
     lse = m + tl.log(z)
     y = tl.load(target + rows, mask=mask, other=0)
     counts, in_range = y != ignore_index, (y >= 0) & (y < vocabulary)

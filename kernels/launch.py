@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def _tell_settings(device: torch.device) -> None:
 
 # Triton looks a compiled kernel up for every launch, which takes longer than the launch. What is found does not depend
 # on more than ``_specialized`` tells. How a compiled kernel is launched is internal to Triton: tried with 3.6.
-_RELAUNCHES = triton is not None and triton.__version__.startswith("3.6.")
+_RELAUNCHES = triton is not None and triton.__version__.startswith("3.6.") and torch.version.hip is None
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -197,17 +198,22 @@ def check(op: str, **tensors: Tensor | None) -> None:
 
 
 def differentiable_gradients(
-    reference: Callable[..., Tensor], inputs: tuple[Any, ...], needed: tuple[bool, ...], gradient: Tensor
+    reference: Callable[..., Any], inputs: tuple[Any, ...], needed: tuple[bool, ...], gradient: Any
 ) -> tuple[Tensor | None, ...]:
     """What a backward returns that will itself be differentiated: gradients of ``reference``, by autograd.
 
     Args:
         reference: computes the op's output from ``inputs`` in plain PyTorch.
         needed: for each input, whether its gradient is wanted; None is returned for the others.
-        gradient: that of the output.
+        gradient: that of the output, or those of all outputs.
     """
     # Views, so that a tensor given as two inputs gets a gradient for each of them and not their sum twice.
     inputs = tuple(value.view_as(value) if need else value for value, need in zip(inputs, needed, strict=True))
     wanted = [value for value, need in zip(inputs, needed, strict=True) if need]
-    found = iter(torch.autograd.grad(reference(*inputs), wanted, gradient, create_graph=True))
+    outputs, gradients = reference(*inputs), gradient
+    if isinstance(outputs, Tensor):
+        outputs, gradients = (outputs,), (gradient,)
+    trained = [output.requires_grad for output in outputs]  # a frozen one may have a gradient all the same
+    outputs, gradients = tuple(compress(outputs, trained)), tuple(compress(gradients, trained))
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True) if wanted else ())
     return tuple(next(found) if need else None for need in needed)

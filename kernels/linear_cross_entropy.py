@@ -234,12 +234,12 @@ def linear_cross_entropy(
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weights: Tensor | None) -> None:
     op = "linear_cross_entropy"
     launch.check(op, hidden=hidden, weight=weight, bias=bias, class_weights=class_weights)
-    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and len(weight) > 0
+    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and weight.numel() > 0
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
         if bias is not None:
             shapes += f", bias {tuple(bias.shape)}"
-        raise KernelError(f"{op}: expected hidden (..., H), weight (V, H) with V > 0, bias (V,); found {shapes}.")
+        raise KernelError(f"{op}: expected hidden (..., H), weight (V, H) with H, V > 0, bias (V,); found {shapes}.")
     check_target(op, target, class_weights, hidden.shape[:-1], len(weight), hidden.device)
 
 
@@ -290,7 +290,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], dloss)
                 return *found, *(None,) * 4
             arguments = (dloss, *saved, *ctx.options, ctx.logits_bytes, *needed[:3])
-            if ctx.held is None:
+            if ctx.held is None or torch.compiler.is_compiling():
                 return *_backward_op(*arguments), *(None,) * 8
             (dweight, kept), ctx.held = ctx.held, None  # written over here: a second backward does without
             if dweight is None and needed[1]:
@@ -453,11 +453,11 @@ def _backward_held_outputs(dweight: Tensor | None, kept: Tensor | None, *others:
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
 _FOR_BACKWARD = (
-    f"Tensor dloss, {_INPUTS}, Tensor normalizers, Tensor? total, {_OPTIONS}, int logits_bytes, bool needs_hidden,"
+    f"Tensor dloss, {_INPUTS}, Tensor normalizers, Tensor? total, {_OPTIONS}, SymInt logits_bytes, bool needs_hidden,"
     " bool needs_weight, bool needs_bias"
 )
 _forward_op = launch.register(
-    f"linear_cross_entropy_forward({_INPUTS}, {_OPTIONS}, str reduction, int logits_bytes, bool hold,"
+    f"linear_cross_entropy_forward({_INPUTS}, {_OPTIONS}, str reduction, SymInt logits_bytes, bool hold,"
     " bool trains_weight, bool with_max, bool with_argmax) -> (Tensor loss, Tensor normalizers, Tensor? total,"
     " Tensor? max_logit, Tensor? argmax, Tensor? dweight, Tensor? kept)",
     _forward,

@@ -73,7 +73,7 @@ def autocasts(device: str) -> bool:
 
 
 def rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
 def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:

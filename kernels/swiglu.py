@@ -250,7 +250,7 @@ def _write_gradients(
             if output is not None:
                 output.copy_(value)
         return
-    columns, gate, gate_stride, up, up_stride = _rows(gate, up)
+    columns, gate, gate_stride, up, up_stride = _rows(gate, up, packed)
     blocks = -(-columns // SETTINGS["BLOCK"])
     programs = dproduct.numel() // columns * blocks
     strides = (gate_stride, up_stride, 2 * columns if packed else columns)
@@ -265,13 +265,14 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _rows(gate: Tensor, up: Tensor) -> tuple[int, Tensor, int, Tensor, int]:
+def _rows(gate: Tensor, up: Tensor, apart: bool = False) -> tuple[int, Tensor, int, Tensor, int]:
     """The columns of a row, then gate and up, each with the distance between its rows.
 
-    All is one row if both are contiguous. Copied is only what is no rows of adjacent elements, evenly apart.
+    All is one row if both are contiguous, unless what is made of them will lie ``apart``. Copied is only what is no
+    rows of adjacent elements, evenly apart.
     """
     columns = gate.numel()
-    if not (gate.is_contiguous() and up.is_contiguous()):
+    if apart or not (gate.is_contiguous() and up.is_contiguous()):
         columns = gate.shape[-1]
         gate, up = (tensor.reshape(-1, columns) for tensor in (gate, up))
         gate, up = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (gate, up))

@@ -20,6 +20,7 @@ from loss_testing import (
     same_bits,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 
 from recompute.kernels import launch
@@ -213,3 +214,16 @@ def test_nothing_waits_for_the_device(logits_bytes: float | None):
         torch.autograd.grad(found.loss, inputs[:2], gradient)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_code_serves_any_number_of_tokens():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *given: linear_cross_entropy(*given), fullgraph=True, backend=counter, dynamic=True)
+    weight = torch.randn(600, 8, requires_grad=True)
+    for tokens in (3, 5, 7, 9):
+        hidden, target = torch.randn(tokens, 8, requires_grad=True), torch.randint(0, 600, (tokens,))
+        loss = compiled(hidden, weight, target)
+        loss.backward()
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(hidden @ weight.t(), target))
+    assert counter.frame_count <= 2
+    torch.compiler.reset()

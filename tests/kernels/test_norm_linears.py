@@ -334,3 +334,22 @@ def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], message: str):
     with pytest.raises(KernelError, match=re.escape(message)) as refusal:
         norm_linears(*arguments)
     assert str(refusal.value).startswith("norm_linears: ")
+
+
+def test_second_derivatives_pass_by_outputs_with_nothing_trained_behind_them():
+    x, weight = torch.randn(3, 4), torch.ones(4)
+    frozen, trained = torch.randn(5, 4), torch.randn(5, 4, requires_grad=True)
+    (one, other), _ = norm_linears(x, weight, (frozen, trained))
+    (gradient,) = torch.autograd.grad((one * other).sum(), trained, create_graph=True)
+    expected = (one.detach().t() @ rms_norm(x, weight)).detach()
+    torch.testing.assert_close(gradient.detach(), expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (4, 0)], ids=["no inputs", "no outputs"])
+def test_features_may_be_none(sizes: tuple[int, int]):
+    hidden, outputs = sizes
+    x, weight = torch.randn(2, hidden, requires_grad=True), torch.randn(outputs, hidden, requires_grad=True)
+    (y,), _ = norm_linears(x, torch.ones(hidden), (weight,))
+    assert y.shape == (2, outputs)
+    y.sum().backward()
+    assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)

@@ -267,3 +267,15 @@ def test_geglu_is_what_gelu_says_by_default():
     gate, up = make(9), make(9, seed=1)
     torch.testing.assert_close(geglu(gate, up), F.gelu(gate, approximate="tanh") * up)
     torch.testing.assert_close(geglu(gate, up, approximate="none"), F.gelu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    "make_packed",
+    [lambda: make(2, 5).t(), lambda: make(40).unfold(0, 8, 4), lambda: make(6, 8)[::2]],
+    ids=["columns", "windows", "every second row"],
+)
+def test_packed_gradients_are_packed_however_the_halves_lie(make_packed: Callable[[], Tensor], device: str):
+    packed = make_packed().to(device).requires_grad_()
+    whole = packed.detach().contiguous().requires_grad_()
+    gradients = [torch.autograd.grad(swiglu(each).square().sum(), each)[0] for each in (packed, whole)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
