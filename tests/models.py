@@ -204,3 +204,27 @@ def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Mo
 
 def batch(name: str, seed: int = 0, size: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
     return FAMILIES[name].batch(torch.Generator().manual_seed(seed), size, length)
+
+
+LAYERS_BY_KERNELS = {
+    "version": 1,
+    "name": "layers",
+    "rules": [
+        {"type": ["*DecoderLayer", "*RMSNorm"], "action": "recompute", "via": "kernel"},
+        {"match": "lm_head", "action": "recompute", "via": "kernel"},
+    ],
+}
+
+
+def held(model: nn.Module, run: Callable[[], Any]) -> int:
+    """Bytes of distinct storages that autograd holds after ``run``, other than parameters', as an outer hook sees."""
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    alive = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in alive)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, SHAPE, VOCABULARY
+from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LAYERS_BY_KERNELS, LENGTH, SHAPE, VOCABULARY, held
 from tiny import assert_same, snapshot, train
 from torch import Tensor, nn
 
@@ -124,16 +124,6 @@ def test_kernels_are_as_close_to_float64_as_eager_is(name: str) -> None:
     assert gradient_error(found, truth) <= 1.25 * gradient_error(without, truth)
 
 
-LAYERS_BY_KERNELS = {
-    "version": 1,
-    "name": "layers",
-    "rules": [
-        {"type": ["*DecoderLayer", "*RMSNorm"], "action": "recompute", "via": "kernel"},
-        {"match": "lm_head", "action": "recompute", "via": "kernel"},
-    ],
-}
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) -> None:
     model, eager = make(name), make(name)
@@ -226,25 +216,15 @@ def test_hook_drops_these_bytes_of_a_qwen3() -> None:
     assert handle.stats().dropped_nbytes == norms + LAYERS * (heads + mlp_nbytes(4))
 
 
-def held(model: nn.Module) -> int:
-    """Bytes of distinct storages that autograd holds after forward, other than parameters', as an outer hook sees."""
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    alive = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=IDS, labels=IDS, use_cache=False)
-    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in alive)
-
-
 @pytest.mark.parametrize("preset", TAPES)
 def test_what_a_tape_says_it_drops_is_no_longer_held(preset: str) -> None:
     model, without = make("llama"), make("llama")
     handle = applied(model, preset)
-    assert held(without) - held(model) == handle.stats().dropped_nbytes
+
+    def run(each: nn.Module) -> None:
+        each(input_ids=IDS, labels=IDS, use_cache=False)
+
+    assert held(without, lambda: run(without)) - held(model, lambda: run(model)) == handle.stats().dropped_nbytes
 
 
 @pytest.mark.parametrize("preset", EXACT)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, SHAPE, VOCABULARY
+from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, SHAPE, VOCABULARY, held
+from models import LAYERS_BY_KERNELS as POLICY
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,11 +20,6 @@ from recompute.deferred import Logits
 
 TOKENS = BATCH * LENGTH
 IDS = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-RULES = [
-    {"type": ["*DecoderLayer", "*RMSNorm"], "action": "recompute", "via": "kernel"},
-    {"match": "lm_head", "action": "recompute", "via": "kernel"},
-]
-POLICY = {"version": 1, "name": "layers", "rules": RULES}
 
 
 def make(name: str = "Llama", **options: Any) -> nn.Module:
@@ -54,20 +50,6 @@ class Ops(TorchDispatchMode):
         if function.namespace == "recompute":
             self.counts[function._opname] += 1
         return function(*args, **(kwargs or {}))
-
-
-def held(model: nn.Module, run: Callable[[], Any]) -> int:
-    """Bytes of distinct storages that autograd holds after ``run``, other than parameters'."""
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    alive = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in alive)
 
 
 def test_a_layer_holds_these_bytes_a_token() -> None:
