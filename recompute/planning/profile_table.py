@@ -1,0 +1,106 @@
+"""What a training step costs, as a table: what a profile measures, and all that a planner knows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+
+from recompute.policy.document import load_document
+
+NBytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+_TABLE = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Choice(BaseModel):
+    """One way to run a region, and what it costs there.
+
+    All bytes are above what was allocated when the region's forward began, and count neither what lives anyway
+    (parameters, optimizer states) nor the gradients that other regions have left behind.
+    """
+
+    model_config = _TABLE
+
+    name: str
+    """Unique among the region's choices: "keep", "checkpoint", "kernel, gemm at 3.2e+10" …"""
+    rule: dict[str, Any] | None
+    """The fields of a policy's rule beside match, type and layers; None: no rule, the region runs as it is."""
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    held_nbytes: NBytes
+    """Held for backward once the region's forward has ended; its output counts, its input does not."""
+    forward_peak_nbytes: NBytes
+    """The most alive at once during its forward."""
+    backward_peak_nbytes: NBytes
+    """The most alive at once during its backward, with what it holds, and its own gradients as they come to be."""
+
+
+class RegionCosts(BaseModel):
+    """A region and all that run like it: the same ops on the same shapes."""
+
+    model_config = _TABLE
+
+    name: str
+    """Of its class: "LlamaDecoderLayer"."""
+    choices: Annotated[tuple[Choice, ...], Strict(False), Field(min_length=1)]
+    gradient_nbytes: NBytes
+    """Gradients that its backward leaves behind: 0 where those of a step before are accumulated into."""
+
+
+class Place(BaseModel):
+    """A region at its place in the model."""
+
+    model_config = _TABLE
+
+    path: str
+    """Of the module that a rule matches: "model.layers.3"; "" of what belongs to no module that a rule may match."""
+    region: NBytes
+    """Its number in ``Profile.regions``."""
+
+
+class Profile(BaseModel):
+    """What a training step costs: its regions in the order in which forward runs them, and what is outside of them.
+
+    What runs before the first layer and after the last one (the head and the loss) are regions too.
+    """
+
+    model_config = _TABLE
+
+    version: Literal[1] = 1
+    model: str
+    """The model and the batch in a line, for people."""
+    machine: dict[str, Any]
+    source: Literal["measured", "roofline"]
+    static_nbytes: NBytes
+    """Alive all the time: parameters, buffers, optimizer states, the batch."""
+    regions: Annotated[tuple[RegionCosts, ...], Strict(False), Field(min_length=1)]
+    places: Annotated[tuple[Place, ...], Strict(False), Field(min_length=1)]
+    optimizer_seconds: Seconds
+    optimizer_peak_nbytes: NBytes
+    """The most alive at once during the optimizer's step, above static bytes and all gradients."""
+    capacity_nbytes: NBytes | None = None
+    """Of the device, for budgets such as "80%"; None where it is not known."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Profile:
+        for place in self.places:
+            if place.region >= len(self.regions):
+                raise ValueError(f"expected the number of one of {len(self.regions)} regions; found {place.region}")
+        for region in self.regions:
+            names = [choice.name for choice in region.choices]
+            if len(set(names)) < len(names):
+                raise ValueError(f"expected choices of {region.name} with different names; found {names}")
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read what ``save`` wrote. Raises ``PolicyError`` with file, line and key of what is wrong."""
+        return load_document(Profile, path, kind="profile")
