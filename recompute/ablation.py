@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, model_validator
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -32,9 +34,10 @@ from recompute.verification import Widened, deterministic, relative_error, same_
 BASELINE = "none"
 """The policy that every other one is compared with: the model as it is, with nothing attached."""
 
-Peer = Literal["torch-checkpoint", "torch-selective", "torch-compile", "liger"]
+Peer = Literal["torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective", "liger"]
 """What others offer: torch's checkpoint on every decoder layer, of all of it or of all but matmuls and attention;
-torch.compile of every layer; Liger-Kernel's norms, SwiGLU and rotary embedding."""
+torch.compile of every layer, as it is or under that selective checkpoint; Liger-Kernel's norms, SwiGLU and rotary
+embedding."""
 
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
@@ -70,6 +73,8 @@ class AblationConfig(BaseModel):
     """What to train and how long. The defaults suit two CPU cores; `default_config` knows a GPU's.
 
     policies: preset names, and paths of policy files from the current folder; `none` always runs, first.
+    step: what is trained and measured: "training" is forward, loss, backward and optimizer; "layers" is forward and
+        backward of all but the head, the loss and the optimizer, whose weights stay as they are.
     steps: training steps a policy; the first `warmup` of them are not timed, except where no other is left.
     text: the file to train on, as bytes; None is the source of Python's standard library.
     """
@@ -81,6 +86,7 @@ class AblationConfig(BaseModel):
     peers: Annotated[tuple[Peer, ...], Strict(False)] = ("torch-checkpoint",)
     sequence_lengths: Annotated[tuple[SequenceLength, ...], Strict(False), Field(min_length=1)] = (256,)
     batch_size: PositiveInt = 4
+    step: Literal["training", "layers"] = "training"
     dtype: Literal["float32", "bfloat16"] = "float32"
     steps: PositiveInt = 8
     warmup: Annotated[int, Field(ge=0)] = 2
@@ -224,16 +230,24 @@ class _Experiment:
     def device(self) -> torch.device:
         return self.batches.device
 
+    def loss(self, model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+        """The model's own; of the layers alone a sum of what the last one gives, which holds nothing for backward."""
+        if self.config.step == "training":
+            return model(input_ids=batch, labels=batch).loss
+        hidden = model.get_decoder()(input_ids=batch).last_hidden_state
+        weights = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+        return F.linear(hidden, weights[None]).mean()
+
     @cached_property
     def grad_tolerance(self) -> float:
         """Twice the relative error of the baseline's first gradient, to the same model's in a wider dtype."""
         assert self.baseline is not None, "a tolerance is earned by the baseline's error"
         # For bfloat16, float32 is exact enough, and has the fused attention without which memory runs out.
         wider = torch.float32 if self.config.dtype == "bfloat16" else torch.float64
-        model: nn.Module = build_model(self.config, self.device)
-        model.to(wider)
+        model = build_model(self.config, self.device)
+        nn.Module.to(model, wider)
         with Widened(wider):
-            _loss(model, self.batches[0]).backward()
+            self.loss(model, self.batches[0]).backward()
         return 2 * relative_error(self.baseline.first_gradient, _gradient(model))
 
 
@@ -265,7 +279,7 @@ def _measure(experiment: _Experiment, policy: str) -> Row:
         with deterministic(device.type == "cuda"):
             trained = _train(experiment, model, optimizer, policy)
         timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
-        memory = profiling.step_memory(partial(_loss, model, experiment.batches[-1]), device)
+        memory = profiling.step_memory(partial(experiment.loss, model, experiment.batches[-1]), device)
     if policy == BASELINE:
         experiment.baseline = trained
 
@@ -301,16 +315,17 @@ def _compared(row: Row, trained: _Training, baseline: _Training, tolerance: floa
     )
 
 
-def _train(experiment: _Experiment, model: nn.Module, optimizer: Optimizer, policy: str) -> _Training:
+def _train(experiment: _Experiment, model: LlamaForCausalLM, optimizer: Optimizer, policy: str) -> _Training:
     config, device = experiment.config, experiment.device
     losses, seconds, forward_seconds, gradients = [], [], [], []
     for step, batch in enumerate(experiment.batches):
         optimizer.zero_grad()
         start, cpu_start = profiling.wall_seconds(device), profiling.thread_seconds()
-        loss = _loss(model, batch)
+        loss = experiment.loss(model, batch)
         forward_seconds.append(profiling.thread_seconds() - cpu_start)
         loss.backward()
-        optimizer.step()
+        if config.step == "training":
+            optimizer.step()
         seconds.append(profiling.wall_seconds(device) - start)
         losses.append(loss.item())
         if step in (0, config.steps - 1):
@@ -355,10 +370,6 @@ def sample_batches(config: AblationConfig, text: bytes, length: int) -> Tensor:
     return data[starts[..., None] + torch.arange(length)].long()
 
 
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(input_ids=batch, labels=batch).loss
-
-
 def _is_exact(policy: str) -> bool:
     """Whether the policy promises the baseline's bits; a kernel in a module's place rounds otherwise."""
     if policy in get_args(Peer):
@@ -372,9 +383,12 @@ def _under(policy: str, model: LlamaForCausalLM) -> Iterator[None]:
     if policy == "liger":
         with _liger(model):
             yield
-    elif policy == "torch-compile":
-        for layer in model.model.layers:
-            layer.compile()
+    elif policy in ("torch-compile", "torch-compile-selective"):
+        layers = model.model.layers
+        for index, layer in enumerate(layers):
+            if policy == "torch-compile-selective":  # as a replaced forward it would run eagerly
+                layers[index] = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
+            layers[index].compile()
         yield
         torch.compiler.reset()
     elif policy in get_args(Peer):

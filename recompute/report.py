@@ -70,12 +70,13 @@ def describe(results: Mapping[str, Any]) -> str:
     """What was trained, and on what."""
     config, machine = results["config"], results["machine"]
     shape = config["model"]
+    of_layers = " of all but head, loss and optimizer" if config.get("step") == "layers" else ""
     hardware = machine["gpu"] or f"{machine['cpu']} ({machine['threads']} threads)"
     return (
         f"Llama with {shape['layers']} layers, hidden size {shape['hidden_size']}, intermediate size "
         f"{shape['intermediate_size']}, {shape['heads']} heads and {shape['kv_heads']} kv heads; "
         f"batch {config['batch_size']}, sequence {', '.join(map(str, config['sequence_lengths']))}, "
-        f"{config['dtype']}, {config['steps']} steps on bytes of: {results['text']['source']}. "
+        f"{config['dtype']}, {config['steps']} steps{of_layers} on bytes of: {results['text']['source']}. "
         f"{hardware}, torch {machine['torch']}, transformers {machine['transformers']}, "
         f"Python {machine['python']}, {machine['date'][:10]}."
     )

@@ -355,10 +355,27 @@ def test_what_a_peer_replaces_is_put_back(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-def test_compiled_layers_stay_within_rounding(tmp_path: Path) -> None:
-    row = run(tmp_path, device="cuda", policies=(), peers=("torch-compile",))["torch-compile"]
-    assert row.error is None
-    assert row.grads_match
+def test_compiled_layers_stay_within_rounding_and_hold_less_under_a_checkpoint(tmp_path: Path) -> None:
+    peers = ("torch-selective", "torch-compile", "torch-compile-selective")
+    rows = run(tmp_path, device="cuda", dtype="bfloat16", policies=(), peers=peers)
+    held = {}
+    for peer in peers:
+        assert rows[peer].error is None
+        assert rows[peer].grads_match
+        held[peer] = rows[peer].activation_bytes_held or 0
+    assert held["torch-compile-selective"] < min(held["torch-selective"], held["torch-compile"])
+
+
+def test_a_step_of_the_layers_alone_trains_nothing_and_has_no_logits(tmp_path: Path, rows: dict[str, Row]) -> None:
+    alone = run(tmp_path, step="layers", policies=("hook", "kernel"), peers=("torch-checkpoint",))
+    for policy, row in alone.items():
+        assert row.error is None
+        assert row.grads_match, policy
+        assert (row.activation_bytes_held or 0) < (rows[policy].activation_bytes_held or 0)
+    losses = alone["none"].losses
+    assert losses is not None
+    assert abs(losses[0] - math.log(256)) > 0.5  # no cross-entropy
+    assert alone["hook"].losses_match
 
 
 @pytest.mark.gpu
