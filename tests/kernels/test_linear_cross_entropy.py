@@ -59,9 +59,11 @@ def test_every_two_options_meet():
 @each_dtype
 @pytest.mark.parametrize("row", OPTIONS, ids=lambda row: "-".join(map(str, row)))
 def test_errors_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dtype, device: str):
-    inputs, target = make_inputs(device, dtype)
+    # Of few values on CUDA, whose products sum in other orders, two samples of errors say little of each other.
+    tokens, hidden, vocabulary = (M, H, V) if device == "cpu" else (512, 256, 8000)
+    inputs, target = make_inputs(device, dtype, tokens, hidden, vocabulary)
     options = dict(zip(NAMES, row, strict=True))
-    options["class_weights"] = make(V, seed=4).abs().to(device) if options["class_weights"] else None
+    options["class_weights"] = make(vocabulary, seed=4).abs().to(device) if options["class_weights"] else None
     assert_as_good_as_eager(inputs, target, **options)
 
 
@@ -380,5 +382,5 @@ def test_more_than_two_to_the_31_logits():
         eager(given[0][last], given[1], target[last], given[2], reduction="none") for given in (doubled(inputs), inputs)
     )
     assert relative_error(found[0][last], exact) <= 1.35 * relative_error(peer, exact)  # of 100 samples
-    for value, other in zip(found, blocks, strict=True):
-        torch.testing.assert_close(value, other, rtol=0.02, atol=1e-3)
+    for value, other in zip(found, blocks, strict=True):  # a logit that is rounded the other way moves its token's
+        assert relative_error(value, other.double()) <= 0.01
