@@ -9,35 +9,23 @@ import statistics
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, model_validator
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama import modeling_llama
 
-from recompute.attach import apply
 from recompute.errors import AblationError
+from recompute.peers import BASELINE, Peer, is_peer, under
 from recompute.planning import profiling
 from recompute.policy.loading import load_policy
 from recompute.verification import Widened, deterministic, relative_error, same_bits
-
-BASELINE = "none"
-"""The policy that every other one is compared with: the model as it is, with nothing attached."""
-
-Peer = Literal["torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective", "liger"]
-"""What others offer: torch's checkpoint on every decoder layer, of all of it or of all but matmuls and attention;
-torch.compile of every layer, as it is or under that selective checkpoint; Liger-Kernel's norms, SwiGLU and rotary
-embedding."""
 
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
@@ -274,7 +262,7 @@ def _measure(experiment: _Experiment, policy: str) -> Row:
     exact = _is_exact(policy)
     tolerance = 0.0 if exact else experiment.grad_tolerance if experiment.baseline else None
     model = build_model(config, device)
-    with _under(policy, model):
+    with under(policy, model):
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, fused=True)
         with deterministic(device.type == "cuda"):
             trained = _train(experiment, model, optimizer, policy)
@@ -372,61 +360,9 @@ def sample_batches(config: AblationConfig, text: bytes, length: int) -> Tensor:
 
 def _is_exact(policy: str) -> bool:
     """Whether the policy promises the baseline's bits; a kernel in a module's place rounds otherwise."""
-    if policy in get_args(Peer):
+    if is_peer(policy):
         return policy in ("torch-checkpoint", "torch-selective")
     return all(rule.action != "recompute" or rule.via == "hook" for rule in load_policy(policy).rules)
-
-
-@contextmanager
-def _under(policy: str, model: LlamaForCausalLM) -> Iterator[None]:
-    """Have the policy, or the peer, at work on the model."""
-    if policy == "liger":
-        with _liger(model):
-            yield
-    elif policy in ("torch-compile", "torch-compile-selective"):
-        layers = model.model.layers
-        for index, layer in enumerate(layers):
-            if policy == "torch-compile-selective":  # as a replaced forward it would run eagerly
-                layers[index] = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
-            layers[index].compile()
-        yield
-        torch.compiler.reset()
-    elif policy in get_args(Peer):
-        options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
-        for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-        yield
-    else:
-        if policy != BASELINE:
-            apply(model, load_policy(policy))
-        yield
-
-
-@contextmanager
-def _liger(model: LlamaForCausalLM) -> Iterator[None]:
-    """Liger also puts its functions into a module of transformers, which is put back as it was."""
-    try:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise AblationError("the peer liger needs the package liger-kernel: pip install liger-kernel") from error
-    before = dict(vars(modeling_llama))
-    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
-    try:
-        yield
-    finally:
-        vars(modeling_llama).update(before)
-
-
-_SELECTIVE = partial(
-    create_selective_checkpoint_contexts,
-    [
-        torch.ops.aten.mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    ],
-)
 
 
 def _gradient(model: nn.Module) -> tuple[Tensor, ...]:

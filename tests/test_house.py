@@ -35,6 +35,7 @@ FLOORS = {
     "recompute.kernel_runners": 4,
     "recompute.selection": 4,
     "recompute.verification": 5,
+    "recompute.peers": 5,
     "recompute.report": 5,
     "recompute.ablation": 5,
     "recompute.planning": 5,

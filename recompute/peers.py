@@ -1,0 +1,98 @@
+"""What a model is compared under: a policy of ours, or what others offer in its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator
+from torch._functorch import config as functorch_config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from recompute.attach import apply
+from recompute.errors import AblationError
+from recompute.policy.loading import load_policy
+
+BASELINE = "none"
+"""The policy that every other one is compared with: the model as it is, with nothing attached."""
+
+_PEERS = ("torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective", "liger")
+_MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
+
+
+def _known_peer(name: str) -> str:
+    if not is_peer(name):
+        raise ValueError(f"expected one of {', '.join(_PEERS)}, or torch-budget-0.5 (any share)")
+    return name
+
+
+def is_peer(name: str) -> bool:
+    """Whether it is a ``Peer``, not a policy."""
+    return name in _PEERS or _MEMORY_BUDGET.fullmatch(name) is not None
+
+
+Peer = Annotated[str, AfterValidator(_known_peer)]
+"""What others offer: torch's checkpoint on every decoder layer, of all of it or of all but matmuls and attention;
+torch.compile of every layer, as it is, under that selective checkpoint, or with a share of what it would save as its
+memory budget; Liger-Kernel's norms, SwiGLU and rotary embedding."""
+
+
+@contextmanager
+def under(policy: str, model: LlamaForCausalLM) -> Iterator[None]:
+    """Have a policy (the name of a preset, or a file), or a peer, at work on the model: for good, but for Liger's."""
+    if policy == "liger":
+        with _liger(model):
+            yield
+    elif policy.startswith(("torch-compile", "torch-budget")):
+        budget = _MEMORY_BUDGET.fullmatch(policy)
+        with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
+            layers = model.model.layers
+            for index, layer in enumerate(layers):
+                if policy == "torch-compile-selective":  # as a replaced forward it would run eagerly
+                    layers[index] = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
+                layers[index].compile()
+            yield
+        torch.compiler.reset()
+    elif is_peer(policy):
+        options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
+        for layer in model.model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        yield
+    else:
+        if policy != BASELINE:
+            apply(model, load_policy(policy))
+        yield
+
+
+@contextmanager
+def _liger(model: LlamaForCausalLM) -> Iterator[None]:
+    """Liger also puts its functions into a module of transformers, which is put back as it was."""
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise AblationError("the peer liger needs the package liger-kernel: pip install liger-kernel") from error
+    before = dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    try:
+        yield
+    finally:
+        vars(modeling_llama).update(before)
+
+
+_SELECTIVE = partial(
+    create_selective_checkpoint_contexts,
+    [
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    ],
+)
