@@ -119,4 +119,4 @@ def setting_of(owner: Owner, rule: Rule, openings: PlanCache | None = None) -> S
     """What a rule says of each op."""
     if rule.action == "checkpoint":  # fewest bytes, whatever it costs
         return Setting(owner, rerun=set(FAMILIES) - {"collective"}, keep=rule.keep, price=0, openings=openings)
-    return Setting(owner, rerun=rule.rerun, keep=rule.keep, openings=openings)
+    return Setting(owner, rerun=rule.rerun, keep=rule.keep, price=rule.price, openings=openings)
