@@ -202,7 +202,8 @@ def test_the_wrong_item_of_a_list_of_layers_is_named():
 
 def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
     assert refusal_of(Rule, mach="**.mlp", action="keep") == (
-        "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, keep, price"
+        "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, "
+        "keep, price"
     )
 
 
