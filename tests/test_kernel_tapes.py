@@ -230,8 +230,19 @@ def test_parts_are_on_tapes_of_their_own() -> None:
 
 
 def test_a_rule_around_layers_takes_their_kernels_onto_its_tape() -> None:
-    given = rules(rule("LlamaModel", "recompute", via="kernel", rerun=EVERYTHING, price=0))
-    assert_same(three_steps("llama", given), three_steps("llama", rules(rule("LlamaModel", "recompute", via="kernel"))))
+    around = rule("LlamaModel", "recompute", via="kernel")
+    expected = three_steps("llama", rules(around))
+    assert_same(three_steps("llama", rules({**around, "rerun": EVERYTHING, "price": 0})), expected)
+
+
+def test_a_frame_that_departs_from_its_plan_gives_none() -> None:
+    model = models.make("llama")
+    handle = recompute.apply(model, rules(rule("LlamaModel", "recompute", via="kernel", rerun="gemm")))
+    found = []
+    for _ in range(3):
+        gradients(model, models.batch("llama"))
+        found.append(list(handle.plans()))
+    assert found == [["model"], [], ["model"]]  # in the second the layers inside do what they learned in the first
 
 
 def test_a_head_makes_no_logits_on_a_tape_either() -> None:
