@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -280,7 +281,7 @@ class TestLibraries:
         assert [draws(op, args, {}) for args in ((0,), (0, 0.0, torch.ones(2)), (0, 0.1))] == [False, False, True]
 
     def test_the_projects_own_kernels_are_pure(self) -> None:
-
+        importlib.import_module("recompute.kernels.gated_mlp")  # registers them
         assert {
             facts(torch.ops.recompute.rms_norm_forward.default),
             facts(torch.ops.recompute.glu_forward.default),
