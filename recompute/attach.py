@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from recompute.engine.context import RUNNER, reachable
 from recompute.engine.ops import is_op
-from recompute.engine.plan import PlanCache
+from recompute.engine.plan import Plan, PlanCache
 from recompute.engine.region import Region, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.tape import TapeRegion
@@ -83,6 +83,14 @@ class AppliedPolicy:
         """What was dropped and regenerated since the policy was applied."""
         owners = [attachment.runner.owner for attachment in self._attachments]
         return Stats(*(sum(getattr(owner, name) for owner in owners) for name in Stats.__dataclass_fields__))
+
+    def plans(self) -> dict[str, Plan]:
+        """What the last forward kept and dropped, by module path: of the modules whose ops are written down.
+
+        That is those under ``recompute``, or ``checkpoint`` with a ``keep``; "" is the model. Also on fake tensors.
+        """
+        plans = {attachment.path: attachment.runner.owner.plan for attachment in self._attachments}
+        return {path: plan for path, plan in plans.items() if plan is not None}
 
     def explain(self) -> str:
         """A table of which modules got which rule, and what a forward drops of them; then each tensor, and why.
