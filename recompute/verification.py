@@ -22,7 +22,7 @@ from recompute.engine.recipe import count_different, verifying
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import describe
 from recompute.errors import GradientMismatch, MutationError, UnsupportedError
-from recompute.kernel_runners import KernelRunner
+from recompute.kernel_runners import kernel_of
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor | None]
@@ -320,9 +320,9 @@ def _in_wider_dtype(trial: _Trial, policy: str) -> _Outcome:
 
 def _is_exact(handle: AppliedPolicy, model: nn.Module) -> bool:
     """Whether the policy promises the same bits: no kernel stands in where the model is."""
-    runners: list[Any] = [getattr(one.runner, "inner", None) or one.runner for one in handle._attachments]
+    kernels = [kernel for one in handle._attachments if (kernel := kernel_of(one.runner)) is not None]
     on_cuda = any(parameter.is_cuda for parameter in model.parameters())
-    return not any(isinstance(runner, KernelRunner) and (on_cuda or runner.fallback is None) for runner in runners)
+    return not any(on_cuda or kernel.fallback is None for kernel in kernels)
 
 
 def _differing(found: Tensors, expected: Tensors) -> list[str]:
