@@ -9,7 +9,8 @@ import models
 import pytest
 import torch
 from tiny import decoder, next_token_loss, rule, rules, token_ids
-from torch import nn
+from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import AdamW
 
 import recompute
@@ -37,11 +38,14 @@ def tiny_step(policy: Any = None, layers: int = 3, optimizer: Any = AdamW, **opt
     model = decoder(layers=layers)
     ids = token_ids()
     regions = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
-    loss = lambda logits: nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
-    with rehearsal(model, ids, loss=loss, optimizer=optimizer) as run:
-        with nullcontext() if policy is None else recompute.apply(model, policy):
-            run.step(regions)
-            return run.step(regions, **options)
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    applied = nullcontext() if policy is None else recompute.apply(model, policy)
+    with rehearsal(model, ids, loss=loss, optimizer=optimizer) as run, applied:
+        run.step(regions)
+        return run.step(regions, **options)
 
 
 def timeline(spans: StepSpans) -> int:
