@@ -87,10 +87,11 @@ class AppliedPolicy:
     def plans(self) -> dict[str, Plan]:
         """What the last forward kept and dropped, by module path: of the modules whose ops are written down.
 
-        That is those under ``recompute``, or ``checkpoint`` with a ``keep``; "" is the model. Also on fake tensors.
+        That is those under ``recompute``, or ``checkpoint`` with a ``keep``; "" is the model. Also on fake tensors. One
+        is missing where a module did not do what it did the time before: run forward once more.
         """
         plans = {attachment.path: attachment.runner.owner.plan for attachment in self._attachments}
-        return {path: plan for path, plan in plans.items() if plan is not None}
+        return {path: plan for path, plan in plans.items() if plan is not None and plan.is_whole}
 
     def explain(self) -> str:
         """A table of which modules got which rule, and what a forward drops of them; then each tensor, and why.
