@@ -201,7 +201,9 @@ def snapshot(value: Any) -> Any:
     return _snapshot(value, _DEPTH, {})
 
 
-def _snapshot(value: Any, depth: int, copies: dict[int, Any]) -> Any:  # no closure, which would be a cycle (invariant 8)
+def _snapshot(
+    value: Any, depth: int, copies: dict[int, Any]
+) -> Any:  # no closure, which would be a cycle (invariant 8)
     if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
         return value
     if id(value) in copies:

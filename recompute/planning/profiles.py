@@ -76,8 +76,6 @@ def profile(
             source="measured",
             static_nbytes=static_nbytes,
             **measuring.table(),
-            optimizer_seconds=statistics.median(spans.optimizer_seconds for spans in measuring.timed),
-            optimizer_peak_nbytes=max(spans.optimizer_peak_nbytes for spans in measuring.counted),
             capacity_nbytes=torch.cuda.get_device_properties(run.device).total_memory if on_cuda else None,
         )
 
@@ -111,10 +109,15 @@ class _Slot(NamedTuple):
     places: tuple[int, ...]
 
 
-class _Sample(NamedTuple):
-    spans: Part
+class _Bytes(NamedTuple):
+    """Of a part of a step, above what was alive when its forward began."""
+
+    held: int
+    forward_peak: int
+    backward_peak: int
+    """With the gradients that the parts above it have left behind."""
     is_settled: bool
-    """Whether the place before ran in the same way: at the border of two, bytes may belong to either."""
+    """Whether the region before it ran in the same way: at the border of two, bytes may belong to either."""
 
 
 @dataclass
@@ -126,11 +129,11 @@ class _Measuring:
     done: int = 0
     ahead: int = 0
     """Steps that are still to run."""
-    bytes_of: dict[tuple[int, str], list[_Sample]] = field(default_factory=dict)
-    """By group (its ``id``) and candidate."""
+    counted: list[tuple[list[Candidate], StepSpans]] = field(default_factory=list)
+    """What ran in which way, and its bytes."""
     seconds_of: dict[tuple[int, str], list[Part]] = field(default_factory=dict)
-    counted: list[StepSpans] = field(default_factory=list)
-    timed: list[StepSpans] = field(default_factory=list)
+    """By group (its ``id``) and candidate."""
+    optimizer_seconds: list[float] = field(default_factory=list)
     fillers: dict[int, Candidate] = field(default_factory=dict)
 
     def run_base(self) -> int:
@@ -244,13 +247,10 @@ class _Measuring:
             for _ in range(self.steps):
                 timed.append(self.run.step(regions, clock=profiling.clock(device)))
                 self._tell()
-        self.counted.append(counted)
-        self.timed += timed
+        self.counted.append((chosen, counted))
+        self.optimizer_seconds += [spans.optimizer_seconds for spans in timed]
         for place, (group, candidate) in enumerate(zip(groups, chosen, strict=True)):
-            key = id(group), candidate.name
-            is_settled = place > 0 and chosen[place - 1].name == candidate.name
-            self.bytes_of.setdefault(key, []).append(_Sample(counted.parts[place], is_settled))
-            self.seconds_of.setdefault(key, []).extend(spans.parts[place] for spans in timed)
+            self.seconds_of.setdefault((id(group), candidate.name), []).extend(spans.parts[place] for spans in timed)
 
     def _tell(self) -> None:
         self.done += 1
@@ -258,37 +258,77 @@ class _Measuring:
         self.report("training steps", self.done, self.done + self.ahead)
 
     def table(self) -> dict[str, Any]:
-        """The regions and places of a profile."""
+        """The fields of a profile that are measured by steps."""
         groups = list({id(group): group for group in self.layout.groups}.values())
         numbers = {id(group): number for number, group in enumerate(groups)}
         places = [
             Place(path=path, region=numbers[id(group)])
             for path, group in zip(self.layout.paths, self.layout.groups, strict=True)
         ]
-        return {"regions": tuple(map(self._costs, groups)), "places": tuple(places)}
+        gradients = self._gradients()
+        regions = [self._costs(group, gradients) for group in groups]
+        above = sum(gradients[id(group)] for group in self.layout.groups)
+        optimizer_peaks = [spans.optimizer_peak_nbytes + _gradients_above(spans, -1) for _, spans in self.counted]
+        return {
+            "regions": (self._with_first_input(regions, numbers), *regions[1:]),
+            "places": tuple(places),
+            "optimizer_seconds": statistics.median(self.optimizer_seconds),
+            "optimizer_peak_nbytes": max(0, max(optimizer_peaks) - above),
+        }
 
-    def _costs(self, group: Group) -> RegionCosts:
+    def _gradients(self) -> dict[int, int]:
+        """What a region of each group leaves behind: mostly, as at borders bytes may belong to either side."""
+        found: dict[int, list[int]] = {}
+        for _, spans in self.counted:
+            for group, part in zip(self.layout.groups, spans.parts, strict=True):
+                found.setdefault(id(group), []).append(part.gradient_nbytes)
+        return {key: statistics.median_low(nbytes) for key, nbytes in found.items()}
+
+    def _costs(self, group: Group, gradients: dict[int, int]) -> RegionCosts:
         measured = [one for one in group.candidates if (id(group), one.name) in self.seconds_of]
-        samples = [sample for one in measured for sample in self.bytes_of[id(group), one.name]]
         return RegionCosts(
             name=group.name,
-            choices=tuple([self._choice(group, candidate) for candidate in measured]),
-            gradient_nbytes=max(sample.spans.gradient_nbytes for sample in samples),
+            choices=tuple([self._choice(group, candidate, gradients) for candidate in measured]),
+            gradient_nbytes=gradients[id(group)],
         )
 
-    def _choice(self, group: Group, candidate: Candidate) -> Choice:
-        samples = self.bytes_of[id(group), candidate.name]
-        parts = [one.spans for one in samples if one.is_settled] or [one.spans for one in samples]
+    def _choice(self, group: Group, candidate: Candidate, gradients: dict[int, int]) -> Choice:
+        samples = list(self._bytes(group, candidate, gradients))
+        samples = [sample for sample in samples if sample.is_settled] or samples
         timed = self.seconds_of[id(group), candidate.name]
         return Choice(
             name=candidate.name,
             rule=None if candidate.rule is None else dict(candidate.rule),
             forward_seconds=statistics.median(part.forward_seconds for part in timed),
             backward_seconds=statistics.median(part.backward_seconds for part in timed),
-            held_nbytes=max(part.held_nbytes for part in parts),
-            forward_peak_nbytes=max(part.forward_peak_nbytes for part in parts),
-            backward_peak_nbytes=max(part.backward_peak_nbytes for part in parts),
+            held_nbytes=max(sample.held for sample in samples),
+            forward_peak_nbytes=max(sample.forward_peak for sample in samples),
+            backward_peak_nbytes=max(sample.backward_peak for sample in samples),
         )
+
+    def _bytes(self, group: Group, candidate: Candidate, gradients: dict[int, int]) -> Iterator[_Bytes]:
+        """Of each place and step where the group ran in that way."""
+        groups = self.layout.groups
+        for chosen, spans in self.counted:
+            for place, part in enumerate(spans.parts):
+                if groups[place] is group and chosen[place] is candidate:
+                    above = sum(gradients[id(other)] for other in groups[place + 1 :])
+                    peak = max(0, part.backward_peak_nbytes + _gradients_above(spans, place) - above)
+                    is_settled = place > 1 and chosen[place - 1].name == candidate.name
+                    yield _Bytes(part.held_nbytes, part.forward_peak_nbytes, peak, is_settled)
+
+    def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
+        """What is before the first region, with what that one holds more than others like it: its input, say."""
+        number = numbers[id(self.layout.groups[1])]
+        usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
+        more = max(spans.parts[1].held_nbytes - usual[chosen[1].name] for chosen, spans in self.counted)
+        (choice,) = regions[0].choices
+        choice = choice.model_copy(update={"held_nbytes": choice.held_nbytes + max(0, more)})
+        return regions[0].model_copy(update={"choices": (choice,)})
+
+
+def _gradients_above(spans: StepSpans, place: int) -> int:
+    return sum(part.gradient_nbytes for part in spans.parts[place + 1 :])
 
 
 def _nbytes(candidate: Candidate) -> int:
