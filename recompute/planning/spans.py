@@ -234,6 +234,8 @@ class _Marks:
             peaks[key] = max(peaks.get(key, 0), peak)
             if span.phase == "backward":
                 left[span.part] = alive - span.handed_nbytes - starts[span.part]
+                if span is self.spans[-3]:  # where backward ends: nothing else is left, also if it does not get further
+                    left[span.part] = alive
         found = []
         gradients = 0  # of the parts above
         for number in reversed(range(count)):
