@@ -23,7 +23,7 @@ from recompute.engine.saved import Owner
 from recompute.engine.tape import TapeRegion
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.explain import Attachment, explanation
-from recompute.kernel_runners import KernelRunner
+from recompute.kernel_runners import kernel_of
 from recompute.policy.loading import is_preset, load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.model import Policy, Rule, is_op_name
@@ -141,7 +141,7 @@ def _attachments(
         found = list(choose(path, modules[path], rule, rules.keys() - joined, openings))
         for inside, module, runner in found:
             chosen.setdefault(id(module), Attachment(inside, module, index, runner))
-        if rule.via == "kernel" and not any(isinstance(runner, KernelRunner) for _, _, runner in found):
+        if rule.via == "kernel" and all(kernel_of(runner) is None for _, _, runner in found):
             name = type(modules[path]).__name__
             warn(f"policy {policy.name}: rules[{index}]: no kernel computes what {name} does; hooks regenerate it")
     _warn_of_unknown_ops(policy)

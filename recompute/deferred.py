@@ -200,6 +200,10 @@ class Linears:
     def __init__(self) -> None:
         self._known: tuple[tuple[weakref.ref[Tensor], weakref.ref[Tensor] | None], ...] = ()
 
+    @property
+    def count(self) -> int:
+        return len(self._known)
+
     def with_(self, weight: Tensor) -> list[Operands] | None:
         """Weight and bias of each, if ``weight`` is one of theirs, and all exist and are not sharded away."""
         found = [(reference(), None if bias is None else bias()) for reference, bias in self._known]
