@@ -58,15 +58,14 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 # The list of CUDA's autocast in ATen/autocast_mode.h; the CPU's is another. As torch and torch.nn.functional name them.
-_WIDENED = frozenset(
-    """
+_WIDENED_NAMES = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
     layer_norm group_norm norm cosine_similarity poisson_nll_loss nll_loss hinge_embedding_loss kl_div l1_loss
     smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
     multi_margin_loss binary_cross_entropy_with_logits cross_entropy dist pdist cdist renorm logsumexp softmax
     log_softmax cumprod cumsum prod sum
-    """.split()
-)
+"""
+_WIDENED = frozenset(_WIDENED_NAMES.split())
 
 
 def _attention(

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from recompute.errors import ModelError, RecomputeError
 from recompute.planning.imagining import as_on_cuda
 from recompute.planning.tracker import BLOCK_NBYTES, FakeTrace
 
 LOSS = "the loss"
 """What the model computes outside of its modules, and the loss itself."""
 
-_get_sequence = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_get_sequence = torch._C._autograd._get_sequence_nr
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def simulate(
     model: nn.Module,
     run: Callable[[], tuple[Tensor, Any]],
     *,
+    tokens: int = 0,
     classes: int | None = None,
     autocast: torch.dtype | None = None,
     warm_up: bool = False,
@@ -60,18 +62,14 @@ def simulate(
     """Trace one forward and backward of a model on fake tensors, under their mode. Leaves no gradients.
 
     run: runs forward; returns the loss, and what else the model returned.
-    classes: the last dimension of logits.
-    warm_up: run a step before, for what a policy learns in the first one.
+    tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
+    warm_up: run a forward before, for what a policy learns in the first one.
     on_cuda: count as on CUDA; else to the byte, as the CPU runs it.
     """
     if warm_up:
-        with _environment(autocast, on_cuda) as forward_only:
-            with forward_only():
-                loss = run()[0]
-            torch.autograd.backward(loss)
-            del loss
-        model.zero_grad()
-    ledger = _Ledger(classes)
+        with _environment(autocast, on_cuda) as forward_only, forward_only(), _calls_told(model, _Ledger(None, 0)):
+            run()
+    ledger = _Ledger(classes, tokens)
     trace = FakeTrace(BLOCK_NBYTES if on_cuda else 1)
     ledger.watch(trace)
     hooks = [
@@ -133,8 +131,9 @@ def _environment(autocast: torch.dtype | None, on_cuda: bool) -> Iterator[Callab
 
 def _logits(output: Any, classes: int | None) -> Tensor | None:
     logits = getattr(output, "logits", None)
-    is_whole = isinstance(logits, Tensor) and classes is not None and not getattr(logits, "is_deferred", False)
-    return logits if is_whole and logits.shape[-1] == classes else None
+    if not isinstance(logits, Tensor) or getattr(logits, "is_deferred", False) or logits.shape[-1] != classes:
+        return None
+    return logits
 
 
 @dataclass
@@ -142,6 +141,7 @@ class _Ledger:
     """Knows which module runs, in forward and in backward, and notes what is alive then."""
 
     classes: int | None
+    tokens: int
     path: str = ""
     is_backward: bool = False
     has_begun: bool = False
@@ -182,20 +182,25 @@ class _Ledger:
 
     def _grown(self, nbytes: int) -> None:
         unit = unit_of(self._where())
-        if self.is_backward:
-            name = f"backward of {unit}"
-        else:
-            name = unit if unit == LOSS else f"forward of {unit}"
+        forward = unit if unit == LOSS else f"forward of {unit}"
+        name = f"backward of {unit}" if self.is_backward else forward
         alive = self.moments[name]
         alive[self.gradient_nbytes] = max(alive.get(self.gradient_nbytes, 0), nbytes)
 
     def _label(self, tensor: Tensor, nbytes: int) -> tuple[str, bool]:
-        is_logits = self.classes is not None and tensor.dim() > 1 and tensor.shape[-1] == self.classes
+        where = self._where()
+        is_logits = self.classes is not None and self._is_of_logits(tensor, where)
         if is_logits:
             self.logits_nbytes += nbytes
             kept = self.kept_nbytes if self.is_backward else 0
             self.logits_peak_nbytes = max(self.logits_peak_nbytes, self.logits_nbytes + kept)
-        return self._where(), is_logits
+        return where, is_logits
+
+    def _is_of_logits(self, tensor: Tensor, where: str) -> bool:
+        """Whether it has the shape of logits, or holds a block of columns of them, as a loss without logits does."""
+        if tensor.dim() == 1:
+            return unit_of(where) == LOSS and tensor.numel() >= self.tokens * 256
+        return tensor.shape[-1:] == (self.classes,)
 
     def _freed(self, label: tuple[str, bool], nbytes: int) -> None:
         if label[1]:
@@ -228,8 +233,14 @@ def _calls_told(model: nn.Module, ledger: _Ledger) -> Iterator[None]:
     nn.Module.__call__ = told  # type: ignore[method-assign]
     try:
         yield
-    except Exception as error:
-        error.add_note(ledger.path) if hasattr(error, "add_note") else None
+    except RecomputeError:
         raise
+    except Exception as error:  # whatever a model raises: tensors without values fail in many ways
+        module = type(model.get_submodule(ledger.path)).__name__
+        where = f"module {ledger.path!r} ({module})" if ledger.path else f"the model ({module})"
+        raise ModelError(
+            f"{where} cannot run on tensors without values: {type(error).__name__}: {error}. Measure the model on a "
+            "real device instead, with recompute.profile."
+        ) from error
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]

@@ -69,6 +69,6 @@ _FORMULAS: dict[Any, Callable[[Any, Any], int]] = {
     _aten.embedding_dense_backward.default: _embedding_backward,
 }
 
-WORKSPACE_NBYTES = {"hopper": 2 * 32 * 2**20, "other": 2 * (4096 * 2 + 16 * 8) * 2**10}
-"""Of cuBLAS, from its first product on: one a thread, so that backward has its own (``getChosenWorkspaceSize`` in
-ATen/cuda/CublasHandlePool.cpp)."""
+WORKSPACE_NBYTES = 2 * 32 * 2**20
+"""Of cuBLAS on Hopper, from its first product on: one for each thread that has it, so that backward has its own. On
+other devices it is 8.1 MiB each (``getChosenWorkspaceSize`` in ATen/cuda/CublasHandlePool.cpp)."""
