@@ -17,6 +17,7 @@ from recompute.attach import apply
 from recompute.errors import EstimateError, ModelError
 from recompute.planning.estimate_result import Advice, Estimate, ModuleActivations, Settings
 from recompute.planning.fakes import fake_batch, fake_copy
+from recompute.planning.layers import find_stack, step_of_many
 from recompute.planning.models import batch_of, describe, imagined, without_packing
 from recompute.planning.simulation import LOSS, Step, fake_mode, optimizer_peak_nbytes, simulate, unit_of
 from recompute.planning.static_memory import (
@@ -204,23 +205,28 @@ class Study:
     def _step(self, options: Options, policy: Policy | None) -> Step:
         if options.loss == "chunked":
             policy = self._with_chunked_loss(policy)
-        key = policy, RECIPES[options.dtype].autocast
-        if key not in self._steps:
-            subject = self._subject
-            handle = None if policy is None else apply(subject.model, policy)
-            try:
-                self._steps[key] = simulate(
-                    subject.model,
-                    subject.run,
-                    tokens=self._tokens(),
-                    classes=self._classes(),
-                    autocast=torch.bfloat16 if RECIPES[options.dtype].autocast else None,
-                    warm_up=policy is not None and any(_learns(rule) for rule in policy.rules),
-                )
-            finally:
-                if handle is not None:
-                    handle.remove()
-        return self._steps[key]
+        autocast = RECIPES[options.dtype].autocast
+        if (policy, autocast) not in self._steps:
+            stack = find_stack(self._subject.model, policy)
+            step = None if stack is None else step_of_many(stack, lambda: self._simulate(policy, autocast))
+            self._steps[policy, autocast] = step or self._simulate(policy, autocast)
+        return self._steps[policy, autocast]
+
+    def _simulate(self, policy: Policy | None, autocast: bool) -> Step:
+        subject = self._subject
+        handle = None if policy is None else apply(subject.model, policy)
+        try:
+            return simulate(
+                subject.model,
+                subject.run,
+                tokens=self._tokens(),
+                classes=self._classes(),
+                autocast=torch.bfloat16 if autocast else None,
+                warm_up=policy is not None and any(_learns(rule) for rule in policy.rules),
+            )
+        finally:
+            if handle is not None:
+                handle.remove()
 
     def _optimizer_peak(self, options: Options) -> int:
         recipe = RECIPES[options.dtype]
