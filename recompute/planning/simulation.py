@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from recompute.errors import ModelError, RecomputeError
 from recompute.planning.imagining import as_on_cuda
@@ -98,19 +98,20 @@ def simulate(
     return Step(moments, dict(held), ledger.logits_peak_nbytes)
 
 
-def optimizer_peak_nbytes(make: Callable[[list[Tensor]], torch.optim.Optimizer], parameters: list[Tensor]) -> int:
+def optimizer_peak_nbytes(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> int:
     """The most that a step of torch's own optimizer takes beside parameters, gradients and its states.
 
-    parameters: fakes, under their mode; get gradients here.
+    Of parameters on ``meta``, which takes a third of the time of fakes, and lets the optimizer read its step counts.
     """
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = make(parameters)
-    trace = FakeTrace(BLOCK_NBYTES)
-    with as_on_cuda(), torch.no_grad():
-        with FakeTrace():
-            optimizer.step()  # makes the states
-        with trace:
+    with unset_fake_temporarily(), torch.no_grad():
+        parameters: list[Tensor] = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = make(parameters)
+        optimizer.step()  # makes the states
+        with FakeTrace(BLOCK_NBYTES) as trace:
             optimizer.step()
     return trace.peak_nbytes
 

@@ -181,7 +181,7 @@ class Study:
         named = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
         shapes = [f"{name} {'x'.join(map(str, each.shape))}" for name, each in named if isinstance(each, Tensor)]
         return Settings(
-            self._subject.name.partition(";")[0],
+            self._subject.name.partition(";")[0].removesuffix(" on cpu"),
             ", ".join(shapes),
             *options[:4],
             "none" if policy is None else policy.name,
@@ -237,7 +237,7 @@ class Study:
             dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
             peak = 0
             if make is not None:
-                peak = optimizer_peak_nbytes(make, [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes])
+                peak = optimizer_peak_nbytes(make, shapes, dtype)
             if recipe.master:  # the gradients once more, in the dtype of the master weights
                 peak += sum(torch.Size(shape).numel() for shape in shapes) * recipe.master
             self._optimizer_peaks[key] = peak
@@ -277,7 +277,7 @@ def _learns(rule: Rule) -> bool:
 
 _MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw-fused": None,  # one kernel for all parameters, in place
     "adamw-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
     "adamw-8bit": None,  # one kernel a parameter, in place
     "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),

@@ -123,22 +123,15 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if op is _DEVICE:
             return op(*args, **kwargs)
-        if local.imagines_cuda:
-            if op in IMPLEMENTATIONS:  # what it allocates inside is seen, each tensor as long as it lives
-                with self:
-                    return IMPLEMENTATIONS[op](*args, **kwargs)
-            if op is _aten.addmm.dtype_out:  # which the CPU has not
-                return kwargs["out"]
-            if op in _FUSED:
-                return None
+        if op in IMPLEMENTATIONS:  # what it allocates inside is seen, each tensor as long as it lives
+            with self:
+                return IMPLEMENTATIONS[op](*args, **kwargs)
+        if local.imagines_cuda and op is _aten.addmm.dtype_out:  # which the CPU has not
+            return kwargs["out"]
         output = op(*args, **kwargs)
         extra = transient_nbytes(op, args, output) if local.imagines_cuda else 0
         self._trace.made(output, (args, kwargs), extra)
         return output
-
-
-# In place, and without memory of their own; not all are known to fake tensors.
-_FUSED = {_aten._fused_adamw_.default, _aten._fused_adam_.default, _aten._fused_sgd_.default}
 
 
 def _nbytes(tensor: Tensor) -> int:
