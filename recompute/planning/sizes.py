@@ -31,9 +31,7 @@ def parse_budget(budget: str | int, capacity_nbytes: int | None = None) -> int:
     if isinstance(budget, int) and not isinstance(budget, bool):
         nbytes = budget
     else:
-        match = (
-            re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", budget, re.I) if isinstance(budget, str) else None
-        )
+        match = _SIZE.fullmatch(budget) if isinstance(budget, str) else None
         if match is None or match[2].lower() not in (*_NBYTES, "%"):
             raise BudgetError(f"{found} cannot be read: {_EXPECTED}")
         if match[2] == "%":
