@@ -17,13 +17,13 @@ from torch.nn.parameter import is_lazy
 
 from recompute.engine.context import RUNNER, reachable
 from recompute.engine.ops import is_op
-from recompute.engine.plan import PlanCache
+from recompute.engine.plan import Plan, PlanCache
 from recompute.engine.region import Region, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.tape import TapeRegion
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.explain import Attachment, explanation
-from recompute.kernel_runners import KernelRunner
+from recompute.kernel_runners import kernel_of
 from recompute.policy.loading import is_preset, load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.model import Policy, Rule, is_op_name
@@ -84,6 +84,15 @@ class AppliedPolicy:
         owners = [attachment.runner.owner for attachment in self._attachments]
         return Stats(*(sum(getattr(owner, name) for owner in owners) for name in Stats.__dataclass_fields__))
 
+    def plans(self) -> dict[str, Plan]:
+        """What the last forward kept and dropped, by module path: of the modules whose ops are written down.
+
+        That is those under ``recompute``, or ``checkpoint`` with a ``keep``; "" is the model. Also on fake tensors. One
+        is missing where a module did not do what it did the time before: run forward once more.
+        """
+        plans = {attachment.path: attachment.runner.owner.plan for attachment in self._attachments}
+        return {path: plan for path, plan in plans.items() if plan is not None and plan.is_whole}
+
     def explain(self) -> str:
         """A table of which modules got which rule, and what a forward drops of them; then each tensor, and why.
 
@@ -116,7 +125,7 @@ def _attachments(
     name: stands for the model's class's. openings: the plans of regions like these, if others share them.
     """
     openings = PlanCache() if openings is None else openings
-    entries, modules = _entries(model, name or type(model).__name__)
+    entries, modules = module_entries(model, name or type(model).__name__)
     rules = assign(policy, entries)
     unmatched = unmatched_rules(policy, entries, rules)
     if len(unmatched) == len(policy.rules) or not is_preset(policy):  # a preset has rules for many models
@@ -133,7 +142,7 @@ def _attachments(
         found = list(choose(path, modules[path], rule, rules.keys() - joined, openings))
         for inside, module, runner in found:
             chosen.setdefault(id(module), Attachment(inside, module, index, runner))
-        if rule.via == "kernel" and not any(isinstance(runner, KernelRunner) for _, _, runner in found):
+        if rule.via == "kernel" and all(kernel_of(runner) is None for _, _, runner in found):
             name = type(modules[path]).__name__
             warn(f"policy {policy.name}: rules[{index}]: no kernel computes what {name} does; hooks regenerate it")
     _warn_of_unknown_ops(policy)
@@ -164,7 +173,7 @@ def _warn_of_unknown_ops(policy: Policy) -> None:
                 )
 
 
-def _entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
+def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
     """The modules that a policy on ``model`` may govern: those with a forward, not in a decorated class's."""
     entries: list[ModuleEntry] = []
     modules: dict[str, nn.Module] = {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
@@ -24,7 +25,7 @@ from recompute.errors import MutationError, UnsupportedError
 Operands = tuple[Tensor, Tensor | None]
 """A Linear's weight and bias."""
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 _METADATA = frozenset(
     {
@@ -199,6 +200,10 @@ class Linears:
 
     def __init__(self) -> None:
         self._known: tuple[tuple[weakref.ref[Tensor], weakref.ref[Tensor] | None], ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self._known)
 
     def with_(self, weight: Tensor) -> list[Operands] | None:
         """Weight and bias of each, if ``weight`` is one of theirs, and all exist and are not sharded away."""

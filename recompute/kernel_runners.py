@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
@@ -45,6 +46,11 @@ class KernelRunner(ABC):
     note: str = field(init=False)
     stands_in_for_parts = False
     """Whether kernels may stand in for modules inside, too."""
+
+    @property
+    def variant(self) -> Hashable:
+        """Differs from the last run's where this is going to run other ops."""
+        return None
 
     def __post_init__(self) -> None:
         self.note = f"kernel: {self._what()}"
@@ -154,6 +160,10 @@ class KernelLayerRunner(KernelRunner):
     _linears: Linears = field(default_factory=Linears, init=False)
     _records: bool = field(default=True, init=False)
     """Whether anything inside can be dropped by the scope around: not known before the first run."""
+
+    @property
+    def variant(self) -> Hashable:
+        return self._linears.count
 
     def _what(self) -> str:
         return "norm_linears, " + ("add_rms_norm" if self.mlp is None else "residual_mlp")
@@ -310,6 +320,13 @@ class _Owned:
 
     def __exit__(self, *error: object) -> None:
         local.owner = self._outer
+
+
+def kernel_of(runner: Runner | None) -> KernelRunner | None:
+    """The runner of kernels that a runner is, or has inside."""
+    while runner is not None and not isinstance(runner, KernelRunner):
+        runner = getattr(runner, "inner", None)
+    return runner
 
 
 def find_kernel(owner: Owner, module: nn.Module, fallback: Runner | None, *, is_named: bool) -> KernelRunner | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from recompute.engine.region import KeepSpan, Region, Scope, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.setting import Setting
 from recompute.engine.tape import TapeRegion
-from recompute.policy.model import FAMILIES, Rule
+from recompute.policy.model import FAMILIES, PRICE, Rule
 
 Forward = Callable[..., Any]
 
@@ -27,6 +27,14 @@ class Runner(Protocol):
     """What it does, for ``explain``."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any: ...
+
+
+class InnerRunner(Runner, Protocol):
+    """One that runs inside of a tape."""
+
+    @property
+    def variant(self) -> Hashable:
+        """Differs from the last run's where it is going to run other ops."""
 
 
 def is_active(module: nn.Module) -> bool:
@@ -99,24 +107,34 @@ class CheckpointRunner:
 
 
 class TapeRunner:
-    """``action: recompute``, or ``checkpoint`` with a ``keep``: ops run again, by a tape of the whole forward."""
+    """``action: recompute``, or ``checkpoint`` with a ``keep``: ops run again, by a tape of the whole forward.
 
-    def __init__(self, owner: Owner, rule: Rule, openings: PlanCache):
+    inner: runs it there, as kernels do, in whose place their ops run again.
+    """
+
+    def __init__(self, owner: Owner, rule: Rule, openings: PlanCache, inner: InnerRunner | None = None):
         self.owner = owner
+        self.inner = inner
         self._region = TapeRegion(setting_of(owner, rule, openings))
         what = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
         if rule.rerun:
             what += f" and {', '.join(rule.rerun)}"
+        if rule.price != PRICE:
+            what += f", at {rule.price:.3g} bytes a second"
         self.note = f"{what}; {', '.join(rule.keep)} kept" if rule.keep else what
+        if inner is not None:
+            self.note = f"{inner.note}; {self.note}"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.inner is None:
+            return self._region.run(forward, args, kwargs) if is_active(module) else forward(*args, **kwargs)
         if not is_active(module):
-            return forward(*args, **kwargs)
-        return self._region.run(forward, args, kwargs)
+            return self.inner.run(module, forward, args, kwargs)
+        return self._region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
 
 
 def setting_of(owner: Owner, rule: Rule, openings: PlanCache | None = None) -> Setting:
     """What a rule says of each op."""
     if rule.action == "checkpoint":  # fewest bytes, whatever it costs
         return Setting(owner, rerun=set(FAMILIES) - {"collective"}, keep=rule.keep, price=0, openings=openings)
-    return Setting(owner, rerun=rule.rerun, keep=rule.keep, openings=openings)
+    return Setting(owner, rerun=rule.rerun, keep=rule.keep, price=rule.price, openings=openings)

@@ -9,7 +9,7 @@ from torch import nn
 from recompute.engine.plan import PlanCache
 from recompute.engine.saved import Owner
 from recompute.kernel_runners import find_inner_kernel, find_kernel
-from recompute.policy.model import Rule
+from recompute.policy.model import PRICE, Rule
 from recompute.recognize import is_decorated
 from recompute.runners import CheckpointRunner, KeepRunner, PlainRunner, Runner, TapeRunner
 
@@ -32,22 +32,31 @@ def choose(
         if rule.via == "hook" or rule.action != "recompute":
             yield path, module, tape
             return
-        kernel = find_kernel(owner, module, tape if rule.via == "auto" else None, is_named=True)
-        yield path, module, kernel or tape
+        needs_tape = bool(rule.rerun or rule.keep or rule.price != PRICE)  # what kernels save themselves is less then
+        if needs_tape:
+            kernel = find_kernel(Owner(owner.name), module, _on_tape(owner, rule), is_named=True)
+        else:
+            kernel = find_kernel(owner, module, tape if rule.via == "auto" else None, is_named=True)
+        yield path, module, TapeRunner(owner, rule, openings, kernel) if needs_tape else kernel or tape
         if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(path, module, governed, on_cuda_only=rule.via == "auto")
+            yield from _kernels_inside(path, module, rule, governed)
+
+
+def _on_tape(owner: Owner, rule: Rule) -> PlainRunner | None:
+    """What runs in the place of a kernel that stands in on CUDA alone."""
+    return PlainRunner(owner) if rule.via == "auto" else None
 
 
 def _kernels_inside(
-    path: str, module: nn.Module, governed: Collection[str], *, on_cuda_only: bool
+    path: str, module: nn.Module, rule: Rule, governed: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
         owner = Owner(f"{child_path} ({type(child).__name__})")
-        kernel = find_inner_kernel(owner, child, module, PlainRunner(owner) if on_cuda_only else None)
+        kernel = find_inner_kernel(owner, child, module, _on_tape(owner, rule))
         if kernel is not None:
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(child_path, child, governed, on_cuda_only=on_cuda_only)
+            yield from _kernels_inside(child_path, child, rule, governed)

@@ -22,7 +22,7 @@ from recompute.engine.recipe import count_different, verifying
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import describe
 from recompute.errors import GradientMismatch, MutationError, UnsupportedError
-from recompute.kernel_runners import KernelRunner
+from recompute.kernel_runners import kernel_of
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor | None]
@@ -93,7 +93,7 @@ def verify(model: nn.Module, batch: Any, *, policy: PolicyLike, loss: Loss | Non
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.verify takes a torch.nn.Module, got {type(model).__name__}")
-    trial = _Trial(model, batch, loss, _sources(model, batch))
+    trial = _Trial(model, batch, loss, sources_of(model, batch))
     with apply(model, policy) as handle:
         with verifying():
             found = trial.run()
@@ -131,7 +131,7 @@ def verify(model: nn.Module, batch: Any, *, policy: PolicyLike, loss: Loss | Non
     )
 
 
-def _sources(model: nn.Module, batch: Any) -> list[Any]:
+def sources_of(model: nn.Module, batch: Any) -> list[Any]:
     """All that the model may draw random numbers from, besides torch's default generators."""
     reached = surroundings(model.modules())
     map_leaves(reached.append, dict(batch) if isinstance(batch, Mapping) else batch)
@@ -162,9 +162,9 @@ class _Trial:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_left_as_it_was(model, self.sources))
-            args, kwargs = self._arguments(dtype)
-            inputs = _named(kwargs or args)
+            stack.enter_context(left_as_it_was(model, self.sources))
+            args, kwargs = arguments_of(self.batch, dtype)
+            inputs = named(kwargs or args)
             devices = {tensor.device.type for tensor in (*parameters.values(), *inputs.values())}
             stack.enter_context(deterministic("cuda" in devices))
             if dtype is None:
@@ -185,40 +185,52 @@ class _Trial:
             }
             return _Outcome(on_host, RngState(self.sources))
 
-    def _arguments(self, dtype: torch.dtype | None) -> tuple[tuple, dict[str, Any]]:
-        """A copy of the batch, whose tensors are leaves of a new graph; one that is there twice is so again."""
-        copies: dict[int, Tensor] = {}
-
-        def copied(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return snapshot(value)
-            if id(value) not in copies:
-                copies[id(value)] = _copied(value, dtype)
-            return copies[id(value)]
-
-        if isinstance(self.batch, Mapping):
-            return (), {name: map_leaves(copied, value) for name, value in self.batch.items()}
-        return map_leaves(copied, self.batch if isinstance(self.batch, tuple) else (self.batch,)), {}
-
     def _backward(self, output: Any) -> dict[str, Tensor]:
         """Run backward; returns the tensors in ``output``, and the loss."""
-        outputs = _named(output)
-        if self.loss is not None:
-            outputs["loss"] = self.loss(output)
-        elif isinstance(own := getattr(output, "loss", None), Tensor):  # which mappings of Hugging Face have too
-            outputs["loss"] = own
-        if "loss" in outputs:
-            outputs["loss"].backward()
-            return outputs
-        roots = [tensor for tensor in outputs.values() if tensor.requires_grad]
-        if not roots:
-            raise ValueError("nothing in the model's output requires a gradient, so there is none to compare")
-        torch.autograd.backward(roots, [_signs(tensor) for tensor in roots])
+        outputs = named(output)
+        starts, gradients = roots(output, self.loss)
+        if gradients == [None]:
+            outputs["loss"] = starts[0]
+        torch.autograd.backward(starts, gradients)
         return outputs
 
 
+def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, dict[str, Any]]:
+    """A copy of the batch, whose tensors are leaves of a new graph; one that is there twice is so again."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return snapshot(value)
+        if id(value) not in copies:
+            copies[id(value)] = _copied(value, dtype)
+        return copies[id(value)]
+
+    if isinstance(batch, Mapping):
+        return (), {name: map_leaves(copied, value) for name, value in batch.items()}
+    return map_leaves(copied, batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Where backward starts from a model's output, and the gradients that it starts with: None of a scalar.
+
+    ``loss``'s scalar, or the output's own ``loss``, or else every tensor in it, with a gradient of fixed signs.
+    """
+    if loss is not None:
+        return [loss(output)], [None]
+    if isinstance(own := getattr(output, "loss", None), Tensor):  # which mappings of Hugging Face have too
+        return [own], [None]
+    outputs = named(output)
+    if "loss" in outputs:
+        return [outputs["loss"]], [None]
+    found = [tensor for tensor in outputs.values() if tensor.requires_grad]
+    if not found:
+        raise ValueError("nothing in the model's output requires a gradient, so there is none to compare")
+    return found, [_signs(tensor) for tensor in found]
+
+
 @contextmanager
-def _left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
+def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
     """In training mode and without gradients so far; at the end ``model`` and the random state are as before."""
     state = ModuleState([model], (), {})
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -240,8 +252,8 @@ def _left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
                 table.update(entries)
     if (what := state.changed()) is not None:
         raise MutationError(
-            f"{what}, is changed by the forward or the backward that verify runs (an optimizer in a hook?), so that "
-            "two runs cannot be compared. Take off what changes it, then verify."
+            f"{what}, is changed by the forward or the backward that runs here (an optimizer in a hook?), so that two "
+            "runs cannot be compared. Take off what changes it first."
         )
 
 
@@ -267,7 +279,7 @@ def _copied(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def _named(value: Any) -> dict[str, Tensor]:
+def named(value: Any) -> dict[str, Tensor]:
     """The tensors in ``value``, by key or by position."""
     if isinstance(value, Mapping):
         parts = [(str(key), part) for key, part in value.items()]
@@ -308,9 +320,9 @@ def _in_wider_dtype(trial: _Trial, policy: str) -> _Outcome:
 
 def _is_exact(handle: AppliedPolicy, model: nn.Module) -> bool:
     """Whether the policy promises the same bits: no kernel stands in where the model is."""
-    runners: list[Any] = [getattr(one.runner, "inner", None) or one.runner for one in handle._attachments]
+    kernels = [kernel for one in handle._attachments if (kernel := kernel_of(one.runner)) is not None]
     on_cuda = any(parameter.is_cuda for parameter in model.parameters())
-    return not any(isinstance(runner, KernelRunner) and (on_cuda or runner.fallback is None) for runner in runners)
+    return not any(on_cuda or kernel.fallback is None for kernel in kernels)
 
 
 def _differing(found: Tensors, expected: Tensors) -> list[str]:

@@ -43,6 +43,24 @@ def test_trace_starts_at_zero_whatever_was_allocated_before() -> None:
         del inside
 
 
+def test_each_mark_ends_a_span_with_a_peak_of_its_own() -> None:
+    with profiling.memory_trace(CPU) as trace:
+        first = kibibytes(3)
+        second = kibibytes(5)
+        del second
+        trace.mark("one")
+        del first
+        trace.mark("two")
+        third = kibibytes(2)
+        trace.mark("three")
+        del third
+        fourth = kibibytes(1)
+        trace.mark("four")
+        del fourth
+    assert trace.span_peak_nbytes == {"one": 8 * KIB, "two": 3 * KIB, "three": 2 * KIB, "four": 2 * KIB}
+    assert trace.peak_nbytes == 8 * KIB
+
+
 def test_trace_of_a_failed_block_reports_nothing_and_the_next_one_works() -> None:
     failed = profiling.memory_trace(CPU)
 
@@ -54,7 +72,7 @@ def test_trace_of_a_failed_block_reports_nothing_and_the_next_one_works() -> Non
 
     with pytest.raises(ValueError, match="out of ideas"):
         fail()
-    assert (failed.held_nbytes, failed.peak_nbytes) == ({}, 0)
+    assert (failed.held_nbytes, failed.span_peak_nbytes, failed.peak_nbytes) == ({}, {}, 0)
     with profiling.memory_trace(CPU) as trace:
         kibibytes(1)
     assert trace.peak_nbytes == KIB
@@ -106,6 +124,15 @@ def test_wall_clock_is_monotonic_and_thread_clock_ignores_sleep() -> None:
     assert profiling.thread_seconds() - thread < 0.05
 
 
+def test_a_clock_gives_each_span_its_seconds() -> None:
+    with profiling.clock(CPU) as clock:
+        time.sleep(0.05)
+        clock.mark("slow")
+        clock.mark("fast")
+    assert list(clock.seconds) == ["slow", "fast"]
+    assert clock.seconds["slow"] >= 0.05 > clock.seconds["fast"]
+
+
 def test_machine_names_hardware_versions_and_date() -> None:
     machine = profiling.describe_machine(CPU)
     assert machine["torch"] == torch.__version__
@@ -136,3 +163,23 @@ def test_wall_clock_waits_for_the_device() -> None:
     torch.cuda._sleep(int(1e8))  # about 50 ms of device cycles
     launched = time.perf_counter()
     assert profiling.wall_seconds(device) - start > 2 * (launched - start)
+
+
+@pytest.mark.gpu
+def test_spans_on_cuda_have_peaks_and_seconds_of_their_own() -> None:
+    device = torch.device("cuda")
+    kibibytes(1, device)
+    with profiling.memory_trace(device) as trace, profiling.clock(device) as clock:
+        first = kibibytes(4, device)
+        second = kibibytes(8, device)
+        del first
+        torch.cuda._sleep(int(1e8))
+        trace.mark("one")
+        clock.mark("one")
+        del second
+        trace.mark("two")
+        clock.mark("two")
+    assert trace.span_peak_nbytes == {"one": 12 * KIB, "two": 8 * KIB}
+    assert trace.held_nbytes == {"one": 8 * KIB, "two": 0}
+    assert trace.peak_nbytes == 12 * KIB
+    assert clock.seconds["one"] > 10 * clock.seconds["two"]

@@ -13,6 +13,7 @@ bits of least cost are the two sides of a minimum cut.
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -106,7 +107,7 @@ def _cheapest_rerun(
         op = producers.get(index, forbidden)
         if op == forbidden or (forbidden, op) in capacities:
             continue
-        capacities[forbidden, op] = round(price * ops[op].seconds * _SCALE)
+        capacities[forbidden, op] = round(min(price * ops[op].seconds * _SCALE, sys.float_info.max))
         for source in set(ops[op].inputs):
             if source not in wanters and not _is_free(values[source]):
                 wanters[source] = []

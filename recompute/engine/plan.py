@@ -108,7 +108,12 @@ class Plan:
     stale: frozenset[int] = frozenset()
     """Values that were overwritten: autograd refuses them if it saved them, and nothing is regenerated from them."""
     opening: Hashable = None
-    """How its frame began."""
+    """How its frame began; None of one that had followed another plan, and had let go of tensors when it left that."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that its frame made was there to be kept or not."""
+        return self.opening is not None
 
     @cached_property
     def demanded(self) -> frozenset[int]:
@@ -217,24 +222,16 @@ def _pinned(steps: Iterable[Step]) -> set[int]:
     return {number for step in steps if step.op is KEEP for number in step.inputs}
 
 
-def solve(
+def tables(
     steps: Sequence[Step],
     facts: Sequence[ValueFacts],
     saves: Collection[tuple[int, int]],
     stale: Collection[int],
-    results: Collection[int],
-    price: float,
     gone: Collection[int] = (),
-    opening: Hashable = None,
-) -> Plan:
-    """The plan that holds least, counting a second of running again as ``price`` bytes.
-
-    stale: values that have been overwritten; gone: values whose memory has been let go of. Neither can be kept.
-    results: values of the region's results, of which the plan tells which come back without a costly step.
-    """
-    demanded = frozenset(number for number, _ in saves)
+) -> tuple[list[Value], list[Op]]:
+    """The values and the ops that there is a cut of, numbered as ``facts`` and ``steps`` are; see ``solve``."""
     unkeepable = {*stale, *gone}
-    wanted = demanded.difference(stale)
+    wanted = {number for number, _ in saves}.difference(stale)
     values = [
         Value(
             None if number in unkeepable else known.nbytes, number in wanted, known.alive and number not in unkeepable
@@ -251,9 +248,28 @@ def solve(
         )
         for step in steps
     ]
+    return values, ops
+
+
+def solve(
+    steps: Sequence[Step],
+    facts: Sequence[ValueFacts],
+    saves: Collection[tuple[int, int]],
+    stale: Collection[int],
+    results: Collection[int],
+    price: float,
+    gone: Collection[int] = (),
+    opening: Hashable = None,
+) -> Plan:
+    """The plan that holds least, counting a second of running again as ``price`` bytes.
+
+    stale: values that have been overwritten; gone: values whose memory has been let go of. Neither can be kept.
+    results: values of the region's results, of which the plan tells which come back without a costly step.
+    """
+    values, ops = tables(steps, facts, saves, stale, gone)
     cut = minimum_cut(values, ops, price)
     rerun = set(cut.rerun)
-    kept = cut.kept
+    kept, pinned = cut.kept, _pinned(steps)
     outputs = set()
     for number in results:
         if (

@@ -53,7 +53,7 @@ _plans = PlanCache()
 class Record:
     """The steps and values of one frame. As long as it follows a plan, it knows only the values that this needs."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: Setting, variant: Hashable):
         self.owner = setting.owner
         self.outer = top_hooks()
         self.plan: Plan | None = None
@@ -75,6 +75,7 @@ class Record:
         self._departed = False
         self._book = open_book()
         self._setting = setting
+        self._variant = variant
         self._opening: Hashable = None
         self._steps: list[Step] = []
         self._facts: list[ValueFacts] = []
@@ -85,7 +86,7 @@ class Record:
     def begin(self, last: Plan | None, event: Any, layout: Layout | None) -> None:
         """Choose the plan to follow by the first thing that happens: the last frame's, or one that began alike."""
         self.begun = True
-        self._opening = (self._setting.key, event, layout)
+        self._opening = (self._setting.key, self._variant, event, layout)
         self.plan = (
             last if last is not None and last.opening == self._opening else self._setting.openings.get(self._opening)
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from recompute.engine.ops import OpFacts, facts
 from recompute.engine.plan import PlanCache
 from recompute.engine.saved import Owner
+from recompute.policy.model import PRICE
 
 
 class Verdict(NamedTuple):
@@ -15,10 +16,6 @@ class Verdict(NamedTuple):
 
     facts: OpFacts
     reason: str
-
-
-PRICE = 1e9
-"""Bytes that may be held to save a second of running again: next to nothing, yet a norm's statistics are kept."""
 
 
 _keys: dict[Any, Any] = {}

@@ -10,7 +10,7 @@ decided anew, from what it still has. Recipes are always written from the frame'
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,8 +62,11 @@ class TapeRegion:
         self.plan: Plan | None = None
         """The last frame's, which the next one follows as far as it can."""
 
-    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """``function(*args, **kwargs)``: inside of another tape as a part of that, with a setting of its own."""
+    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
+        """``function(*args, **kwargs)``: inside of another tape as a part of that, with a setting of its own.
+
+        variant: another one where other ops are to be expected than last time.
+        """
         if is_under_a_checkpoint():  # which drops everything anyway, and counts what is saved
             return function(*args, **kwargs)
         self.setting.owner.frames += 1
@@ -71,7 +74,7 @@ class TapeRegion:
         if isinstance(around, Tape):
             with _Joined(around, self.setting):
                 return function(*args, **kwargs)
-        tape = Tape(self)
+        tape = Tape(self, variant)
         with tape:
             result = function(*args, **kwargs)
         self.plan = tape.record.finish(tape.plain(tree_leaves(result)))
@@ -117,12 +120,12 @@ class Tape(TorchDispatchMode):
         """So that what is compiled inside of the region, as flex attention is, is compiled all the same."""
         return True
 
-    def __init__(self, region: TapeRegion):
+    def __init__(self, region: TapeRegion, variant: Hashable):
         super().__init__()
         self.setting = region.setting
         self.owner = region.setting.owner
         self.name = "a tape that is still running"
-        self.record = Record(region.setting)
+        self.record = Record(region.setting, variant)
         self.outer = self.record.outer
         self._last = region.plan
 

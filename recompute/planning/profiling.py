@@ -34,16 +34,19 @@ def thread_seconds() -> float:
 class MemoryTrace(AbstractContextManager["MemoryTrace"]):
     """Bytes of tensor memory above what was allocated when the ``with`` block began.
 
-    `held_nbytes` maps each mark to the bytes alive when it was set; `peak_nbytes` is the most alive at once.
-    Both are complete only after the block has ended, and empty if it ended with an exception.
+    A mark ends a span, which began at the mark before it or with the block. `held_nbytes` maps each mark to the bytes
+    alive when it was set, `span_peak_nbytes` to the most alive at once in the span that it ends; `peak_nbytes` is the
+    most alive at once in the block. All are complete only after the block has ended, and empty if it ended with an
+    exception. Marks have different names.
     """
 
     held_nbytes: dict[str, int] = field(default_factory=dict)
+    span_peak_nbytes: dict[str, int] = field(default_factory=dict)
     peak_nbytes: int = 0
 
     @abstractmethod
     def mark(self, name: str) -> None:
-        """Note how many bytes are alive now, under `name`."""
+        """Note how many bytes are alive now, and how many were since the mark before, under `name`."""
 
 
 class _CudaTrace(MemoryTrace):
@@ -59,13 +62,18 @@ class _CudaTrace(MemoryTrace):
         return self
 
     def mark(self, name: str) -> None:
-        self.held_nbytes[name] = torch.cuda.memory_allocated(self._device) - self._before_nbytes
+        allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.held_nbytes[name] = allocated["current"] - self._before_nbytes
+        self.span_peak_nbytes[name] = allocated["peak"] - self._before_nbytes
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.peak_nbytes = torch.cuda.max_memory_allocated(self._device) - self._before_nbytes
+            last_nbytes = torch.cuda.max_memory_allocated(self._device) - self._before_nbytes
+            self.peak_nbytes = max(last_nbytes, *self.span_peak_nbytes.values(), 0)
         else:
             self.held_nbytes.clear()
+            self.span_peak_nbytes.clear()
 
 
 class _CpuTrace(MemoryTrace):
@@ -88,13 +96,16 @@ class _CpuTrace(MemoryTrace):
             return
         results = self._profile.kineto_results
         assert results is not None, "a profile that ended without an exception has results"
-        alive = 0
+        alive = span_peak = 0
         for event in sorted(results.events(), key=lambda event: event.start_ns()):
             if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
                 alive += event.nbytes()  # type: ignore[attr-defined]  # torch's stub leaves it out
+                span_peak = max(span_peak, alive)
                 self.peak_nbytes = max(self.peak_nbytes, alive)
             elif event.name().startswith(self._MARK):
-                self.held_nbytes[event.name().removeprefix(self._MARK)] = alive
+                name = event.name().removeprefix(self._MARK)
+                self.held_nbytes[name], self.span_peak_nbytes[name] = alive, span_peak
+                span_peak = alive
 
 
 def memory_trace(device: torch.device) -> MemoryTrace:
@@ -104,6 +115,72 @@ def memory_trace(device: torch.device) -> MemoryTrace:
     the block is counted only if another trace saw it made: the profiler does not know its size otherwise.
     """
     return _CudaTrace(device) if device.type == "cuda" else _CpuTrace()
+
+
+@dataclass
+class Clock(AbstractContextManager["Clock"]):
+    """Seconds from mark to mark of a ``with`` block, by the name of the mark that ends each span.
+
+    The first span begins with the block. Complete only after the block has ended. Marks have different names, and
+    setting one waits for nothing: the seconds are the device's, whatever it waited for in between included.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @abstractmethod
+    def mark(self, name: str) -> None:
+        """End a span here."""
+
+
+class _CudaClock(Clock):
+    """Events on the current stream, which the device passes as it gets there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._names: list[str] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def __enter__(self) -> Clock:
+        torch.cuda.synchronize(self._device)
+        self._record()
+        return self
+
+    def mark(self, name: str) -> None:
+        self._names.append(name)
+        self._record()
+
+    def _record(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            torch.cuda.synchronize(self._device)
+            spans = zip(self._events, self._events[1:], strict=False)
+            self.seconds |= {
+                name: first.elapsed_time(last) / 1e3 for name, (first, last) in zip(self._names, spans, strict=True)
+            }
+
+
+class _CpuClock(Clock):
+    def __enter__(self) -> Clock:
+        self._last = time.perf_counter()
+        return self
+
+    def mark(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def clock(device: torch.device) -> Clock:
+    """Time what `device` (a CUDA device or the CPU) does from mark to mark of a ``with`` block."""
+    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
@@ -28,7 +29,15 @@ Family = Literal["gemm", "convolution", "attention", "collective"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """The kinds of op that cost so much that ``recompute`` runs none of them again, unless a rule's ``rerun`` says so."""
 
-_BELONGS_TO = {"via": ("recompute",), "rerun": ("recompute",), "keep": ("recompute", "checkpoint")}
+PRICE = 1e9
+"""Bytes that may be held to save a second of running again: next to nothing, yet a norm's statistics are kept."""
+
+_BELONGS_TO = {
+    "via": ("recompute",),
+    "rerun": ("recompute",),
+    "keep": ("recompute", "checkpoint"),
+    "price": ("recompute",),
+}
 _UNBUILT_ACTIONS = ("offload", "compress")
 _VERSION = 1
 _LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
@@ -120,6 +129,12 @@ def _keepable(value: object) -> str:
     )
 
 
+def _price(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max:
+        return float(value) + 0.0  # of -0.0 too, to be one price
+    raise ValueError("expected a number from 0 up: the bytes that may be held to save a second, such as 3.2e10")
+
+
 def _list_as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
@@ -186,6 +201,9 @@ class Rule(BaseModel):
     keep: what ``recompute`` and ``checkpoint`` never drop: outputs of a costly family ("attention") or of an op
         ("aten.mm", any overload), and tensors that bear a name ("logits", from ``recompute.keep(tensor, "logits")``).
         The three spellings never overlap, so ``word in rule.keep`` asks for any of them.
+    price: the bytes that ``recompute`` may hold to save a second of running again, on a nominal accelerator (see
+        ``engine.ops``): the higher, the less of what may run again does; 0 holds the fewest bytes. What a GEMM gives
+        in bfloat16, a sum over H products each, is worth 4e14 / H: at a lower price it runs again, where it may.
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
     number stands for a list of one. Raises ``PolicyError``.
@@ -200,6 +218,7 @@ class Rule(BaseModel):
     via: Via = "auto"
     rerun: OneOrMore[Family] = ()
     keep: OneOrMore[Keepable] = ()
+    price: Annotated[float, PlainValidator(_price)] = PRICE
 
     if TYPE_CHECKING:
 
@@ -213,13 +232,14 @@ class Rule(BaseModel):
             via: Via = "auto",
             rerun: Family | Sequence[Family] = (),
             keep: str | Sequence[str] = (),
+            price: float = PRICE,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep")
+    @field_validator("via", "rerun", "keep", "price")
     @classmethod
-    def _beside_its_action(cls, value: Via | tuple[str, ...], info: ValidationInfo) -> Via | tuple[str, ...]:
+    def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)
-        if value not in ("auto", ()) and action not in _BELONGS_TO[key]:
+        if value != cls.model_fields[key].default and action not in _BELONGS_TO[key]:
             actions = " or ".join(map(repr, _BELONGS_TO[key]))
             raise ValueError(f"expected no {key!r} beside action {action!r}: it belongs to action {actions}")
         return value

@@ -16,7 +16,7 @@ from recompute.errors import PolicyError
 from recompute.policy.document import dump_document, load_document, parse_document
 from recompute.policy.model import Policy
 
-KEYS_OF_A_RULE = "match, type, layers, action, via, rerun, keep"
+KEYS_OF_A_RULE = "match, type, layers, action, via, rerun, keep, price"
 
 
 def refusal_of(text: str, model_class: type[BaseModel] = Policy, kind: str = "policy") -> str:
@@ -118,6 +118,29 @@ def test_a_family_in_rerun_and_in_keep_is_refused_at_keep_whichever_comes_first(
             f"p.yaml:{line}:9: rules[0].keep: expected 'gemm' in 'rerun' or in 'keep', not in both; "
             "found ['attention', 'gemm']"
         )
+
+
+@pytest.mark.parametrize(("value", "found"), [("-1", "-1"), (".inf", "inf"), (".nan", "nan"), ("true", "true")])
+def test_a_price_that_is_none_is_reported_where_it_stands(value, found):
+    assert refusal_of(f"rules:\n- match: a\n  action: recompute\n  price: {value}") == (
+        "p.yaml:4:10: rules[0].price: expected a number from 0 up: the bytes that may be held to save a second, such "
+        f"as 3.2e10; found {found}"
+    )
+
+
+def test_price_with_an_action_other_than_recompute_is_refused_at_price():
+    assert refusal_of("rules:\n- match: a\n  action: checkpoint\n  price: 0") == (
+        "p.yaml:4:10: rules[0].price: expected no 'price' beside action 'checkpoint': "
+        "it belongs to action 'recompute'; found 0"
+    )
+
+
+@pytest.mark.parametrize("spelling", ["3.2e10", "3.2E+10", "32_000_000_000", "32000000000.0"])
+def test_a_price_is_any_number_of_yaml(spelling):
+    text = f"rules:\n- match: a\n  action: recompute\n  price: {spelling}"
+    (rule,) = parse_document(Policy, text).rules
+    assert rule.price == 3.2e10
+    assert type(rule.price) is float
 
 
 def test_an_op_with_its_overload_is_reported_where_it_stands():

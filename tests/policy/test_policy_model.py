@@ -16,7 +16,7 @@ import recompute.policy
 from recompute.errors import PolicyError
 from recompute.policy.document import parse_document
 from recompute.policy.loading import load_policy
-from recompute.policy.model import FAMILIES, LayerSpan, Policy, Rule, is_op_name, is_tensor_name
+from recompute.policy.model import FAMILIES, PRICE, LayerSpan, Policy, Rule, is_op_name, is_tensor_name
 
 
 def refusal_of(make, /, **values) -> str:
@@ -68,6 +68,7 @@ def rules(draw) -> Rule:
         via=draw(st.sampled_from(["hook", "kernel", "auto"])) if action == "recompute" else "auto",
         rerun=rerun,
         keep=draw(one_or_more(keepable)) if action != "keep" else (),
+        price=draw(st.floats(0, allow_infinity=False) | st.integers(0, 10**20)) if action == "recompute" else PRICE,
     )
 
 
@@ -129,7 +130,8 @@ def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     rule = Rule(type="*MLP", action="recompute")
     assert (rule.match, rule.layers, rule.via, rule.rerun, rule.keep) == ((), None, "auto", (), ())
     assert repr(rule) == (
-        "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=())"
+        "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=(), "
+        "price=1000000000.0)"
     )
 
 
@@ -200,7 +202,8 @@ def test_the_wrong_item_of_a_list_of_layers_is_named():
 
 def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
     assert refusal_of(Rule, mach="**.mlp", action="keep") == (
-        "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, keep"
+        "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, "
+        "keep, price"
     )
 
 
@@ -260,6 +263,26 @@ def test_keep_belongs_to_what_drops_tensors():
         "Rule: keep: expected no 'keep' beside action 'keep': it belongs to action 'recompute' or 'checkpoint'; "
         "found ['aten.mm']"
     )
+
+
+@pytest.mark.parametrize("value", [-1, -1e-9, float("inf"), float("nan"), 10**400, True, "1e9", None, [1.0]])
+def test_a_price_is_a_finite_number_from_0_up(value):
+    assert refusal_of(Rule, match="a", action="recompute", price=value).startswith(
+        "Rule: price: expected a number from 0 up: the bytes that may be held to save a second, such as 3.2e10; found "
+    )
+
+
+@pytest.mark.parametrize("action", ["keep", "checkpoint"])
+def test_a_price_belongs_to_recompute_only(action):
+    assert refusal_of(Rule, match="a", action=action, price=0) == (
+        f"Rule: price: expected no 'price' beside action '{action}': it belongs to action 'recompute'; found 0"
+    )
+
+
+def test_a_price_is_written_unless_it_is_the_default():
+    policy = Policy(rules=[Rule(match="a", action="recompute", price=3.2e25)])
+    assert policy.to_yaml().endswith("- match: a\n  action: recompute\n  price: 3.2e+25\n")
+    assert "price" not in Policy(rules=[Rule(match="a", action="recompute", price=PRICE)]).to_yaml()
 
 
 def test_empty_lists_say_nothing_beside_any_action():

@@ -1,0 +1,143 @@
+"""All cuts that are best at some price: tables that can be read, and random ones against trying everything."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cut import ATTENTION, HEADS, INTER, ROWS, H, K, Table, Tables, choices, cost, decoder_layer, tables
+
+from recompute.engine.cut import Cut, minimum_cut
+from recompute.engine.frontier import sweep
+
+
+def nbytes_of(table: Tables, cut: Cut) -> int:
+    values, _ = table
+    return sum(values[index].nbytes or 0 for index in cut.kept if not values[index].alive)
+
+
+def seconds_of(table: Tables, cut: Cut) -> float:
+    _, ops = table
+    return sum(ops[index].seconds for index in cut.rerun)
+
+
+def test_of_two_tensors_the_one_that_takes_long_for_its_bytes_is_kept_first() -> None:
+    table = Table()
+    table.value("x", 100, saved=True)
+    table.made("quick", "x", to="large", nbytes=1000, saved=True, flops=4e14)  # a second
+    table.made("slow", "x", to="small", nbytes=400, saved=True, flops=8e14)  # two
+    points = sweep(table.values, table.ops)
+    assert [price for price, _ in points] == [2000.0, 450.0, 0.0]  # borders at 1000 and at 200
+    assert [nbytes_of((table.values, table.ops), cut) for _, cut in points] == [1500, 500, 100]
+    assert [seconds_of((table.values, table.ops), cut) for _, cut in points] == [0, 1, 3]
+
+
+def test_what_shares_an_input_is_dropped_together() -> None:
+    table = Table()
+    table.value("x", 100, saved=True)
+    table.made("first", "x", to="shared", nbytes=10**6, flops=4e14)
+    for side in ("left", "right"):
+        table.made(side, "shared", to=side, nbytes=600, saved=True, flops=4e13)
+    points = sweep(table.values, table.ops)
+    assert [nbytes_of((table.values, table.ops), cut) for _, cut in points] == [1300, 100]
+
+
+def test_without_a_choice_there_is_one_point() -> None:
+    table = Table(forbidden={"neg"})
+    table.made("neg", table.value("x", 8), to="y", nbytes=8, saved=True)
+    assert sweep(table.values, table.ops) == [(0.0, minimum_cut(table.values, table.ops, 0.0))]
+
+
+def test_what_can_neither_be_kept_nor_made_is_an_error() -> None:
+    table = Table(forbidden={"rand"})
+    table.made("rand", table.value("x", 8), to="noise", nbytes=None, saved=True)
+    with pytest.raises(ValueError, match="neither kept nor regenerated"):
+        sweep(table.values, table.ops)
+
+
+def test_the_frontier_of_a_decoder_layer_goes_from_everything_to_its_input() -> None:
+    table = decoder_layer(())
+    points = sweep(table.values, table.ops)
+    held = [nbytes_of((table.values, table.ops), cut) for _, cut in points]
+    assert held[0] == 20 * H + 4 * K + 8 * INTER + ROWS
+    assert 8 * H + 4 * K + 4 * INTER + ROWS in held  # nothing costly runs again
+    assert 8 * H + 2 * K + ROWS in held  # gate, up and v do, which take as long for a byte
+    assert 4 * H + ROWS in held  # all GEMMs but attention
+    assert held[-1] == 2 * H
+    assert held == sorted(held, reverse=True)
+    assert len(points) == len(set(held)) > 6
+
+
+def test_attention_is_what_is_run_again_last() -> None:
+    table = decoder_layer(())
+    reruns = [{table.op_names[index] for index in cut.rerun} for _, cut in sweep(table.values, table.ops)]
+    (first,) = {i for i, rerun in enumerate(reruns) if rerun >= ATTENTION and not reruns[i - 1] >= ATTENTION}
+    before = nbytes_of((table.values, table.ops), sweep(table.values, table.ops)[first - 1][1])
+    assert before <= 4 * H + 4 * HEADS + 8
+
+
+def exact(table: Tables) -> list[tuple[int, float]]:
+    """The corners of the lower hull of bytes over seconds of all choices."""
+    values, ops = table
+    found = {
+        (
+            sum(values[index].nbytes or 0 for index in kept if not values[index].alive),
+            sum(ops[index].seconds for index in rerun),
+        )
+        for rerun, kept in choices(values, ops)
+    }
+    least: dict[float, int] = {}
+    for nbytes, seconds in found:
+        least[seconds] = min(nbytes, least.get(seconds, nbytes))
+    corners: list[tuple[int, float]] = []
+    for seconds, nbytes in sorted(least.items()):
+        if corners and nbytes >= corners[-1][0]:
+            continue
+        while len(corners) > 1 and slope(corners[-2], corners[-1]) <= slope(corners[-1], (nbytes, seconds)):
+            corners.pop()
+        corners.append((nbytes, seconds))
+    return corners
+
+
+def slope(left: tuple[int, float], right: tuple[int, float]) -> float:
+    return (left[0] - right[0]) / (right[1] - left[1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(tables())
+def test_the_corners_are_those_of_all_choices(table: Tables) -> None:
+    values, ops = table
+    if not any(choices(values, ops)) or any((value.nbytes or 0) > 2**50 for value in values):
+        return  # the largest differ by less than a float can tell
+    points = sweep(values, ops)
+    assert [(nbytes_of(table, cut), seconds_of(table, cut)) for _, cut in points] == exact(table)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tables(), st.floats(1e-3, 1e6))
+def test_every_price_has_one_of_the_points_for_its_best(table: Tables, price: float) -> None:
+    values, ops = table
+    if not any(choices(values, ops)):
+        return
+    points = sweep(values, ops)
+    best = minimum_cut(values, ops, price)
+    least = min(cost(values, ops, price, cut.rerun, cut.kept) for _, cut in points)
+    assert least - cost(values, ops, price, best.rerun, best.kept) <= max(1e-4, float(least) * 1e-5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tables())
+def test_a_point_comes_back_at_its_price_and_lower_prices_hold_less(table: Tables) -> None:
+    values, ops = table
+    if not any(choices(values, ops)):
+        return
+    points = sweep(values, ops)
+    assert points[-1][0] == 0.0
+    for price, cut in points:
+        assert minimum_cut(values, ops, price) == cut
+    for (price, cut), (lower, other) in pairwise(points):
+        assert price > lower
+        assert cut.rerun < other.rerun
+        assert nbytes_of(table, cut) > nbytes_of(table, other)
