@@ -138,6 +138,12 @@ def floor(profile: Profile) -> Solution:
     return Solution(assignment, predict(profile, assignment))
 
 
+def is_fastest(profile: Profile, solution: Solution) -> bool:
+    """Whether no assignment is faster, whatever its peak."""
+    least = [min(map(_picoseconds, region.choices)) for region in profile.regions]
+    return _picoseconds_of(profile, solution) == sum(least[place.region] for place in profile.places)
+
+
 def best_uniform(profile: Profile, budget_nbytes: int) -> Uniform | None:
     """The fastest within the budget of the policies that run every region in the one way; None if none fits."""
     names = dict.fromkeys(choice.name for region in profile.regions for choice in region.choices)
