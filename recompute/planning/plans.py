@@ -183,7 +183,8 @@ def plan(
         check_request(budget, allowed)
         if example_batch is None:
             raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
-        profile = measure(model, example_batch, loss=loss, optimizer=optimizer, progress=progress)
+        kernels = None if allowed is None or "kernel" in allowed else False
+        profile = measure(model, example_batch, loss=loss, optimizer=optimizer, kernels=kernels, progress=progress)
     profile = restricted(profile, allowed)
     found = planned(profile, parse_budget(budget, profile.capacity_nbytes))
     if verify and not isinstance(model, Profile):
