@@ -1,4 +1,4 @@
-"""The command line: `recompute ablate`, `explain`, `estimate`, `verify` and `policies`."""
+"""The command line: `recompute ablate`, `explain`, `estimate`, `plan`, `verify` and `policies`."""
 
 from __future__ import annotations
 
@@ -242,6 +242,112 @@ def verify(
     except (GradientMismatch, RegenerationError) as error:
         typer.echo(f"recompute: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+class PlannedOptimizer(str, Enum):
+    """What updates the parameters: torch's AdamW as it is, fused, or with a loop over parameters; or SGD."""
+
+    adamw = "adamw"
+    adamw_fused = "adamw-fused"
+    adamw_loop = "adamw-loop"
+    sgd = "sgd"
+
+
+@app.command()
+def plan(
+    budget: Annotated[str, typer.Option(help="Of the whole step: 40GiB, 40GB, or 80% of the device.")],
+    model: Annotated[str | None, typer.Option(help=_MODEL_HELP)] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="What --save-profile wrote, instead of measuring a model again.")
+    ] = None,
+    save_profile: Annotated[Path | None, typer.Option(help="Write what was measured to this JSON file.")] = None,
+    seq_len: LengthOption = 4096,
+    batch_size: BatchOption = 1,
+    dtype: DTypeOption = DType.bfloat16,
+    device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.auto,
+    optimizer: Annotated[PlannedOptimizer, typer.Option(help="Whose step to plan for.")] = PlannedOptimizer.adamw,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="keep, hook, kernel or checkpoint: only what is listed may be chosen. Repeatable."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the policy to this YAML file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Show what other budgets give; with --out, draw it beside it as a PNG.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Run the plan; if its peak is off by more than 2%, plan again.")
+    ] = False,
+) -> None:
+    """Choose the policy with which a model trains fastest within a budget of memory.
+
+    Exits with 1 if --verify finds the plan over the budget.
+    """
+    from recompute.errors import PlanError
+    from recompute.planning.plans import check_request, with_frontier
+    from recompute.planning.plans import plan as make_plan
+    from recompute.planning.profile_table import Profile
+
+    check_request(budget, allow)
+    if (model is None) == (profile is None) and not (verify and model is not None):
+        raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
+    if verify and model is None:
+        raise PlanError("expected --model to --verify a plan with; found --profile alone")
+    table = None if profile is None else Profile.load(profile)
+    stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total or None)
+
+        training: dict[str, Any] = {}
+        if model is not None:
+            from recompute.planning.models import build
+
+            network, batch = build(model, **_build_options(seq_len, batch_size, dtype, device))
+            training = {"optimizer": _optimizer(optimizer), "progress": tell}
+        if table is None:
+            from recompute.planning.profiles import profile as measure
+
+            table = measure(network, batch, **training)
+        if save_profile is not None:
+            table.save(save_profile)
+        found = make_plan(table, budget=budget, allowed=allow)
+        if verify:
+            from recompute.planning.plan_runs import verify_plan
+
+            found = verify_plan(found, network, batch, **training)
+        if frontier:
+            found = with_frontier(found, tell)
+
+    if out is not None:
+        found.save(out)
+    if frontier and out is not None:
+        from recompute.planning import frontiers
+
+        frontiers.plot(found).savefig(out.with_suffix(".png"))
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        typer.echo(str(found))
+        if frontier:
+            from recompute.planning import frontiers
+
+            typer.echo(f"\n{frontiers.table(found)}")
+    for written in (save_profile, out, out.with_suffix(".png") if frontier and out is not None else None):
+        if written is not None:
+            typer.echo(f"written: {written}", err=True)
+    over = bool(found.rounds) and found.rounds[-1].measured_peak_nbytes > found.budget_nbytes
+    raise typer.Exit(1 if over else 0)
+
+
+def _optimizer(name: PlannedOptimizer) -> Any:
+    """Makes it of parameters."""
+    from torch.optim import SGD, AdamW
+
+    options: dict[str, Any] = {"adamw-fused": {"fused": True}, "adamw-loop": {"foreach": False}}
+    return partial(SGD if name == PlannedOptimizer.sgd else AdamW, **options.get(name.value, {}))
 
 
 def _build_options(seq_len: int, batch_size: int, dtype: DType, device: Device) -> dict[str, Any]:

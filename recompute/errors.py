@@ -66,3 +66,11 @@ class EstimateError(RecomputeError, ValueError):
 
 class AblationError(RecomputeError):
     """An ablation cannot be run as it is configured."""
+
+
+class PlanError(RecomputeError):
+    """A plan cannot be made, or not from what is given."""
+
+
+class BudgetError(PlanError):
+    """A budget cannot be read, or no plan meets it. Names the least that one could."""

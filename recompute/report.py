@@ -15,6 +15,8 @@ from matplotlib.transforms import BboxBase
 from rich.table import Table
 from tabulate import tabulate
 
+from recompute.planning.sizes import humanize
+
 Row = Mapping[str, Any]
 """One of the ``rows`` of `results.json`; `recompute.ablation.Row` documents the keys."""
 
@@ -80,13 +82,6 @@ def describe(results: Mapping[str, Any]) -> str:
         f"{hardware}, torch {machine['torch']}, transformers {machine['transformers']}, "
         f"Python {machine['python']}, {machine['date'][:10]}."
     )
-
-
-def humanize(nbytes: int) -> str:
-    """`nbytes` in the largest binary unit that it fills: ``humanize(3 << 20) == "3.0 MiB"``."""
-    exponent = min((max(nbytes, 1).bit_length() - 1) // 10, 4)
-    unit, decimals = (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2), ("TiB", 2))[exponent]
-    return f"{nbytes / 1024**exponent:.{decimals}f} {unit}"
 
 
 def plot(rows: Sequence[Row]) -> Figure:

@@ -114,7 +114,9 @@ def test_no_two_modules_need_each_other_to_be_loaded() -> None:
     assert order.index("recompute.engine.cut") < order.index("recompute.engine.tape") < order.index("recompute")
 
 
-@pytest.mark.parametrize("name", ["recompute.policy", "recompute.errors", "recompute.engine.cut"])
+@pytest.mark.parametrize(
+    "name", ["recompute.policy", "recompute.errors", "recompute.engine.cut", "recompute.planning.planner"]
+)
 def test_plain_data_and_tables_know_no_torch(name: str) -> None:
     found = [module for module in MODULES if module == name or module.startswith(f"{name}.")]
     assert found

@@ -60,6 +60,8 @@ class Place(BaseModel):
     """Of the module that a rule matches: "model.layers.3"; "" of what belongs to no module that a rule may match."""
     region: NBytes
     """Its number in ``Profile.regions``."""
+    layer: NBytes | None = None
+    """Its index in the nearest ModuleList around it, as a policy's ``layers`` counts; None: in none, or not known."""
 
 
 class Profile(BaseModel):
@@ -90,6 +92,9 @@ class Profile(BaseModel):
         for place in self.places:
             if place.region >= len(self.regions):
                 raise ValueError(f"expected the number of one of {len(self.regions)} regions; found {place.region}")
+            rules = [choice.name for choice in self.regions[place.region].choices if choice.rule is not None]
+            if not place.path and rules:
+                raise ValueError(f"expected no rules for a place without a path, which none may match; found {rules}")
         for region in self.regions:
             names = [choice.name for choice in region.choices]
             if len(set(names)) < len(names):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recompute.attach import apply
+from recompute.attach import apply, module_entries
 from recompute.errors import ModelError, RecomputeError, warn
 from recompute.planning import profiling
 from recompute.planning.candidates import Candidate, Group, Layout, discover, policy_of
@@ -261,8 +261,9 @@ class _Measuring:
         """The fields of a profile that are measured by steps."""
         groups = list({id(group): group for group in self.layout.groups}.values())
         numbers = {id(group): number for number, group in enumerate(groups)}
+        layers = {entry.path: entry.layer for entry in module_entries(self.run.model, "")[0]}
         places = [
-            Place(path=path, region=numbers[id(group)])
+            Place(path=path, region=numbers[id(group)], layer=layers.get(path))
             for path, group in zip(self.layout.paths, self.layout.groups, strict=True)
         ]
         gradients = self._gradients()

@@ -1,0 +1,359 @@
+"""A plan: the policy with which a model trains fastest within a budget, and what is predicted of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tabulate import tabulate
+
+from recompute.errors import PlanError
+from recompute.planning import planner
+from recompute.planning.planner import Assignment, Prediction, Solution
+from recompute.planning.profile_table import Choice, Profile, RegionCosts
+from recompute.planning.sizes import humanize, parse_budget
+from recompute.policy.document import nearest, show
+from recompute.policy.model import Policy, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+ALLOWED = ("keep", "hook", "kernel", "checkpoint")
+"""The ways to run a region that a plan may be asked to make do with. All but "kernel" leave gradients bit for bit."""
+
+
+class Round(NamedTuple):
+    """What was predicted of a policy, and what running it took."""
+
+    predicted_peak_nbytes: int
+    measured_peak_nbytes: int
+    predicted_step_seconds: float
+    measured_step_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"peak {humanize(self.measured_peak_nbytes)} where {humanize(self.predicted_peak_nbytes)} was predicted "
+            f"({self.measured_peak_nbytes / max(self.predicted_peak_nbytes, 1) - 1:+.1%}), "
+            f"{self.measured_step_seconds * 1e3:.1f} ms a step where {self.predicted_step_seconds * 1e3:.1f} was "
+            f"({self.measured_step_seconds / (self.predicted_step_seconds or 1) - 1:+.1%})"
+        )
+
+
+@dataclass(frozen=True)
+class UniformPolicy:
+    """The fastest policy within the budget that runs all regions in one way, where they have it."""
+
+    choice: str
+    policy: Policy
+    predicted_peak_bytes: int
+    predicted_step_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy for ``recompute.apply``, and the training step that it is predicted to give. ``str`` shows it."""
+
+    policy: Policy
+    budget_nbytes: int
+    predicted_peak_bytes: int
+    """The most alive at once, static bytes included."""
+    predicted_step_seconds: float
+    peak_moment: str
+    """When that is: "backward of model.layers.3", "optimizer step" …"""
+    uniform: UniformPolicy | None
+    """None where no uniform policy fits the budget."""
+    note: str
+    """What else there is to say of the budget or of the profile; "" for nothing."""
+    profile: Profile
+    """What was known, of what was allowed."""
+    assignment: Assignment
+    """For each place of the profile, the index of its choice."""
+    frontier: tuple[Solution, ...] = ()
+    """The best that other budgets give, from the fastest to the smallest; empty unless asked for."""
+    rounds: tuple[Round, ...] = ()
+    """Of ``verify``: each policy that was run, the last one this plan's."""
+
+    def to_yaml(self) -> str:
+        """The policy as the text of a policy file, whose description says the budget and what is predicted."""
+        return self.policy.to_yaml()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ``to_yaml()`` to a file, for ``recompute.apply`` to read."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The plan as a JSON object. ``policy`` in it is what ``recompute.apply`` takes as a mapping."""
+        uniform = self.uniform
+        document: dict[str, Any] = {
+            "budget_bytes": self.budget_nbytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "peak_moment": self.peak_moment,
+            "note": self.note,
+            "policy": _document(self.policy),
+            "choices": [
+                {"path": place.path, "region": self.profile.regions[place.region].name, "choice": choice.name}
+                for place, choice in zip(
+                    self.profile.places, planner.chosen(self.profile, self.assignment), strict=True
+                )
+            ],
+            "uniform": uniform
+            and {
+                "choice": uniform.choice,
+                "predicted_peak_bytes": uniform.predicted_peak_bytes,
+                "predicted_step_seconds": uniform.predicted_step_seconds,
+                "policy": _document(uniform.policy),
+            },
+        }
+        if self.frontier:
+            document["frontier"] = [
+                {
+                    "peak_bytes": prediction.peak_nbytes,
+                    "step_seconds": prediction.step_seconds,
+                    "peak_moment": prediction.peak_moment,
+                    "choices": [choice.name for choice in planner.chosen(self.profile, assignment)],
+                }
+                for assignment, prediction in self.frontier
+            ]
+        if self.rounds:
+            document["rounds"] = [found._asdict() for found in self.rounds]
+        return json.dumps(document, indent=2)
+
+    def __str__(self) -> str:
+        lines = [
+            self.profile.model,
+            f"budget {humanize(self.budget_nbytes)}; predicted: peak {humanize(self.predicted_peak_bytes)} in the "
+            f"{self.peak_moment}, {self.predicted_step_seconds * 1e3:.1f} ms a step",
+            "",
+            tabulate(_table(self.profile, self.assignment), ("region", "choice", "count", "where"), "github"),
+            "",
+        ]
+        if self.uniform is None:
+            lines.append("no uniform policy fits this budget")
+        else:
+            lines.append(
+                f"best uniform policy: {self.uniform.choice}, peak {humanize(self.uniform.predicted_peak_bytes)}, "
+                f"{self.uniform.predicted_step_seconds * 1e3:.1f} ms a step "
+                f"({self.uniform.predicted_step_seconds / (self.predicted_step_seconds or 1):.2f}x)"
+            )
+        lines += [f"measured: {found}" for found in self.rounds]
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
+
+def plan(
+    model: nn.Module | Profile,
+    example_batch: Any = None,
+    *,
+    budget: str | int,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    allowed: Collection[str] | None = None,
+    frontier: bool = False,
+    verify: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Plan:
+    """Choose, for each region of a model, how to run it: the fastest training step whose memory stays in ``budget``.
+
+    model: what to train, which is profiled on ``example_batch`` first; or a ``Profile``, which takes milliseconds.
+    example_batch, loss, optimizer: as ``recompute.profile`` takes them.
+    budget: of the whole step, with parameters, gradients and optimizer states: bytes, "40GiB", "40GB", or "80%" of the
+        device.
+    allowed: which of "keep" (as it is), "hook", "kernel" and "checkpoint" a region may run by; all of them unless
+        given. A region that has none of them stays as it is.
+    frontier: solve for other budgets as well.
+    verify: run the plan; if its peak is over the budget, or off by more than 2%, correct the profile and plan again.
+    progress: called with what is being done, how far it is, and of how much.
+
+    Raises ``BudgetError`` for a budget that cannot be read or met, and ``PlanError`` for what else is given wrong.
+    """
+    if isinstance(model, Profile):
+        if verify:
+            raise PlanError(
+                "expected a model and a batch to verify a plan with; found a profile alone: give plan() the model"
+            )
+        profile = model
+    else:
+        from recompute.planning.profiles import profile as measure  # which needs what a plan from a table does not
+
+        check_request(budget, allowed)
+        if example_batch is None:
+            raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
+        kernels = None if allowed is None or "kernel" in allowed else False
+        profile = measure(model, example_batch, loss=loss, optimizer=optimizer, kernels=kernels, progress=progress)
+    profile = restricted(profile, allowed)
+    found = planned(profile, parse_budget(budget, profile.capacity_nbytes))
+    if verify and not isinstance(model, Profile):
+        from recompute.planning.plan_runs import verify_plan
+
+        found = verify_plan(found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress)
+    return with_frontier(found, progress) if frontier else found
+
+
+def check_request(budget: str | int, allowed: Collection[str] | None) -> None:
+    """Raise for what can be told to be wrong before anything is measured, which takes minutes."""
+    _check_allowed(allowed)
+    is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
+    parse_budget(budget, 100 if is_share else None)
+
+
+def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
+    """The plan with its ``frontier``."""
+
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress("solving for other budgets", done, total)
+
+    return replace(plan, frontier=tuple(planner.frontier(plan.profile, progress=tell)))
+
+
+def planned(profile: Profile, budget_nbytes: int) -> Plan:
+    """The plan for a profile and a budget. Raises ``BudgetError``."""
+    solution = planner.solve(profile, budget_nbytes)
+    uniform = planner.best_uniform(profile, budget_nbytes)
+    prediction = solution.prediction
+    return Plan(
+        policy=policy_of(profile, solution.assignment, _description(profile, prediction, budget_nbytes)),
+        budget_nbytes=budget_nbytes,
+        predicted_peak_bytes=prediction.peak_nbytes,
+        predicted_step_seconds=prediction.step_seconds,
+        peak_moment=prediction.peak_moment,
+        uniform=uniform
+        and UniformPolicy(
+            uniform.choice,
+            policy_of(
+                profile,
+                uniform.solution.assignment,
+                _description(profile, uniform.solution.prediction, budget_nbytes),
+                name="uniform",
+            ),
+            uniform.solution.prediction.peak_nbytes,
+            uniform.solution.prediction.step_seconds,
+        ),
+        note=_note(profile, solution, budget_nbytes),
+        profile=profile,
+        assignment=solution.assignment,
+    )
+
+
+def restricted(profile: Profile, allowed: Collection[str] | None) -> Profile:
+    """The profile without the choices that are not allowed; a region that has no other keeps its first.
+
+    Raises ``PlanError`` for a word that is none of ``ALLOWED``.
+    """
+    if allowed is None:
+        return profile
+    _check_allowed(allowed)
+
+    def of(region: RegionCosts) -> RegionCosts:
+        left = [choice for choice in region.choices if _way(choice) in allowed]
+        return region.model_copy(update={"choices": tuple(left) or region.choices[:1]})
+
+    return profile.model_copy(update={"regions": tuple(map(of, profile.regions))})
+
+
+def policy_of(profile: Profile, assignment: Assignment, description: str = "", name: str = "plan") -> Policy:
+    """The policy that gives each place the rule of its choice: one rule for all places that have the same.
+
+    Where the places are known to be in one ModuleList, the rule names it and their ``layers``; else their paths.
+    """
+    groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
+    for place, choice in zip(profile.places, planner.chosen(profile, assignment), strict=True):
+        if choice.rule is not None:
+            pattern = None if place.layer is None else _pattern(place.path, place.layer)
+            key = json.dumps(choice.rule, sort_keys=True), pattern or ""
+            _, paths, layers = groups.setdefault(key, (choice.rule, [], []))
+            paths.append(place.path)
+            layers += [] if place.layer is None else [place.layer]
+    rules = []
+    for (_, pattern), (fields, paths, layers) in groups.items():
+        selected = {"match": pattern, "layers": _spans(layers)} if pattern else {"match": paths}
+        rules.append(Rule(**{**selected, **fields}))
+    return Policy(name=name, description=description, rules=rules)
+
+
+def _pattern(path: str, layer: int) -> str | None:
+    """The path with "*" for the layer's number; None if it cannot be told which part of the path that is."""
+    parts = path.split(".")
+    if parts.count(str(layer)) != 1:
+        return None
+    return ".".join("*" if part == str(layer) else part for part in parts)
+
+
+def _spans(numbers: Iterable[int]) -> list[str]:
+    """Numbers as a policy's ``layers`` spells them: "0-3", "5"."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+
+
+def _way(choice: Choice) -> str:
+    """Which of ``ALLOWED`` it is. What may be either, ``via: auto``, counts as a kernel: it may round otherwise."""
+    rule = choice.rule or {"action": "keep"}
+    if rule["action"] != "recompute":
+        return rule["action"]
+    return "hook" if rule.get("via") == "hook" else "kernel"
+
+
+def _check_allowed(allowed: Collection[str] | None) -> None:
+    if isinstance(allowed, str):
+        raise PlanError(f"expected a list of what is allowed, such as ['keep', 'hook']; found {show(allowed)}")
+    for word in allowed or ():
+        if word not in ALLOWED:
+            raise PlanError(
+                f"allowed: expected some of {', '.join(ALLOWED)}; found {show(word)}{nearest(str(word), ALLOWED)}"
+            )
+
+
+def _document(policy: Policy) -> dict[str, Any]:
+    return policy.model_dump(mode="json", exclude_defaults=True) | {"version": policy.version}
+
+
+def _description(profile: Profile, prediction: Prediction, budget_nbytes: int) -> str:
+    return (
+        f"planned for {profile.model}: budget {humanize(budget_nbytes)}, predicted peak "
+        f"{humanize(prediction.peak_nbytes)} in the {prediction.peak_moment}, {prediction.step_seconds * 1e3:.1f} ms a "
+        "step"
+    )
+
+
+def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
+    notes = []
+    if planner.is_fastest(profile, solution):
+        needed = humanize(solution.prediction.peak_nbytes)
+        notes.append(
+            f"this is the fastest there is, and needs {needed} of the {humanize(budget_nbytes)}: more memory would not "
+            "make it faster"
+        )
+    if profile.source == "roofline":
+        notes.append("the profile is calculated for a device, not measured on one: verify the plan there")
+    return "; ".join(notes)
+
+
+def _table(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, str, int, str]]:
+    """Of each region and choice in use: their names, the number of places, and which they are."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for place, choice in zip(profile.places, planner.chosen(profile, assignment), strict=True):
+        groups.setdefault((profile.regions[place.region].name, choice.name), []).append(place.path)
+    for (name, way), paths in groups.items():
+        yield name, way, len(paths), _compact(paths)
+
+
+def _compact(paths: Sequence[str]) -> str:
+    """The paths in few words: "model.layers.0-15"."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for path in paths:
+        parts = path.split(".")
+        last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts))
+        key = ".".join([*parts[:last], ""]), ".".join(["", *parts[last + 1 :]])
+        numbers.setdefault(key if last < len(parts) else (path, ""), []).extend(map(int, parts[last : last + 1]))
+    texts = [f"{head}{','.join(_spans(found))}{tail if found else ''}" for (head, tail), found in numbers.items()]
+    return ", ".join(texts)

@@ -1,0 +1,156 @@
+"""`recompute plan`, from a profile made by hand, and on a tiny model from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tables
+import torch
+from typer.testing import CliRunner
+
+import recompute
+from recompute import load_policy
+from recompute.cli import app
+from recompute.planning import frontiers, planner
+from recompute.planning.models import build
+from recompute.planning.plans import plan
+from recompute.planning.profile_table import Profile
+
+TINY = "model: {hidden_size: 64, intermediate_size: 172, layers: 4, heads: 4, kv_heads: 2}\n"
+SMALL = ("--seq-len", 64, "--dtype", "float32", "--device", "cpu")
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of `recompute plan`."""
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    tables.transformer(8, capacity=4000).save(path)
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    return path
+
+
+def test_a_plan_of_a_profile_is_printed_and_written(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    code, printed, told = run("--profile", table, "--budget", "1600B", "--out", out)
+    expected = plan(tables.transformer(8, capacity=4000), budget=1600)
+    assert (code, printed) == (0, f"{expected}\n")
+    assert f"written: {out}" in told
+    assert load_policy(out) == expected.policy
+    assert not out.with_suffix(".png").exists()
+
+
+def test_json_is_one_object_alone(table: Path) -> None:
+    code, printed, _ = run("--profile", table, "--budget", "40%", "--json", "--frontier")
+    document = json.loads(printed)
+    assert (code, document["budget_bytes"]) == (0, 1600)
+    assert document["predicted_peak_bytes"] <= 1600
+    assert load_policy(document["policy"]).rules
+    assert len(document["frontier"]) > 3
+
+
+def test_the_frontier_is_a_table_and_a_plot(table: Path, tmp_path: Path) -> None:
+    code, printed, told = run("--profile", table, "--budget", "1600B", "--frontier", "--out", tmp_path / "p.yaml")
+    found = plan(tables.transformer(8, capacity=4000), budget=1600, frontier=True)
+    assert (code, printed) == (0, f"{found}\n\n{frontiers.table(found)}\n")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert f"written: {tmp_path / 'p.png'}" in told
+    axes = frontiers.plot(found).axes[0]
+    line = axes.lines[0]
+    drawn = [(round(float(x) * 1024), round(float(y))) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+    points = [point.prediction for point in planner.frontier(found.profile)]
+    assert drawn == [(point.peak_nbytes, round(point.step_seconds * 1e3)) for point in points]
+
+
+def test_what_is_not_allowed_is_not_chosen(table: Path) -> None:
+    flags = ("--allow", "keep", "--allow", "hook", "--allow", "checkpoint")
+    _, printed, _ = run("--profile", table, "--budget", "1.8KiB", "--json", *flags)
+    ways = {(rule["action"], rule.get("via")) for rule in json.loads(printed)["policy"]["rules"]}
+    assert ways
+    assert ways <= {("recompute", "hook"), ("checkpoint", None)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "much"), "a budget of 'much' cannot be read"),
+        (("--budget", "-1GiB"), "expected at least 1 byte"),
+        (("--budget", "120%"), "expected at most 100%"),
+        (("--budget", "500B"), "is below static memory (parameters, optimizer states, the batch), which is 1000 B"),
+        (("--budget", "1010B"), "cannot be met: whatever is chosen, "),
+        (("--budget", "1GiB", "--allow", "kernle"), "found 'kernle' (did you mean 'kernel'?)"),
+        (("--budget", "1GiB", "--verify"), "expected --model to --verify a plan with"),
+        (("--budget", "1GiB", "--model", "tiny.yaml"), "expected --model or --profile"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(table: Path, arguments: tuple, message: str) -> None:
+    code, printed, told = run("--profile", table, *arguments)
+    assert (code, printed) == (2, "")
+    assert told.startswith("recompute: ")
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_a_bad_profile_is_told_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(tables.transformer().model_dump_json(indent=1).replace('"held_nbytes": 10,', '"held_nbytes": -1,'))
+    code, _, told = run("--profile", path, "--budget", "1GiB")
+    assert code == 2
+    assert f"recompute: {path}:" in told
+    assert "held_nbytes" in told
+    assert run("--budget", "1GiB")[0] == 2
+
+
+def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "profile.json"
+    code, printed, told = run("--model", tiny, *SMALL, "--budget", "1GiB", "--json", "--save-profile", saved)
+    assert code == 0, told
+    assert "this is the fastest there is" in json.loads(printed)["note"]
+    profile = Profile.load(saved)
+    assert [place.layer for place in profile.places] == [None, 0, 1, 2, 3, None]
+
+    most = planner.predict(profile, tuple(0 for _ in profile.places)).peak_nbytes
+    least = planner.floor(profile).prediction.peak_nbytes
+    budget = (most + least) // 2
+    flags = ("--profile", saved, "--model", tiny, *SMALL, "--budget", f"{budget}B", "--verify", "--json")
+    out = tmp_path / "plan.yaml"
+    code, printed, told = run(*flags, "--out", out)
+    assert code == 0, told
+    document: dict[str, Any] = json.loads(printed)
+    final = document["rounds"][-1]
+    assert final["measured_peak_nbytes"] <= budget
+    assert final["measured_peak_nbytes"] == pytest.approx(document["predicted_peak_bytes"], rel=0.03)
+
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    model, batch = build(str(tiny), sequence_length=64, batch_size=1, **options)
+    ruled = {row["path"] for row in document["choices"] if row["choice"] != "keep"}
+    assert ruled
+    with recompute.apply(model, out) as handle:
+        text = handle.explain()
+        assert "model.layers.*" in text
+        model(**batch).loss.backward()
+
+
+def test_the_whole_in_python(tiny: Path) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    model, batch = build(str(tiny), sequence_length=64, batch_size=1, **options)
+    fastest = recompute.plan(model, batch, budget="1GiB")
+    least = planner.floor(fastest.profile).prediction.peak_nbytes
+    found = recompute.plan(fastest.profile, budget=least)
+    assert found.predicted_peak_bytes < fastest.predicted_peak_bytes
+    assert recompute.verify(model, batch, policy=found.policy).bitwise
