@@ -114,7 +114,7 @@ def discover(run: Rehearsal, match: str | Sequence[str] | None, *, kernels: bool
         )
     by_hooks = _plans(run, regions, HOOK)
     stand_ins = _with_kernels(run.model, regions) if kernels else {}
-    by_kernels = _plans(run, stand_ins, _via(run)) if stand_ins else {}
+    by_kernels = _plans(run, stand_ins, run.via) if stand_ins else {}
     groups: dict[Any, Group] = {}
     found = []
     for path, module in regions.items():
@@ -122,23 +122,19 @@ def discover(run: Rehearsal, match: str | Sequence[str] | None, *, kernels: bool
         if key not in groups:
             alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
             last = alike[-1]  # the first one's neighbours are unlike the others'
-            candidates = _candidates(by_hooks.get(last), by_kernels.get(last), _via(run) if last in stand_ins else None)
+            candidates = _candidates(by_hooks.get(last), by_kernels.get(last), run.via if last in stand_ins else None)
             groups[key] = Group(base_of(module).__name__, candidates)
         found.append(groups[key])
     name = type(run.model).__name__
     before = Group(f"{name}: before the first region", [_AS_IT_IS])
     after = Group(f"{name}: head and loss", [_AS_IT_IS])
     if kernels and head is not None:
-        after.candidates.append(Candidate(KERNEL, _recomputing(_via(run)), -1))
+        after.candidates.append(Candidate(KERNEL, _recomputing(run.via), -1))
     last_path = head if len(after.candidates) > 1 and head is not None else ""
     return Layout(("", *regions, last_path), (before, *found, after), regions)
 
 
 _AS_IT_IS = Candidate(KEEP, None, 0)
-
-
-def _via(run: Rehearsal) -> str:
-    return "auto" if run.device.type == "cuda" else "kernel"  # as "auto" leaves modules alone elsewhere
 
 
 def _order(run: Rehearsal, regions: Mapping[str, nn.Module]) -> tuple[list[str], str | None]:

@@ -35,6 +35,7 @@ def profile(
     optimizer: OptimizerFactory | None = None,
     match: str | Sequence[str] | None = None,
     kernels: bool | None = None,
+    device: str | None = None,
     steps: int = 3,
     progress: Progress | None = None,
 ) -> Profile:
@@ -52,6 +53,9 @@ def profile(
     optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. Its step is part of the profile.
     match: globs over the paths of the modules to choose for; by default those of layers and blocks, the outermost ones.
     kernels: whether to consider them; by default on CUDA alone.
+    device: a GPU that is not here ("H200"; see ``roofline.DEVICES``): nothing is measured then, but each op takes what
+        its arithmetic or its traffic takes there, and bytes are those of tensors without values. The profile's
+        ``source`` says so.
     steps: timed training steps of each assignment of ways to regions, after warm-up and one that counts bytes.
 
     Raises ``ModelError`` where there are no regions or nothing fits the device; ``AlreadyAppliedError`` for a model
@@ -61,23 +65,37 @@ def profile(
         raise TypeError(f"recompute.profile takes a torch.nn.Module, got {type(model).__name__}")
     if steps < 1:
         raise ValueError(f"expected at least 1 step to time; got steps={steps}")
+    if device is not None:
+        from recompute.planning.roofline import roofline  # which imports transformers
+
+        imagined = kernels is None or kernels
+        return roofline(
+            model, batch, device, loss=loss, optimizer=optimizer, match=match, kernels=imagined, progress=progress
+        )
     with rehearsal(model, batch, loss=loss, optimizer=optimizer) as run:
-        report = progress or _silent
-        report("looking at what runs", 0, 0)
         on_cuda = run.device.type == "cuda"
-        with _complains_of_memory(model):
-            layout = discover(run, match, kernels=on_cuda if kernels is None else kernels)
-        measuring = _Measuring(run, layout, steps, report)
-        static_nbytes = measuring.run_base()
-        measuring.run_all()
+        table = measured(run, match, on_cuda if kernels is None else kernels, steps, progress)
         return Profile(
             model=_described(model, batch),
             machine=profiling.describe_machine(run.device),
             source="measured",
-            static_nbytes=static_nbytes,
-            **measuring.table(),
             capacity_nbytes=torch.cuda.get_device_properties(run.device).total_memory if on_cuda else None,
+            **table,
         )
+
+
+def measured(
+    run: Rehearsal, match: str | Sequence[str] | None, kernels: bool, steps: int, progress: Progress | None
+) -> dict[str, Any]:
+    """The fields of a profile that steps of ``run`` tell."""
+    report = progress or _silent
+    report("looking at what runs", 0, 0)
+    with _complains_of_memory(run.model):
+        layout = discover(run, match, kernels=kernels)
+    measuring = _Measuring(run, layout, steps, report)
+    static_nbytes = measuring.run_base()
+    measuring.run_all()
+    return {"static_nbytes": static_nbytes, **measuring.table()}
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -171,7 +189,7 @@ class _Measuring:
 
     @property
     def _steps_of_a_job(self) -> int:
-        return _WARMUP + 1 + self.steps
+        return _WARMUP + (0 if self.run.is_imagined else 1) + self.steps
 
     def _names(self, slot: _Slot) -> str:
         return self.layout.groups[slot.places[-1]].name
@@ -234,18 +252,20 @@ class _Measuring:
         return failure
 
     def _measure(self, job: Sequence[_Slot]) -> None:
-        groups, device, regions = self.layout.groups, self.run.device, self.layout.regions
+        groups, regions = self.layout.groups, self.layout.regions
         chosen = self._chosen(job)
         rules = {path: one.rule for path, one in zip(self.layout.paths, chosen, strict=True) if path}
         with apply(self.run.model, policy_of(rules)):
             for _ in range(_WARMUP):
                 self.run.step(regions)
                 self._tell()
-            counted = self.run.step(regions, memory=profiling.memory_trace(device))
+            at_once = self.run.is_imagined
+            clock = self.run.clock() if at_once else None
+            counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
             self._tell()
-            timed = []
-            for _ in range(self.steps):
-                timed.append(self.run.step(regions, clock=profiling.clock(device)))
+            timed = [counted] if at_once else []
+            while len(timed) < self.steps:
+                timed.append(self.run.step(regions, clock=self.run.clock()))
                 self._tell()
         self.counted.append((chosen, counted))
         self.optimizer_seconds += [spans.optimizer_seconds for spans in timed]

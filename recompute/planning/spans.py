@@ -86,9 +86,10 @@ def trace_step(
             stack.callback(handle.remove)
             stack.callback(module.register_forward_hook(_after(marks, path), with_kwargs=True).remove)
         stack.callback(marks.unhook)
-        for trace in (memory, clock):
-            if trace is not None:
-                stack.enter_context(trace)
+        if clock is not None:
+            stack.enter_context(clock)
+        if memory is not None:
+            stack.enter_context(memory)
         roots, gradients = forward()
         marks.end_forward()
         torch.autograd.backward(roots, gradients)
