@@ -71,6 +71,8 @@ def run(function: Any, inputs: list[Tensor], target: Tensor, bias: bool = True, 
     loss = function(hidden, weight, target, bias_ if bias else None, **options)
     loss = loss.loss if isinstance(loss, CrossEntropy) else loss
     gradient = make(*loss.shape, seed=9).to(loss)
+    if options.get("reduction", "mean") == "mean":  # a scaled loss, as float16 needs: its gradients else are subnormal
+        gradient *= target.numel()
     return [loss.detach(), *torch.autograd.grad(loss, inputs if bias else inputs[:2], gradient)]
 
 
