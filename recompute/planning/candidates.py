@@ -23,8 +23,8 @@ from recompute.planning.rehearsal import Rehearsal
 from recompute.policy.matching import assign
 from recompute.policy.model import Family, Policy, Rule
 
-LAYERS = ("*Layer", "*Block", "Bottleneck")
-"""The classes of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
+LAYERS = ("*Layer", "*Block", "Bottleneck", "*RMSNorm", "*LayerNorm")
+"""The classes of modules that the presets ``elementwise`` and ``auto`` govern: layers, blocks and norms."""
 
 _RERUN: tuple[Family, ...] = ("gemm", "convolution", "attention")
 _MOST_POINTS = 8  # of a frontier, hooks' or kernels'

@@ -67,6 +67,8 @@ def imagined(source: Source, *, device: torch.device, **options: Any) -> Iterato
     with without_packing(_called(source)), FakeTensorMode():
         with no_init_weights():  # which asks for values, of some models
             model, batch = build(source, device=torch.device("cpu"), **options)
+        if isinstance(model, transformers.PreTrainedModel):
+            model.tie_weights()  # which initializing would have done
         if device.type != "cpu":  # only now: CUDA's random state is not to be saved and put back among fakes
             _move(model, device)
             batch = {name: torch.empty_like(tensor, device=device) for name, tensor in batch.items()}
