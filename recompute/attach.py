@@ -87,10 +87,11 @@ class AppliedPolicy:
     def plans(self) -> dict[str, Plan]:
         """What the last forward kept and dropped, by module path: of the modules whose ops are written down.
 
-        That is those under ``recompute``, or ``checkpoint`` with a ``keep``; "" is the model. Also on fake tensors.
+        That is those under ``recompute``, or ``checkpoint`` with a ``keep``; "" is the model. Also on fake tensors. One
+        is missing where a module did not do what it did the time before: run forward once more.
         """
         plans = {attachment.path: attachment.runner.owner.plan for attachment in self._attachments}
-        return {path: plan for path, plan in plans.items() if plan is not None}
+        return {path: plan for path, plan in plans.items() if plan is not None and plan.is_whole}
 
     def explain(self) -> str:
         """A table of which modules got which rule, and what a forward drops of them; then each tensor, and why.
@@ -124,7 +125,7 @@ def _attachments(
     name: stands for the model's class's. openings: the plans of regions like these, if others share them.
     """
     openings = PlanCache() if openings is None else openings
-    entries, modules = _entries(model, name or type(model).__name__)
+    entries, modules = module_entries(model, name or type(model).__name__)
     rules = assign(policy, entries)
     unmatched = unmatched_rules(policy, entries, rules)
     if len(unmatched) == len(policy.rules) or not is_preset(policy):  # a preset has rules for many models
@@ -172,7 +173,7 @@ def _warn_of_unknown_ops(policy: Policy) -> None:
                 )
 
 
-def _entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
+def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
     """The modules that a policy on ``model`` may govern: those with a forward, not in a decorated class's."""
     entries: list[ModuleEntry] = []
     modules: dict[str, nn.Module] = {}

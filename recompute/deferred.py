@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
@@ -24,7 +25,7 @@ from recompute.errors import MutationError, UnsupportedError
 Operands = tuple[Tensor, Tensor | None]
 """A Linear's weight and bias."""
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 _METADATA = frozenset(
     {

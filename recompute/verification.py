@@ -164,7 +164,7 @@ class _Trial:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(left_as_it_was(model, self.sources))
             args, kwargs = arguments_of(self.batch, dtype)
-            inputs = _named(kwargs or args)
+            inputs = named(kwargs or args)
             devices = {tensor.device.type for tensor in (*parameters.values(), *inputs.values())}
             stack.enter_context(deterministic("cuda" in devices))
             if dtype is None:
@@ -187,7 +187,7 @@ class _Trial:
 
     def _backward(self, output: Any) -> dict[str, Tensor]:
         """Run backward; returns the tensors in ``output``, and the loss."""
-        outputs = _named(output)
+        outputs = named(output)
         starts, gradients = roots(output, self.loss)
         if gradients == [None]:
             outputs["loss"] = starts[0]
@@ -220,7 +220,7 @@ def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | N
         return [loss(output)], [None]
     if isinstance(own := getattr(output, "loss", None), Tensor):  # which mappings of Hugging Face have too
         return [own], [None]
-    outputs = _named(output)
+    outputs = named(output)
     if "loss" in outputs:
         return [outputs["loss"]], [None]
     found = [tensor for tensor in outputs.values() if tensor.requires_grad]
@@ -279,7 +279,7 @@ def _copied(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def _named(value: Any) -> dict[str, Tensor]:
+def named(value: Any) -> dict[str, Tensor]:
     """The tensors in ``value``, by key or by position."""
     if isinstance(value, Mapping):
         parts = [(str(key), part) for key, part in value.items()]

@@ -108,7 +108,12 @@ class Plan:
     stale: frozenset[int] = frozenset()
     """Values that were overwritten: autograd refuses them if it saved them, and nothing is regenerated from them."""
     opening: Hashable = None
-    """How its frame began."""
+    """How its frame began; None of one that had followed another plan, and had let go of tensors when it left that."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that its frame made was there to be kept or not."""
+        return self.opening is not None
 
     @cached_property
     def demanded(self) -> frozenset[int]:
