@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -38,5 +39,19 @@ def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         assert int(after.replace(",", "")) < int(before.replace(",", ""))
 
 
+def test_estimate_against_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("--tiny", "--out", str(tmp_path))
+    output = output_of("estimate_against_measured.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    results = json.loads((tmp_path / "estimates.json").read_text(encoding="utf-8"))
+    assert [row["policy"] for row in results["rows"]] == ["none", "full", "elementwise"]
+    for row in results["rows"]:
+        assert set(row["estimated"]) == set(row["measured"]) == {"held", "forward", "backward", "optimizer", "peak"}
+        assert min(row["measured"].values()) > 0
+    assert "| tiny" in output
+
+
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"train_llama.py", "decorate_module.py"}
+    run_here = {"train_llama.py", "decorate_module.py", "estimate_against_measured.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == run_here

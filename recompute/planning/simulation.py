@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,7 +79,7 @@ def simulate(
         if parameter.requires_grad
     ]
     try:
-        with _environment(autocast, on_cuda) as forward_only, trace:
+        with _uncollected(), _environment(autocast, on_cuda) as forward_only, trace:
             with forward_only(), _calls_told(model, ledger):
                 loss, output = run()
             logits = _logits(output, classes)
@@ -128,6 +129,19 @@ def _environment(autocast: torch.dtype | None, on_cuda: bool) -> Iterator[Callab
             yield lambda: as_on_cuda(autocast=autocast)
     else:
         yield lambda: torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, of which fakes cause more: cycles (of a cache, say) live on as in real runs."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _logits(output: Any, classes: int | None) -> Tensor | None:
