@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.engine.recipe import local
 from recompute.errors import KernelError
 
 try:
@@ -37,7 +38,12 @@ def uses_triton(*tensors: Tensor | None) -> bool:
     """Whether an op on ``tensors`` runs as Triton kernels: where all are on CUDA and of at most 32 bits."""
     if triton is None:
         return False
-    return all(tensor is None or (tensor.is_cuda and tensor.dtype in TRITON_DTYPES) for tensor in tensors)
+    return all(tensor is None or (is_on_cuda(tensor) and tensor.dtype in TRITON_DTYPES) for tensor in tensors)
+
+
+def is_on_cuda(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is, or stands for one that is: see ``local.imagines_cuda``."""
+    return tensor.is_cuda or local.imagines_cuda
 
 
 def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
@@ -45,7 +51,7 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
 
     ``arguments`` come first in the kernel's signature; ``settings`` are its constants and Triton's options.
     """
-    if not programs:
+    if not programs or local.imagines_cuda:
         return
     device = arguments[0].device
     if device.type != "cuda":
@@ -137,12 +143,21 @@ def dense(tensor: Tensor) -> Tensor:
     unaligned view of the same values could give other bits.
     """
     tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether ``tensor`` begins at a multiple of 16 bytes. One that is imagined is nowhere, and so is taken to."""
+    return local.imagines_cuda or tensor.data_ptr() % 16 == 0
 
 
 def widen(tensor: Tensor) -> Tensor:
     """``tensor`` in the dtype that the references compute in: float64 for float64, float32 for all else."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
+"""What each registered op runs, for whoever wants to see what it allocates inside."""
 
 
 def register(schema: str, implementation: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,6 +171,7 @@ def register(schema: str, implementation: Callable[..., Any], outputs: Callable[
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"recompute::{name}", outputs, lib=_LIBRARY)
     overload = getattr(torch.ops.recompute, name).default
+    IMPLEMENTATIONS[overload] = implementation
     if overload._schema.is_mutable:  # what it writes to has its versions counted
         return overload
 

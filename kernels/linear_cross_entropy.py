@@ -391,7 +391,7 @@ def _gradients(
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right``, of whose operands ``total`` may be wider."""
-    if total.is_cuda and total.dtype is not left.dtype:
+    if launch.is_on_cuda(total) and total.dtype is not left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)

@@ -385,7 +385,7 @@ def launch_backward(
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """x, or its copy, and what finds its rows: see ``_starts``."""
     hidden = x.shape[-1]
-    if not x.is_contiguous() and x.stride(-1) == 1 and hidden % 16 == 0 and x.data_ptr() % 16 == 0:
+    if not x.is_contiguous() and x.stride(-1) == 1 and hidden % 16 == 0 and launch.is_aligned(x):
         sides: list[tuple[int, int]] = []  # size and stride of leading dimensions, merged where they are one
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
             if sides and sides[-1][1] == size * stride:

@@ -1,4 +1,4 @@
-"""The command line: `recompute ablate`, `explain`, `plan`, `verify` and `policies`."""
+"""The command line: `recompute ablate`, `explain`, `estimate`, `plan`, `verify` and `policies`."""
 
 from __future__ import annotations
 
@@ -137,10 +137,8 @@ class DType(str, Enum):
 
 
 PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
-ModelHelp = typer.Option(
-    help="An ablation's .yaml (its model section), a config.json or its folder, or a name Hugging Face knows.",
-)
-ModelOption = Annotated[str, ModelHelp]
+_MODEL_HELP = "An ablation's .yaml (its model section), a config.json or its folder, or a name Hugging Face knows."
+ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
 LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)]
 BatchOption = Annotated[int, typer.Option(help="Sequences or images.", min=1)]
 DTypeOption = Annotated[DType, typer.Option(help="The model's dtype.")]
@@ -169,6 +167,57 @@ def explain(
         handle = apply(network, rules)
         network(**batch)
         typer.echo(f"{describe(network, batch)}\n\n{handle.explain()}")
+
+
+@app.command()
+def estimate(
+    config: Annotated[str, typer.Option("--config", "--model", help=_MODEL_HELP)],
+    seq_len: LengthOption = 4096,
+    batch_size: BatchOption = 1,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, bfloat16-autocast, bfloat16-mixed (float32 master weights) or float32.")
+    ] = "bfloat16",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw (foreach), adamw-fused, adamw-loop, adamw-8bit, sgd or sgd-momentum.")
+    ] = "adamw",
+    sharding: Annotated[str, typer.Option(help="none, ddp, zero1, zero2, zero3 or fsdp2.")] = "none",
+    devices: Annotated[int, typer.Option(help="That share the model; the batch is one device's.")] = 1,
+    policy: Annotated[str | None, typer.Option(help="Preset or policy file.")] = None,
+    loss: Annotated[str, typer.Option(help="full: with all logits; chunked: without them.")] = "full",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="A table, and a plot, of 1, 2, 4 times the batch by 1/2, 1, 2, 4 the length."),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the plot.", file_okay=False)] = Path("results/estimate"),
+) -> None:
+    """Print what a training step will take: parameters, gradients, optimizer, activations, and the peak.
+
+    Counts on a CUDA device; takes neither a GPU nor memory for the model, nor its weights.
+    """
+    import recompute
+
+    options: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "sharding": sharding, "devices": devices}
+    options |= {"policy": policy, "loss": loss}
+    if not sweep:
+        found = recompute.estimate(config, batch_size=batch_size, seq_len=seq_len, **options)
+        typer.echo(found.to_json() if as_json else str(found))
+        return
+
+    from recompute.planning import estimate_report
+
+    points = [
+        (size, length, recompute.estimate(config, batch_size=size, seq_len=length, **options))
+        for size in (batch_size, 2 * batch_size, 4 * batch_size)
+        for length in (max(2, seq_len // 2), seq_len, 2 * seq_len, 4 * seq_len)
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    estimate_report.sweep_plot(points).savefig(out / "estimate.png")
+    if as_json:
+        sizes = [{"batch_size": size, "seq_len": length, **each.as_dict()} for size, length, each in points]
+        typer.echo(json.dumps(sizes, indent=2))
+    else:
+        typer.echo(f"{estimate_report.sweep_table(points)}\n\nestimate.png is in {out}")
 
 
 @app.command()
@@ -211,7 +260,7 @@ class PlannedOptimizer(str, Enum):
 @app.command()
 def plan(
     budget: Annotated[str, typer.Option(help="Of the whole step: 40GiB, 40GB, or 80% of the device.")],
-    model: Annotated[str | None, ModelHelp] = None,
+    model: Annotated[str | None, typer.Option(help=_MODEL_HELP)] = None,
     profile: Annotated[
         Path | None, typer.Option(help="What --save-profile wrote, instead of measuring a model again.")
     ] = None,

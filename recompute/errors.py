@@ -60,6 +60,10 @@ class ModelError(RecomputeError):
     """There is no model as it is described, or it cannot be run without data of its own."""
 
 
+class EstimateError(RecomputeError, ValueError):
+    """An estimate is asked for something that there is none of: an optimizer, a sharding, a dtype."""
+
+
 class AblationError(RecomputeError):
     """An ablation cannot be run as it is configured."""
 

@@ -74,7 +74,7 @@ class KernelRunner(ABC):
 
     def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        return first is not None and first.is_cuda
+        return first is not None and (first.is_cuda or local.imagines_cuda)
 
 
 @dataclass
@@ -295,7 +295,7 @@ class KernelHeadRunner(KernelRunner):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.linears import autocast
 
-        if not is_active(module) or is_fake() or not is_plain_linear(module):
+        if not is_active(module) or (is_fake() and not local.imagines_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         self.owner.frames += 1
         assert isinstance(module, nn.Linear)

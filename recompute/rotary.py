@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.engine.context import base_of
+from recompute.engine.recipe import local
 from recompute.engine.rng import RngState
 from recompute.errors import KernelError
 
@@ -142,7 +143,7 @@ def _stand_in(original: Any, rotation: _Rotation, on_cuda_only: bool) -> Callabl
         from recompute.kernels.rope import rope
 
         takes_width = rotation.is_partial or cos.shape[-1] == q.shape[-1]
-        if takes_width and (q.is_cuda or not on_cuda_only) and _is_as_written(original):
+        if takes_width and (q.is_cuda or local.imagines_cuda or not on_cuda_only) and _is_as_written(original):
             try:
                 return rope(q, k, cos, sin, *args, **kwargs)
             except KernelError:

@@ -175,55 +175,55 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 def fingerprint(value: Any) -> Any:
     """What a value refers to: two fingerprints differ if it was changed in between, or a tensor in it was."""
-    seen: dict[int, int] = {}
+    return _fingerprint(value, _DEPTH, {})
 
-    def visit(value: Any, depth: int) -> Any:
-        if isinstance(value, Tensor):
-            return id(value), version_of(value)
-        if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
-            return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
-        if id(value) in seen:
-            return "seen", seen[id(value)]
-        seen[id(value)] = len(seen)
-        parts: list[Any] = [type(value)]
-        if isinstance(value, dict):
-            parts += [(key, visit(item, depth - 1)) for key, item in value.items()]
-        elif isinstance(value, (list, tuple)):
-            parts += [visit(item, depth - 1) for item in value]
-        if _is_opaque(value):
-            parts += [(key, visit(item, depth - 1)) for key, item in (_attributes(value) or {}).items()]
-        return parts
 
-    return visit(value, _DEPTH)
+def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), version_of(value)
+    if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+        return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
+    if id(value) in seen:
+        return "seen", seen[id(value)]
+    seen[id(value)] = len(seen)
+    parts: list[Any] = [type(value)]
+    if isinstance(value, dict):
+        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts += [_fingerprint(item, depth - 1, seen) for item in value]
+    if _is_opaque(value):
+        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in (_attributes(value) or {}).items()]
+    return parts
 
 
 def snapshot(value: Any) -> Any:
     """A copy of the objects, lists and dicts in ``value``: they refer alike to each other, and to the same tensors."""
-    copies: dict[int, Any] = {}
+    return _snapshot(value, _DEPTH, {})
 
-    def visit(value: Any, depth: int) -> Any:
-        if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
-            return value
-        if id(value) in copies:
-            return copies[id(value)]
-        if type(value) is tuple:
-            return tuple([visit(item, depth - 1) for item in value])
-        try:
-            copied = copies[id(value)] = copy.copy(value)
-        except TypeError:  # a stream, a lock: not state that forward changes
-            return value
-        if copied is value:  # a logger, a singleton
-            return value
-        if isinstance(value, dict):
-            dict.update(copied, {key: visit(item, depth - 1) for key, item in value.items()})
-        elif isinstance(value, list):
-            list.__setitem__(copied, slice(None), [visit(item, depth - 1) for item in value])
-        if _is_opaque(value):
-            for name, item in (_attributes(value) or {}).items():
-                object.__setattr__(copied, name, visit(item, depth - 1))
-        return copied
 
-    return visit(value, _DEPTH)
+def _snapshot(
+    value: Any, depth: int, copies: dict[int, Any]
+) -> Any:  # no closure, which would be a cycle (invariant 8)
+    if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    if type(value) is tuple:
+        return tuple([_snapshot(item, depth - 1, copies) for item in value])
+    try:
+        copied = copies[id(value)] = copy.copy(value)
+    except TypeError:  # a stream, a lock: not state that forward changes
+        return value
+    if copied is value:  # a logger, a singleton
+        return value
+    if isinstance(value, dict):
+        dict.update(copied, {key: _snapshot(item, depth - 1, copies) for key, item in value.items()})
+    elif isinstance(value, list):
+        list.__setitem__(copied, slice(None), [_snapshot(item, depth - 1, copies) for item in value])
+    if _is_opaque(value):
+        for name, item in (_attributes(value) or {}).items():
+            object.__setattr__(copied, name, _snapshot(item, depth - 1, copies))
+    return copied
 
 
 _DEPTH = 6  # a cache, its layers, a layer, its attributes: and not all that hangs on a configuration

@@ -411,14 +411,20 @@ BANDWIDTH = 2e12
 
 
 def seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-    """What ``output = op(*args, **kwargs)`` costs on a nominal accelerator: its arithmetic or its traffic.
+    """What ``output = op(*args, **kwargs)`` costs on a nominal accelerator: its arithmetic or its traffic."""
+    flops, nbytes = work(op, args, kwargs, output)
+    return max(flops / FLOPS, nbytes / BANDWIDTH)
+
+
+def work(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[float, int]:
+    """The floating-point operations of ``output = op(*args, **kwargs)``, if it is costly, and the bytes that it moves.
 
     Not by ``torch.utils.flop_counter``, whose formulas refuse some shapes (attention with grouped heads), read
     lengths back from the device, and know no op of other libraries.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return max(_flops(facts(op), args, output) / FLOPS, nbytes / BANDWIDTH)
+    return _flops(facts(op), args, output), nbytes
 
 
 def _flops(known: OpFacts, args: tuple[Any, ...], output: Any) -> float:

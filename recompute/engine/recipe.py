@@ -407,6 +407,7 @@ class _Local(threading.local):
         self.owner = Owner("an op outside of any region")
         self.spans: list[Any] = []  # the tapes and frames being run, and replays, innermost last
         self.regenerating = 0  # how many recipes are running, one inside of the other
+        self.imagines_cuda = False  # fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU
 
 
 local = _Local()

@@ -114,7 +114,7 @@ def discover(run: Rehearsal, match: str | Sequence[str] | None, *, kernels: bool
         )
     by_hooks = _plans(run, regions, HOOK)
     stand_ins = _with_kernels(run.model, regions) if kernels else {}
-    by_kernels = _plans(run, stand_ins, _via(run)) if stand_ins else {}
+    by_kernels = _plans(run, stand_ins, run.via) if stand_ins else {}
     groups: dict[Any, Group] = {}
     found = []
     for path, module in regions.items():
@@ -122,23 +122,19 @@ def discover(run: Rehearsal, match: str | Sequence[str] | None, *, kernels: bool
         if key not in groups:
             alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
             last = alike[-1]  # the first one's neighbours are unlike the others'
-            candidates = _candidates(by_hooks.get(last), by_kernels.get(last), _via(run) if last in stand_ins else None)
+            candidates = _candidates(by_hooks.get(last), by_kernels.get(last), run.via if last in stand_ins else None)
             groups[key] = Group(base_of(module).__name__, candidates)
         found.append(groups[key])
     name = type(run.model).__name__
     before = Group(f"{name}: before the first region", [_AS_IT_IS])
     after = Group(f"{name}: head and loss", [_AS_IT_IS])
     if kernels and head is not None:
-        after.candidates.append(Candidate(KERNEL, {"action": "recompute", "via": _via(run)}, -1))
+        after.candidates.append(Candidate(KERNEL, _recomputing(run.via), -1))
     last_path = head if len(after.candidates) > 1 and head is not None else ""
     return Layout(("", *regions, last_path), (before, *found, after), regions)
 
 
 _AS_IT_IS = Candidate(KEEP, None, 0)
-
-
-def _via(run: Rehearsal) -> str:
-    return "auto" if run.device.type == "cuda" else "kernel"  # as "auto" leaves modules alone elsewhere
 
 
 def _order(run: Rehearsal, regions: Mapping[str, nn.Module]) -> tuple[list[str], str | None]:
@@ -169,9 +165,13 @@ def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
     return Policy(name="profile", rules=[Rule(match=paths, **fields) for fields, paths in alike.values()])
 
 
+def _recomputing(via: str) -> dict[str, Any]:
+    return {"action": "recompute", "via": via}
+
+
 def _everything(via: str) -> dict[str, Any]:
     """Of a rule by which all may run again that ever may."""
-    return {"action": "recompute", "via": via, "rerun": list(_RERUN), "price": 0.0}
+    return {**_recomputing(via), "rerun": list(_RERUN), "price": 0.0}
 
 
 def _plans(run: Rehearsal, regions: Mapping[str, nn.Module], via: str) -> dict[str, Plan]:
@@ -184,7 +184,8 @@ def _plans(run: Rehearsal, regions: Mapping[str, nn.Module], via: str) -> dict[s
 
 def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The regions in which kernels can stand in for something."""
-    with apply(model, policy_of(dict.fromkeys(regions, {"action": "recompute", "via": "auto"}))) as handle:
+    rule = _recomputing("auto")
+    with apply(model, policy_of(dict.fromkeys(regions, rule))) as handle:
         paths = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner)]
     found = {around for path in paths for around in (path, *_around(path))}
     return {path: module for path, module in regions.items() if path in found}
@@ -222,7 +223,7 @@ def _candidates(by_hooks: Plan | None, by_kernels: Plan | None, via_kernels: str
     found = [Candidate(KEEP, None, plain.held_nbytes), Candidate(HOOK, cheap.rule, cheap.held_nbytes)]
     found += _further(by_hooks, HOOK, HOOK, (plain, cheap))
     if via_kernels is not None:  # which hold what they save themselves, and drop nothing else
-        plain = _Point({"action": "recompute", "via": via_kernels}, _saved_nbytes(by_kernels), 0.0)
+        plain = _Point(_recomputing(via_kernels), _saved_nbytes(by_kernels), 0.0)
         found.append(Candidate(KERNEL, plain.rule, plain.held_nbytes))
         found += _further(by_kernels, via_kernels, KERNEL, (plain,))
     if by_hooks is not None and any(facts(step.op).family == "attention" for step in by_hooks.steps if step.is_costly):
@@ -247,7 +248,7 @@ class _Point(NamedTuple):
 
 def _cheap(plan: Plan | None) -> _Point:
     """The rule by which no costly op runs again."""
-    rule = {"action": "recompute", "via": HOOK}
+    rule = _recomputing(HOOK)
     if plan is None:
         return _Point(rule, 0, 0.0)
     steps = [step._replace(reason="costly") if step.is_costly else step for step in plan.steps]

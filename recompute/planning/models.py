@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator
@@ -24,49 +25,68 @@ _PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
 _SEED = 0
 
 
+Source = str | transformers.PretrainedConfig
+
+
 def build(
-    source: str, *, sequence_length: int, batch_size: int, dtype: torch.dtype, device: torch.device
+    source: Source,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    stretches: bool = False,
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
 
     source: an ablation's configuration file (YAML, of which ``model`` counts), a file or a folder with the
-        ``config.json`` of a Hugging Face model, or the name of such a model.
+        ``config.json`` of a Hugging Face model, the name of such a model, or such a configuration.
     sequence_length: of token ids (batch_size, sequence_length); at most as many as the model has positions for.
+    stretches: give it more positions, if it is to have them by its configuration.
 
     Leaves the global random state as it was. Raises ``PolicyError`` for a configuration that is not valid, and
     ``ModelError`` where there is none, or the model is given neither tokens nor images.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(_SEED)
-        if source.endswith((".yaml", ".yml")):
+        if isinstance(source, str) and source.endswith((".yaml", ".yml")):
             config = load_document(AblationConfig, source, kind="configuration")
             changes = {"dtype": str(dtype).removeprefix("torch."), "sequence_lengths": (sequence_length,)}
             model: nn.Module = build_model(config.model_copy(update=changes), device)
         else:
-            model = _hugging_face(source, dtype, device)
-        return model, _batch(model, source, sequence_length, batch_size, dtype, device)
+            model = _hugging_face(source, dtype, device, sequence_length if stretches else 0)
+        return model, batch_of(model, source, sequence_length, batch_size, dtype, device)
 
 
 @contextmanager
-def imagined(source: str, *, device: torch.device, **options: Any) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+def imagined(source: Source, *, device: torch.device, **options: Any) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
     """What ``build`` returns, on fake tensors: inside, the model runs, computes nothing and needs no memory.
 
     Raises ``ModelError`` where the model asks inside for the value of a tensor.
+    """
+    with without_packing(_called(source)), FakeTensorMode():
+        with no_init_weights():  # which asks for values, of some models
+            model, batch = build(source, device=torch.device("cpu"), **options)
+        if device.type != "cpu":  # only now: CUDA's random state is not to be saved and put back among fakes
+            _move(model, device)
+            batch = {name: torch.empty_like(tensor, device=device) for name, tensor in batch.items()}
+        yield model, batch
+
+
+@contextmanager
+def without_packing(name: str) -> Iterator[None]:
+    """Have Hugging Face's attention make of fake positions what it makes of a single sequence's.
+
+    Raises ``ModelError`` where the model, called ``name``, asks inside for the value of a tensor.
     """
     find = masking_utils.find_packed_sequence_indices
     # Asked about fake positions, it allows for several sequences in a row, whose mask changes what attention saves.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
-        with FakeTensorMode():
-            with no_init_weights():  # which asks for values, of some models
-                model, batch = build(source, device=torch.device("cpu"), **options)
-            if device.type != "cpu":  # only now: CUDA's random state is not to be saved and put back among fakes
-                _move(model, device)
-                batch = {name: torch.empty_like(tensor, device=device) for name, tensor in batch.items()}
-            yield model, batch
+        yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
-            f"{source}: its forward depends on the values of tensors ({error}), so only a real run can tell: apply the "
+            f"{name}: its forward depends on the values of tensors ({error}), so only a real run can tell: apply the "
             "policy, run forward, and print the handle's explain()"
         ) from error
     finally:
@@ -85,6 +105,10 @@ def _move(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
 
 
+def _called(source: Source) -> str:
+    return source if isinstance(source, str) else type(source).__name__
+
+
 def describe(model: nn.Module, batch: dict[str, Tensor]) -> str:
     """The model and the batch in a line."""
     parameters = list(model.parameters())
@@ -94,17 +118,13 @@ def describe(model: nn.Module, batch: dict[str, Tensor]) -> str:
     return f"{type(model).__name__}, {count:,} parameters, {where}; {shapes}"
 
 
-def _hugging_face(source: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    if source.endswith(".json") and not Path(source).is_file():
-        raise ModelError(f"{source}: cannot be read as the configuration of a model: there is no such file")
-    try:
-        config = transformers.AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{source}: expected an ablation's .yaml file, a config.json or its folder, or a model's name; {error}"
-        ) from error
+def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, positions: int) -> nn.Module:
+    config = _read(source) if isinstance(source, str) else copy.deepcopy(source)
+    text = config.get_text_config()
     config.dtype = dtype
-    config.get_text_config().use_cache = False
+    text.use_cache = False
+    if positions > (getattr(text, "max_position_embeddings", None) or positions):
+        text.max_position_embeddings = positions
     classes = [getattr(transformers, name, None) for name in config.architectures or ()]
     make: Any = next(filter(None, classes), transformers.AutoModelForCausalLM.from_config)
     before = torch.get_default_dtype()
@@ -116,16 +136,30 @@ def _hugging_face(source: str, dtype: torch.dtype, device: torch.device) -> nn.M
         torch.set_default_dtype(before)
 
 
-def _batch(
-    model: Any, source: str, sequence_length: int, batch_size: int, dtype: torch.dtype, device: torch.device
+def _read(source: str) -> transformers.PretrainedConfig:
+    if source.endswith(".json") and not Path(source).is_file():
+        raise ModelError(f"{source}: cannot be read as the configuration of a model: there is no such file")
+    try:
+        return transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{source}: expected an ablation's .yaml file, a config.json or its folder, or a model's name; {error}"
+        ) from error
+
+
+def batch_of(
+    model: Any, source: Source, sequence_length: int, batch_size: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
+    """Random keyword arguments for a Hugging Face model, as ``build`` has them. ``source``: what to call it."""
     config = model.config
     name = model.main_input_name
     if name == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
         return {name: torch.rand(batch_size, config.num_channels, *size, dtype=dtype, device=device)}
     if name != "input_ids":
-        raise ModelError(f"{source}: {type(model).__name__} is given {name}; expected a model of tokens or of images")
+        raise ModelError(
+            f"{_called(source)}: {type(model).__name__} is given {name}; expected a model of tokens or of images"
+        )
     text = config.get_text_config()
     length = min(sequence_length, getattr(text, "max_position_embeddings", None) or sequence_length)
     ids = torch.randint(text.vocab_size, (batch_size, length), device=device)

@@ -35,6 +35,7 @@ def profile(
     optimizer: OptimizerFactory | None = None,
     match: str | Sequence[str] | None = None,
     kernels: bool | None = None,
+    device: str | None = None,
     steps: int = 3,
     progress: Progress | None = None,
 ) -> Profile:
@@ -52,6 +53,9 @@ def profile(
     optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. Its step is part of the profile.
     match: globs over the paths of the modules to choose for; by default those of layers and blocks, the outermost ones.
     kernels: whether to consider them; by default on CUDA alone.
+    device: a GPU that is not here ("H200"; see ``roofline.DEVICES``): nothing is measured then, but each op takes what
+        its arithmetic or its traffic takes there, and bytes are those of tensors without values. The profile's
+        ``source`` says so.
     steps: timed training steps of each assignment of ways to regions, after warm-up and one that counts bytes.
 
     Raises ``ModelError`` where there are no regions or nothing fits the device; ``AlreadyAppliedError`` for a model
@@ -61,25 +65,37 @@ def profile(
         raise TypeError(f"recompute.profile takes a torch.nn.Module, got {type(model).__name__}")
     if steps < 1:
         raise ValueError(f"expected at least 1 step to time; got steps={steps}")
+    if device is not None:
+        from recompute.planning.roofline import roofline  # which imports transformers
+
+        imagined = kernels is None or kernels
+        return roofline(
+            model, batch, device, loss=loss, optimizer=optimizer, match=match, kernels=imagined, progress=progress
+        )
     with rehearsal(model, batch, loss=loss, optimizer=optimizer) as run:
-        report = progress or _silent
-        report("looking at what runs", 0, 0)
         on_cuda = run.device.type == "cuda"
-        with _complains_of_memory(model):
-            layout = discover(run, match, kernels=on_cuda if kernels is None else kernels)
-        measuring = _Measuring(run, layout, steps, report)
-        static_nbytes = measuring.run_base()
-        measuring.run_all()
+        table = measured(run, match, on_cuda if kernels is None else kernels, steps, progress)
         return Profile(
             model=_described(model, batch),
             machine=profiling.describe_machine(run.device),
             source="measured",
-            static_nbytes=static_nbytes,
-            **measuring.table(),
-            optimizer_seconds=statistics.median(spans.optimizer_seconds for spans in measuring.timed),
-            optimizer_peak_nbytes=max(spans.optimizer_peak_nbytes for spans in measuring.counted),
             capacity_nbytes=torch.cuda.get_device_properties(run.device).total_memory if on_cuda else None,
+            **table,
         )
+
+
+def measured(
+    run: Rehearsal, match: str | Sequence[str] | None, kernels: bool, steps: int, progress: Progress | None
+) -> dict[str, Any]:
+    """The fields of a profile that steps of ``run`` tell."""
+    report = progress or _silent
+    report("looking at what runs", 0, 0)
+    with _complains_of_memory(run.model):
+        layout = discover(run, match, kernels=kernels)
+    measuring = _Measuring(run, layout, steps, report)
+    static_nbytes = measuring.run_base()
+    measuring.run_all()
+    return {"static_nbytes": static_nbytes, **measuring.table()}
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -111,10 +127,15 @@ class _Slot(NamedTuple):
     places: tuple[int, ...]
 
 
-class _Sample(NamedTuple):
-    spans: Part
+class _Bytes(NamedTuple):
+    """Of a part of a step, above what was alive when its forward began."""
+
+    held: int
+    forward_peak: int
+    backward_peak: int
+    """With the gradients that the parts above it have left behind."""
     is_settled: bool
-    """Whether the place before ran in the same way: at the border of two, bytes may belong to either."""
+    """Whether the region before it ran in the same way: at the border of two, bytes may belong to either."""
 
 
 @dataclass
@@ -126,11 +147,11 @@ class _Measuring:
     done: int = 0
     ahead: int = 0
     """Steps that are still to run."""
-    bytes_of: dict[tuple[int, str], list[_Sample]] = field(default_factory=dict)
-    """By group (its ``id``) and candidate."""
+    counted: list[tuple[list[Candidate], StepSpans]] = field(default_factory=list)
+    """What ran in which way, and its bytes."""
     seconds_of: dict[tuple[int, str], list[Part]] = field(default_factory=dict)
-    counted: list[StepSpans] = field(default_factory=list)
-    timed: list[StepSpans] = field(default_factory=list)
+    """By group (its ``id``) and candidate."""
+    optimizer_seconds: list[float] = field(default_factory=list)
     fillers: dict[int, Candidate] = field(default_factory=dict)
 
     def run_base(self) -> int:
@@ -168,7 +189,7 @@ class _Measuring:
 
     @property
     def _steps_of_a_job(self) -> int:
-        return _WARMUP + 1 + self.steps
+        return _WARMUP + (0 if self.run.is_imagined else 1) + self.steps
 
     def _names(self, slot: _Slot) -> str:
         return self.layout.groups[slot.places[-1]].name
@@ -231,26 +252,25 @@ class _Measuring:
         return failure
 
     def _measure(self, job: Sequence[_Slot]) -> None:
-        groups, device, regions = self.layout.groups, self.run.device, self.layout.regions
+        groups, regions = self.layout.groups, self.layout.regions
         chosen = self._chosen(job)
         rules = {path: one.rule for path, one in zip(self.layout.paths, chosen, strict=True) if path}
         with apply(self.run.model, policy_of(rules)):
             for _ in range(_WARMUP):
                 self.run.step(regions)
                 self._tell()
-            counted = self.run.step(regions, memory=profiling.memory_trace(device))
+            at_once = self.run.is_imagined
+            clock = self.run.clock() if at_once else None
+            counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
             self._tell()
-            timed = []
-            for _ in range(self.steps):
-                timed.append(self.run.step(regions, clock=profiling.clock(device)))
+            timed = [counted] if at_once else []
+            while len(timed) < self.steps:
+                timed.append(self.run.step(regions, clock=self.run.clock()))
                 self._tell()
-        self.counted.append(counted)
-        self.timed += timed
+        self.counted.append((chosen, counted))
+        self.optimizer_seconds += [spans.optimizer_seconds for spans in timed]
         for place, (group, candidate) in enumerate(zip(groups, chosen, strict=True)):
-            key = id(group), candidate.name
-            is_settled = place > 0 and chosen[place - 1].name == candidate.name
-            self.bytes_of.setdefault(key, []).append(_Sample(counted.parts[place], is_settled))
-            self.seconds_of.setdefault(key, []).extend(spans.parts[place] for spans in timed)
+            self.seconds_of.setdefault((id(group), candidate.name), []).extend(spans.parts[place] for spans in timed)
 
     def _tell(self) -> None:
         self.done += 1
@@ -258,7 +278,7 @@ class _Measuring:
         self.report("training steps", self.done, self.done + self.ahead)
 
     def table(self) -> dict[str, Any]:
-        """The regions and places of a profile."""
+        """The fields of a profile that are measured by steps."""
         groups = list({id(group): group for group in self.layout.groups}.values())
         numbers = {id(group): number for number, group in enumerate(groups)}
         layers = {entry.path: entry.layer for entry in module_entries(self.run.model, "")[0]}
@@ -266,30 +286,70 @@ class _Measuring:
             Place(path=path, region=numbers[id(group)], layer=layers.get(path))
             for path, group in zip(self.layout.paths, self.layout.groups, strict=True)
         ]
-        return {"regions": tuple(map(self._costs, groups)), "places": tuple(places)}
+        gradients = self._gradients()
+        regions = [self._costs(group, gradients) for group in groups]
+        above = sum(gradients[id(group)] for group in self.layout.groups)
+        optimizer_peaks = [spans.optimizer_peak_nbytes + _gradients_above(spans, -1) for _, spans in self.counted]
+        return {
+            "regions": (self._with_first_input(regions, numbers), *regions[1:]),
+            "places": tuple(places),
+            "optimizer_seconds": statistics.median(self.optimizer_seconds),
+            "optimizer_peak_nbytes": max(0, max(optimizer_peaks) - above),
+        }
 
-    def _costs(self, group: Group) -> RegionCosts:
+    def _gradients(self) -> dict[int, int]:
+        """What a region of each group leaves behind: mostly, as at borders bytes may belong to either side."""
+        found: dict[int, list[int]] = {}
+        for _, spans in self.counted:
+            for group, part in zip(self.layout.groups, spans.parts, strict=True):
+                found.setdefault(id(group), []).append(part.gradient_nbytes)
+        return {key: statistics.median_low(nbytes) for key, nbytes in found.items()}
+
+    def _costs(self, group: Group, gradients: dict[int, int]) -> RegionCosts:
         measured = [one for one in group.candidates if (id(group), one.name) in self.seconds_of]
-        samples = [sample for one in measured for sample in self.bytes_of[id(group), one.name]]
         return RegionCosts(
             name=group.name,
-            choices=tuple([self._choice(group, candidate) for candidate in measured]),
-            gradient_nbytes=max(sample.spans.gradient_nbytes for sample in samples),
+            choices=tuple([self._choice(group, candidate, gradients) for candidate in measured]),
+            gradient_nbytes=gradients[id(group)],
         )
 
-    def _choice(self, group: Group, candidate: Candidate) -> Choice:
-        samples = self.bytes_of[id(group), candidate.name]
-        parts = [one.spans for one in samples if one.is_settled] or [one.spans for one in samples]
+    def _choice(self, group: Group, candidate: Candidate, gradients: dict[int, int]) -> Choice:
+        samples = list(self._bytes(group, candidate, gradients))
+        samples = [sample for sample in samples if sample.is_settled] or samples
         timed = self.seconds_of[id(group), candidate.name]
         return Choice(
             name=candidate.name,
             rule=None if candidate.rule is None else dict(candidate.rule),
             forward_seconds=statistics.median(part.forward_seconds for part in timed),
             backward_seconds=statistics.median(part.backward_seconds for part in timed),
-            held_nbytes=max(part.held_nbytes for part in parts),
-            forward_peak_nbytes=max(part.forward_peak_nbytes for part in parts),
-            backward_peak_nbytes=max(part.backward_peak_nbytes for part in parts),
+            held_nbytes=max(sample.held for sample in samples),
+            forward_peak_nbytes=max(sample.forward_peak for sample in samples),
+            backward_peak_nbytes=max(sample.backward_peak for sample in samples),
         )
+
+    def _bytes(self, group: Group, candidate: Candidate, gradients: dict[int, int]) -> Iterator[_Bytes]:
+        """Of each place and step where the group ran in that way."""
+        groups = self.layout.groups
+        for chosen, spans in self.counted:
+            for place, part in enumerate(spans.parts):
+                if groups[place] is group and chosen[place] is candidate:
+                    above = sum(gradients[id(other)] for other in groups[place + 1 :])
+                    peak = max(0, part.backward_peak_nbytes + _gradients_above(spans, place) - above)
+                    is_settled = place > 1 and chosen[place - 1].name == candidate.name
+                    yield _Bytes(part.held_nbytes, part.forward_peak_nbytes, peak, is_settled)
+
+    def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
+        """What is before the first region, with what that one holds more than others like it: its input, say."""
+        number = numbers[id(self.layout.groups[1])]
+        usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
+        more = max(spans.parts[1].held_nbytes - usual[chosen[1].name] for chosen, spans in self.counted)
+        (choice,) = regions[0].choices
+        choice = choice.model_copy(update={"held_nbytes": choice.held_nbytes + max(0, more)})
+        return regions[0].model_copy(update={"choices": (choice,)})
+
+
+def _gradients_above(spans: StepSpans, place: int) -> int:
+    return sum(part.gradient_nbytes for part in spans.parts[place + 1 :])
 
 
 def _nbytes(candidate: Candidate) -> int:

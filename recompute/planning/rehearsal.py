@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
 
+from recompute.planning import profiling
 from recompute.planning.profiling import Clock, MemoryTrace
 from recompute.planning.spans import StepSpans, trace_step
 from recompute.verification import Loss, arguments_of, left_as_it_was, roots, sources_of
@@ -28,6 +30,8 @@ class Rehearsal:
     kwargs: dict[str, Any]
     loss: Loss | None
     optimizer: Optimizer
+    is_imagined: ClassVar[bool] = False
+    """Whether time is calculated, so that counting bytes does not disturb it, and it is the same in every step."""
 
     @property
     def device(self) -> torch.device:
@@ -35,19 +39,23 @@ class Rehearsal:
         return self.optimizer.param_groups[0]["params"][0].device
 
     @property
+    def via(self) -> str:
+        """By which rules have kernels stand in here: "auto" leaves modules alone off CUDA."""
+        return "auto" if self.device.type == "cuda" else "kernel"
+
+    def memory_trace(self) -> MemoryTrace:
+        return profiling.memory_trace(self.device)
+
+    def clock(self) -> Clock:
+        return profiling.clock(self.device)
+
+    @property
     def static_nbytes(self) -> int:
         """Alive between steps: on CUDA all that is allocated; else parameters, buffers, optimizer states, the batch."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         states = [list(state.values()) for state in self.optimizer.state.values()]
-        values = [*self.model.parameters(), *self.model.buffers(), states, self.args, self.kwargs]
-        leaves = torch.utils._pytree.tree_leaves(values)
-        storages = {
-            storage._cdata: storage.nbytes()
-            for leaf in leaves
-            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())
-        }
-        return sum(storages.values())
+        return nbytes_of([*self.model.parameters(), *self.model.buffers(), states, self.args, self.kwargs])
 
     def forward(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Where backward starts, and the gradient that it starts with. The rest of the output is let go of."""
@@ -61,6 +69,12 @@ class Rehearsal:
             return trace_step(self.forward, self.optimizer, regions, memory=memory, clock=clock)
         finally:
             self.optimizer.zero_grad(set_to_none=True)  # there are some if the step failed
+
+
+def nbytes_of(values: Any) -> int:
+    """Of the storages of all tensors in ``values``, each once."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 @contextmanager

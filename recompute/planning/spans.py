@@ -86,9 +86,10 @@ def trace_step(
             stack.callback(handle.remove)
             stack.callback(module.register_forward_hook(_after(marks, path), with_kwargs=True).remove)
         stack.callback(marks.unhook)
-        for trace in (memory, clock):
-            if trace is not None:
-                stack.enter_context(trace)
+        if clock is not None:
+            stack.enter_context(clock)
+        if memory is not None:
+            stack.enter_context(memory)
         roots, gradients = forward()
         marks.end_forward()
         torch.autograd.backward(roots, gradients)
@@ -234,6 +235,8 @@ class _Marks:
             peaks[key] = max(peaks.get(key, 0), peak)
             if span.phase == "backward":
                 left[span.part] = alive - span.handed_nbytes - starts[span.part]
+                if span is self.spans[-3]:  # where backward ends: nothing else is left, also if it does not get further
+                    left[span.part] = alive
         found = []
         gradients = 0  # of the parts above
         for number in reversed(range(count)):

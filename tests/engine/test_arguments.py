@@ -244,6 +244,20 @@ def test_a_graph_whose_tensors_are_in_a_cache_dies_with_the_cache() -> None:
         assert engine_objects() == {}
 
 
+@pytest.mark.parametrize("kind", CACHES.values(), ids=CACHES)
+def test_what_stands_for_a_cache_goes_by_reference_count(kind: Callable[[], Any]) -> None:
+    model, x = policed(holding(attend)), tokens()
+    with no_garbage_collection():
+        cache = kind()
+        first = model(x, cache)
+        reference = weak(first)
+        cache.update(first)  # so that what the second region was given holds it
+        second = model(x, cache)
+        second.sum().backward()
+        del first, second, cache
+        assert reference.expired()
+
+
 class Connected:
     """What arguments may also carry: things that cannot be copied, or that must not be."""
 

@@ -7,20 +7,21 @@ from typing import Any
 
 import models
 import pytest
+import tiny
 import torch
-from tiny import decoder, next_token_loss, rule, rules, token_ids
-from torch import Tensor
+from tiny import HIDDEN, TOKENS, decoder, next_token_loss, rule, rules, token_ids
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
 import recompute
+from recompute.errors import ModelError
 from recompute.planning import profiling
 from recompute.planning.rehearsal import rehearsal
 from recompute.planning.spans import StepSpans
 
 CPU = torch.device("cpu")
 FLOAT = 4
-LAYER = [None, "TinyDecoderLayer"]
 
 POLICIES: dict[str, Any] = {
     "none": None,
@@ -104,3 +105,69 @@ def test_a_layer_holds_what_autograd_saves_in_it(name: str) -> None:
         part.held_nbytes for part in tiny_step(policy, 3, memory=profiling.memory_trace(CPU)).parts
     ]
     assert third == fourth == held(4) - held(3) == held(5) - held(4)
+
+
+class Stack(nn.Module):
+    """Layers that run in the order of ``order``, each as often as it is there."""
+
+    def __init__(self, order: tuple[int, ...], *, differentiable: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.ones(TOKENS, HIDDEN), requires_grad=differentiable)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(3))
+        self.order = order
+
+    def forward(self, scale: Tensor) -> Tensor:
+        x = self.embed * scale
+        for index in self.order:
+            x = self.layers[index](x)
+        return x.sum()
+
+
+def stack_step(order: tuple[int, ...], paths: tuple[str, ...], **options: Any) -> StepSpans:
+    model = Stack(order, **options)
+    regions = {path: model.get_submodule(path) for path in paths}
+    with rehearsal(model, torch.ones(())) as run:
+        run.step(regions)
+        return run.step(regions, memory=profiling.memory_trace(CPU))
+
+
+def test_parts_are_in_the_order_in_which_regions_run() -> None:
+    spans = stack_step((2, 0, 1), ("layers.0", "layers.1", "layers.2"))
+    assert [part.path for part in spans.parts] == ["", "layers.2", "layers.0", "layers.1", ""]
+
+
+def test_where_the_input_needs_no_gradient_backward_ends_with_the_first_region() -> None:
+    spans = stack_step((0, 1, 2), ("layers.0", "layers.1", "layers.2"), differentiable=False)
+    weights = FLOAT * (HIDDEN * HIDDEN + HIDDEN)
+    before, *layers, _ = [part.gradient_nbytes for part in spans.parts]
+    assert before == 0
+    assert layers == pytest.approx([weights] * 3, abs=2 * FLOAT)  # the loss and its gradient, until backward ends
+    assert sum(part.gradient_nbytes for part in spans.parts) == 3 * weights
+    assert spans.parts[0].backward_peak_nbytes == 0
+    assert timeline(spans) == spans.peak_nbytes
+
+
+@pytest.mark.parametrize(
+    ("order", "paths", "message"),
+    [
+        ((0, 1, 0), ("layers.0", "layers.1"), "layers.0 runs twice"),
+        ((0, 1), ("layers.0", "layers.2"), "layers.2 does not run"),
+        ((0, 1), ("layers.0", "layers.0.0"), "layers.0.0 runs inside of layers.0"),
+        ((0, 1), (), "at least one region"),
+    ],
+)
+def test_regions_that_cannot_be_told_apart_are_refused(
+    order: tuple[int, ...], paths: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        stack_step(order, paths)
+
+
+def test_a_step_leaves_no_hook_and_no_gradient() -> None:
+    model = Stack((0, 1, 2))
+    before = tiny.snapshot(model)
+    with rehearsal(model, torch.ones(())) as run:
+        for _ in range(2):
+            run.step({"layers.1": model.layers[1]}, clock=profiling.clock(CPU))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert tiny.snapshot(model) == before

@@ -1,0 +1,202 @@
+"""What `recompute.estimate` says of training steps, beside what they take on this machine's device.
+
+    python examples/estimate_against_measured.py                 # all cases: up to 80 GiB of a GPU's memory
+    python examples/estimate_against_measured.py --only qwen3    # those whose name has it
+    python examples/estimate_against_measured.py --tiny          # small ones, on the CPU too
+
+Pure bfloat16, random weights, AdamW, gradients freed between steps. Prints a table, and writes it as JSON. On the CPU
+the columns differ by nature: estimates are of CUDA, where attention and kernels are others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tabulate import tabulate
+from torch.optim import AdamW
+
+import recompute
+from recompute.planning.models import build
+from recompute.planning.profiling import describe_machine, memory_trace
+
+GIB = 2**30
+OPTIMIZERS: dict[str, dict[str, bool]] = {
+    "adamw": {"foreach": True},
+    "adamw-loop": {"foreach": False},
+    "adamw-fused": {"fused": True},
+}
+
+
+def llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=8192,
+    )
+
+
+def qwen3(layers: int = 28) -> transformers.Qwen3Config:
+    return transformers.Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+
+
+def gemma() -> transformers.GemmaConfig:
+    return transformers.GemmaConfig(
+        vocab_size=256000,
+        hidden_size=2048,
+        intermediate_size=16384,
+        num_hidden_layers=18,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=256,
+    )
+
+
+def tiny() -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[], Any]
+    seq_len: int
+    policy: str
+    optimizer: str = "adamw"
+    batch_size: int = 1
+
+
+def cases() -> list[Case]:
+    llama_1b = ("llama-1b", lambda: llama(16, 2048, 8192, 32, 8))
+    llama_8b_8 = ("llama-8b, 8 layers", lambda: llama(8, 4096, 14336, 32, 8))
+    llama_8b = ("llama-8b", lambda: llama(32, 4096, 14336, 32, 8))
+    found = [Case(*llama_1b, 4096, policy) for policy in ("none", "full", "auto")]
+    found += [Case(*llama_8b_8, 8192, policy) for policy in ("none", "elementwise", "full")]
+    found += [Case("qwen3-0.6b", qwen3, length, policy) for length in (2048, 8192) for policy in ("none", "auto")]
+    found += [Case("gemma-2b", gemma, 4096, policy) for policy in ("none", "full")]
+    found.append(Case(*llama_8b, 4096, "none"))
+    return found + [Case(*llama_8b, 4096, "full", optimizer) for optimizer in OPTIMIZERS]
+
+
+def tiny_cases() -> list[Case]:
+    return [Case("tiny", tiny, 64, policy) for policy in ("none", "full", "elementwise")]
+
+
+def estimated(case: Case) -> dict[str, int]:
+    found = recompute.estimate(
+        case.make(),
+        batch_size=case.batch_size,
+        seq_len=case.seq_len,
+        optimizer=case.optimizer,
+        policy=case.policy,
+        advise=False,
+    )
+    steps = {"forward": 0, "backward": 0, "optimizer": found.moments["optimizer step"]}
+    for name, nbytes in found.moments.items():
+        if name != "optimizer step":
+            phase = "backward" if name.startswith("backward") else "forward"
+            steps[phase] = max(steps[phase], nbytes)
+    return {"held": found.activation_bytes, **steps, "peak": found.peak_bytes}
+
+
+def measured(case: Case, device: torch.device) -> dict[str, int]:
+    """Of the third step: the first one makes the optimizer's states, and lets policies learn."""
+    model, batch = build(
+        case.make(),
+        sequence_length=case.seq_len,
+        batch_size=case.batch_size,
+        dtype=torch.bfloat16,
+        device=device,
+        stretches=True,
+    )
+    optimizer = AdamW(model.parameters(), lr=1e-5, **OPTIMIZERS[case.optimizer])
+    if case.policy != "none":
+        recompute.apply(model, case.policy)
+    for _ in range(2):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *batch.values(), *states]
+    static = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
+    if device.type == "cuda":  # with cuBLAS's workspaces
+        torch.cuda.synchronize(device)
+        static = torch.cuda.memory_allocated(device)
+    with memory_trace(device) as trace:
+        loss = model(**batch).loss
+        trace.mark("forward")
+        loss.backward()
+        del loss
+        trace.mark("backward")
+        optimizer.step()
+        trace.mark("optimizer")
+    peaks = {name: static + nbytes for name, nbytes in trace.span_peak_nbytes.items()}
+    return {"held": trace.held_nbytes["forward"], **peaks, "peak": static + trace.peak_nbytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name, policy and optimizer contain this")
+    parser.add_argument("--tiny", action="store_true", help="small models")
+    parser.add_argument("--out", type=Path, default=Path("results/estimate"), help="folder for estimates.json")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for case in tiny_cases() if options.tiny else cases():
+        if options.only not in f"{case.name} {case.policy} {case.optimizer}":
+            continue
+        said, took = estimated(case), measured(case, device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        facts = {key: value for key, value in asdict(case).items() if key != "make"}
+        rows.append({**facts, "estimated": said, "measured": took, "error": said["peak"] / took["peak"] - 1})
+        print(f"{case.name}, {case.policy}, {case.optimizer}: {rows[-1]['error']:+.2%}", flush=True)
+    print(table(rows))
+    options.out.mkdir(parents=True, exist_ok=True)
+    result = {"machine": describe_machine(device), "rows": rows}
+    (options.out / "estimates.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """GiB, estimated / measured."""
+
+    def both(row: dict[str, Any], key: str) -> str:
+        return f"{row['estimated'][key] / GIB:.2f} / {row['measured'][key] / GIB:.2f}"
+
+    columns = ["held", "forward", "backward", "optimizer", "peak"]
+    lines = [
+        [row["name"], row["seq_len"], row["policy"], row["optimizer"]]
+        + [both(row, key) for key in columns]
+        + [f"{row['error']:+.2%}"]
+        for row in rows
+    ]
+    headers = ["model", "sequence", "policy", "optimizer", *(f"{name}, GiB" for name in columns), "error of the peak"]
+    return tabulate(lines, headers, "github", disable_numparse=True)
+
+
+if __name__ == "__main__":
+    main()

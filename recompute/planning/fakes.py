@@ -1,0 +1,41 @@
+"""Copies of models and batches on fake tensors, which take no memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+_CPU = torch.device("cpu")
+
+
+def fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy in training mode on fake CPU tensors, made under their mode: parameters of floats in ``dtype``.
+
+    The model may be on any device, also on ``meta``; it is left as it is. A policy on it is not on the copy.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor):
+                memo[id(value)] = _fake(value, value.dtype)
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                kind = dtype if parameter.is_floating_point() else parameter.dtype
+                memo[id(parameter)] = nn.Parameter(_fake(parameter, kind), parameter.requires_grad)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                memo.setdefault(id(buffer), _fake(buffer, buffer.dtype))
+    return copy.deepcopy(model, memo).train()
+
+
+def fake_batch(batch: Any) -> Any:
+    """The same with fake CPU tensors, made under their mode."""
+    return tree_map_only(Tensor, lambda tensor: _fake(tensor, tensor.dtype), batch)
+
+
+def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)

@@ -1,0 +1,233 @@
+"""A profile for a GPU that is not here: steps on tensors without values, each op timed by its roofline."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim import AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recompute.engine.ops import Kind, facts, work
+from recompute.errors import ModelError
+from recompute.planning.fakes import fake_batch, fake_copy
+from recompute.planning.imagining import as_on_cuda
+from recompute.planning.models import describe, without_packing
+from recompute.planning.profile_table import Profile
+from recompute.planning.profiles import Progress, measured
+from recompute.planning.profiling import Clock, MemoryTrace
+from recompute.planning.rehearsal import OptimizerFactory, Rehearsal, nbytes_of
+from recompute.planning.simulation import fake_mode
+from recompute.planning.tracker import BLOCK_NBYTES, FakeTrace
+from recompute.verification import Loss, arguments_of, named
+
+_GIB = 2**30
+
+
+class Device(NamedTuple):
+    """What a GPU does at most, by its data sheet."""
+
+    half_flops: float
+    """Of bfloat16 and float16, dense, with float32 sums, a second."""
+    float_flops: float
+    """Of float32, a second."""
+    bandwidth: float
+    """Of its memory, in bytes a second."""
+    capacity_nbytes: int
+    """About what CUDA says that there is."""
+
+
+DEVICES = {
+    "H200": Device(989e12, 67e12, 4.8e12, 139 * _GIB),
+    "H100": Device(989e12, 67e12, 3.35e12, 79 * _GIB),
+    "A100": Device(312e12, 19.5e12, 2.04e12, 79 * _GIB),
+    "L40S": Device(362e12, 91.6e12, 0.864e12, 44 * _GIB),
+    "RTX 4090": Device(165e12, 82.6e12, 1.008e12, 23 * _GIB),
+}
+"""SXM forms where there are several. From NVIDIA's data sheets of these GPUs, and the Ada white paper (RTX 4090)."""
+
+_OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85  # what large GEMMs and large copies reach of them: 690 to 790 TFLOP/s on an H200
+
+
+def roofline(
+    model: nn.Module,
+    batch: Any,
+    device: str,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    match: str | Sequence[str] | None = None,
+    kernels: bool = True,
+    progress: Progress | None = None,
+) -> Profile:
+    """What ``recompute.profile`` would find on ``device``, without it, as arithmetic has it: ``source`` is "roofline".
+
+    Each op takes its arithmetic at 0.75 of the device's peak or its traffic at 0.85 of the memory's bandwidth,
+    whichever takes longer, and launching it takes nothing: small models are slower than that. Bytes are those of
+    tensors without values, by CUDA's choice of kernels. The model, which may be on ``meta``, is left as it is.
+
+    optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW`` with ``foreach``.
+
+    Raises ``ModelError`` for a device that is not in ``DEVICES``, and where the model cannot run without values.
+    """
+    if device not in DEVICES:
+        nearest = difflib.get_close_matches(device, DEVICES, n=1, cutoff=0.4)
+        hint = f"; nearest: {nearest[0]!r}" if nearest else ""
+        raise ModelError(f"device: expected one of {', '.join(DEVICES)}; found {device!r}{hint}")
+    figures = DEVICES[device]
+    name = type(model).__name__
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(f"expected a model to train; none of {name}'s parameters requires a gradient")
+    costs = _optimizer_costs(optimizer or partial(AdamW, foreach=True), parameters, figures)
+    with without_packing(name), fake_mode(), as_on_cuda(), torch.inference_mode(False), torch.enable_grad():
+        fake = fake_copy(model, parameters[0].dtype)
+        args, kwargs = arguments_of(fake_batch(batch))
+        idle: Any = _Idle([parameter for parameter in fake.parameters() if parameter.requires_grad])
+        run = _Imagined(fake, args, kwargs, loss, idle, figures)
+        table = measured(run, match, kernels, 1, progress)
+    table["static_nbytes"] += costs.state_nbytes
+    table |= {"optimizer_seconds": costs.seconds, "optimizer_peak_nbytes": costs.peak_nbytes}
+    return Profile(
+        model=describe(model, named(batch)),
+        machine={"gpu": device, "torch": torch.__version__, **figures._asdict()},
+        source="roofline",
+        capacity_nbytes=figures.capacity_nbytes,
+        **table,
+    )
+
+
+@dataclass
+class _Idle:
+    """In the place of an optimizer, whose step is looked at apart."""
+
+    parameters: list[nn.Parameter]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": self.parameters}]
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@dataclass(frozen=True)
+class _Imagined(Rehearsal):
+    """Steps on fake CPU tensors that stand for CUDA's."""
+
+    figures: Device
+    is_imagined = True
+
+    @property
+    def via(self) -> str:
+        return "auto"
+
+    @property
+    def static_nbytes(self) -> int:
+        return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
+
+    def memory_trace(self) -> MemoryTrace:
+        return FakeTrace(BLOCK_NBYTES)
+
+    def clock(self) -> Clock:
+        return _RooflineClock(self.figures)
+
+
+class _RooflineClock(Clock):
+    """Adds up the seconds of the ops of this thread. Inside of it a ``FakeTrace`` takes our kernels apart into ops."""
+
+    def __init__(self, figures: Device) -> None:
+        super().__init__()
+        self._mode = _Mode(figures)
+
+    def __enter__(self) -> Clock:
+        self._mode.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        self.seconds[name], self._mode.seconds = self._mode.seconds, 0.0
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, figures: Device) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self._figures = figures
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = op(*args, **(kwargs or {}))
+        self.seconds += op_seconds(op, args, kwargs or {}, output, self._figures)
+        return output
+
+
+def op_seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, figures: Device) -> float:
+    """What ``output = op(*args, **kwargs)`` takes on a device, if nothing else bounds it."""
+    known = facts(op)
+    if known.kind is Kind.VIEW or op.namespace == "prim" or known.name.removeprefix("aten.") in _FREE:
+        return 0.0
+    flops, nbytes = work(op, args, kwargs, output)
+    if known.name.endswith("backward"):
+        flops = _backward_flops(known.name, args)
+    if "attention" in known.name and _is_causal(op, args, kwargs):
+        flops /= 2
+    first = next((value for value in args if isinstance(value, Tensor)), None)
+    rate = figures.float_flops if first is not None and first.dtype is torch.float32 else figures.half_flops
+    return max(flops / (rate * _OF_FLOPS), nbytes / (figures.bandwidth * _OF_BANDWIDTH))
+
+
+_FREE = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"])
+
+
+def _backward_flops(name: str, args: tuple[Any, ...]) -> float:
+    """Of attention's, five GEMMs where forward has two; of a convolution's, two of forward's size."""
+    operands = [value for value in args if isinstance(value, Tensor)]
+    if "attention" in name and len(operands) > 2:
+        _, query, key = operands[:3]
+        return 10.0 * query.numel() * key.shape[-2 if "scaled_dot_product" in name else -3]
+    if name == "aten.convolution_backward":
+        gradient, _, weight = operands[:3]
+        return 4.0 * gradient.numel() * weight[0].numel()
+    return 0.0
+
+
+def _is_causal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[place] if place < len(args) else kwargs.get("is_causal", argument.default_value))
+    return False
+
+
+class _OptimizerCosts(NamedTuple):
+    seconds: float
+    peak_nbytes: int
+    state_nbytes: int
+
+
+def _optimizer_costs(
+    make: Callable[[list[nn.Parameter]], Optimizer], parameters: Sequence[nn.Parameter], figures: Device
+) -> _OptimizerCosts:
+    """Of a step of the optimizer, on parameters without memory."""
+    with unset_fake_temporarily(), torch.no_grad():
+        given = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in parameters]
+        for parameter in given:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = make(given)
+        optimizer.step()  # makes the states
+        with _RooflineClock(figures) as clock, FakeTrace(BLOCK_NBYTES) as trace:
+            optimizer.step()
+            clock.mark("step")
+        values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return _OptimizerCosts(clock.seconds["step"], trace.peak_nbytes, sum(value.nbytes for value in values))

@@ -1,0 +1,239 @@
+"""What lives all through training, by arithmetic: parameters, gradients, optimizer states, and what sharding adds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from recompute.errors import EstimateError
+from recompute.policy.document import nearest
+
+
+class ParameterShape(NamedTuple):
+    """One parameter, as often as it is shared."""
+
+    shape: tuple[int, ...]
+    trains: bool = True
+    unit: str = ""
+    """The layer that it is part of, which is gathered as one; "" for what is in no layer."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Recipe(NamedTuple):
+    """Bytes of an element of each kind."""
+
+    parameter: int
+    gradient: int
+    master: int
+    """Of a second copy of the parameters, which the optimizer keeps and updates; 0: none."""
+    state: int
+    autocast: bool = False
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "bfloat16": Recipe(2, 2, 0, 2),
+    "bfloat16-autocast": Recipe(4, 4, 0, 4, autocast=True),
+    "bfloat16-mixed": Recipe(2, 2, 4, 4),
+    "float32": Recipe(4, 4, 0, 4),
+}
+"""All in bfloat16; float32 weights with bfloat16 products, as ``torch.autocast`` makes them; bfloat16 weights and
+gradients with an optimizer that keeps float32 weights, as DeepSpeed's and Megatron's: 16 bytes a parameter with AdamW,
+12 of them the optimizer's (Rajbhandari et al., ZeRO, 2020, section 3.1); all in float32."""
+
+
+class OptimizerKind(NamedTuple):
+    """What an optimizer keeps."""
+
+    states: int
+    """Numbers an element."""
+    is_8bit: bool = False
+
+
+OPTIMIZERS: Mapping[str, OptimizerKind] = {
+    "adamw": OptimizerKind(2),
+    "adamw-fused": OptimizerKind(2),
+    "adamw-loop": OptimizerKind(2),
+    "adamw-8bit": OptimizerKind(2, is_8bit=True),
+    "sgd": OptimizerKind(0),
+    "sgd-momentum": OptimizerKind(1),
+}
+"""``adamw`` is torch's default on CUDA, ``foreach=True``; ``-loop``: ``foreach=False``; ``-8bit`` is bitsandbytes'."""
+
+_SMALLEST_8BIT, _BLOCK_8BIT = 4096, 256
+"""Of bitsandbytes' ``Optimizer2State`` (0.45): smaller parameters keep float32 states; each block has a scale."""
+
+
+class Divided(NamedTuple):
+    """What of each kind a device holds only its share of."""
+
+    parameters: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+
+
+SHARDINGS: Mapping[str, Divided] = {
+    "none": Divided(),
+    "ddp": Divided(),
+    "zero1": Divided(optimizer=True),
+    "zero2": Divided(optimizer=True, gradients=True),
+    "zero3": Divided(True, True, True),
+    "fsdp2": Divided(True, True, True),
+}
+"""``ddp`` and ``fsdp2`` are torch's, the others DeepSpeed's stages."""
+
+_BUCKET_ELEMENTS = 500_000_000
+"""``reduce_bucket_size`` and ``allgather_bucket_size`` of DeepSpeed's ZeRO, by default."""
+_LIVE_ELEMENTS = 1_000_000_000
+"""``stage3_max_live_parameters``: gathered at a time."""
+
+
+class Buffer(NamedTuple):
+    """Memory that is neither a model's nor an optimizer's own."""
+
+    nbytes: int
+    phases: tuple[str, ...] = ("forward", "backward", "optimizer")
+    """In which parts of a step it lives."""
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """On each device."""
+
+    parameters: int
+    gradients: int
+    """There from backward to the end of the step."""
+    optimizer: int
+    """States, and master weights where the recipe has them."""
+    buffers: Mapping[str, Buffer]
+    """What else lives, by name: what sharding gathers and reduces in, cuBLAS's workspaces …"""
+
+    @property
+    def total(self) -> int:
+        """Of all of it, though not all lives at the same moment."""
+        return self.parameters + self.gradients + self.optimizer + sum(each.nbytes for each in self.buffers.values())
+
+    def in_phase(self, phase: str) -> int:
+        """What lives in "forward", "backward" or "optimizer" whatever runs; without gradients."""
+        buffers = sum(each.nbytes for each in self.buffers.values() if phase in each.phases)
+        return self.parameters + self.optimizer + buffers
+
+
+def chosen(what: str, name: str, options: Mapping[str, object] | Sequence[str]) -> None:
+    """Raise ``EstimateError`` where ``name`` is none of the options."""
+    if name not in options:
+        raise EstimateError(
+            f"{what}: expected one of {', '.join(map(str, options))}; found {name!r}{nearest(name, options)}"
+        )
+
+
+def check_sharding(sharding: str, devices: int) -> None:
+    """Raise ``EstimateError`` for a sharding that is not known, or does not go with the number of devices."""
+    chosen("sharding", sharding, SHARDINGS)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise EstimateError(f"devices: expected at least 1; found {devices!r}")
+    if devices > 1 and sharding == "none":
+        named = ", ".join(name for name in SHARDINGS if name != "none")
+        raise EstimateError(f"devices: {devices} of them with sharding none; expected one of {named}, or 1 device")
+
+
+def share_of(sharding: str, devices: int) -> Callable[[int], int]:
+    """What a device holds of so many bytes of gradients, once they have been reduced."""
+    divisor = devices if SHARDINGS[sharding].gradients else 1
+    return lambda nbytes: -(-nbytes // divisor)
+
+
+def shard_shapes(parameters: Iterable[ParameterShape], sharding: str, devices: int) -> list[tuple[int, ...]]:
+    """The shapes that the optimizer of one device updates.
+
+    Under FSDP2 rows of each parameter; under ZeRO a part of all of them in a row; else all.
+    """
+    trained = [parameter for parameter in parameters if parameter.trains]
+    if sharding == "fsdp2":
+        return [(-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else () for each in trained]
+    if SHARDINGS[sharding].optimizer:
+        return [(-(-sum(each.numel for each in trained) // devices),)]
+    return [each.shape for each in trained]
+
+
+def static_nbytes(
+    parameters: Sequence[ParameterShape],
+    *,
+    recipe: Recipe,
+    optimizer: OptimizerKind,
+    sharding: str = "none",
+    devices: int = 1,
+) -> StaticBytes:
+    """What each of ``devices`` holds of a model with these parameters.
+
+    Frozen parameters have neither gradients nor states.
+    """
+    divided = SHARDINGS[sharding]
+
+    def held(of: Iterable[ParameterShape], is_divided: bool) -> list[int]:
+        if not is_divided:
+            return [each.numel for each in of]
+        if sharding == "fsdp2":  # rows of each parameter, as many on each device as on the first
+            return [-(-each.shape[0] // devices) * math.prod(each.shape[1:]) if each.shape else 1 for each in of]
+        return [-(-sum(each.numel for each in of) // devices)]
+
+    trained = [each for each in parameters if each.trains]
+    counts = held(trained, divided.optimizer)
+    states = sum(_states_nbytes(count, recipe, optimizer) + count * recipe.master for count in counts)
+    return StaticBytes(
+        parameters=sum(held(parameters, divided.parameters)) * recipe.parameter,
+        gradients=sum(held(trained, divided.gradients)) * recipe.gradient,
+        optimizer=states,
+        buffers=_sharding_buffers(parameters, recipe, sharding) if devices > 1 else {},
+    )
+
+
+def _states_nbytes(count: int, recipe: Recipe, optimizer: OptimizerKind) -> int:
+    if not optimizer.is_8bit:
+        return count * optimizer.states * recipe.state
+    if count < _SMALLEST_8BIT:
+        return count * optimizer.states * 4
+    return optimizer.states * (count + -(-count // _BLOCK_8BIT) * 4)
+
+
+def _sharding_buffers(parameters: Sequence[ParameterShape], recipe: Recipe, sharding: str) -> dict[str, Buffer]:
+    """What is gathered and reduced in, beside the shares.
+
+    ddp: buckets for all gradients, which torch allocates beside them (``gradient_as_bucket_view=False``, the default).
+    fsdp2: parameters of a layer and of the next one, which is gathered ahead, and of what is in no layer, which stays
+        gathered; the input of a reduction of the largest layer's gradients, and the gradients of what is in no layer,
+        which are reduced at the end.
+    zero1, zero2: one bucket to reduce in, and one to gather updated parameters in.
+    zero3: parameters gathered at a time, and one bucket to reduce in.
+    """
+    running = ("forward", "backward")
+    total = sum(each.numel for each in parameters)
+    trained = sum(each.numel for each in parameters if each.trains)
+    if sharding == "ddp":
+        return {"DDP's buckets": Buffer(trained * recipe.gradient)}
+    if sharding in ("zero1", "zero2"):
+        return {
+            "reduce bucket": Buffer(min(_BUCKET_ELEMENTS, trained) * recipe.gradient, ("backward",)),
+            "gather bucket": Buffer(min(_BUCKET_ELEMENTS, trained) * recipe.parameter, ("optimizer",)),
+        }
+    if sharding == "zero3":
+        return {
+            "gathered parameters": Buffer(min(_LIVE_ELEMENTS, total) * recipe.parameter, running),
+            "reduce bucket": Buffer(min(_BUCKET_ELEMENTS, trained) * recipe.gradient, ("backward",)),
+        }
+    if sharding == "fsdp2":
+        units: dict[str, int] = {}
+        for each in parameters:
+            units[each.unit] = units.get(each.unit, 0) + each.numel
+        outside = units.pop("", 0)
+        largest = sorted(units.values())[-2:]
+        gathered = 2 if recipe.autocast else recipe.parameter  # MixedPrecisionPolicy casts what is gathered
+        return {
+            "gathered parameters": Buffer((outside + sum(largest)) * gathered, running),
+            "gradients to reduce": Buffer((outside + max(largest, default=0)) * gathered, ("backward",)),
+        }
+    return {}

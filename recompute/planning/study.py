@@ -1,0 +1,324 @@
+"""Estimates of one model under different options: what takes time is done once for all that share it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from recompute.attach import apply
+from recompute.errors import EstimateError, ModelError
+from recompute.planning.estimate_result import Advice, Estimate, ModuleActivations, Settings
+from recompute.planning.fakes import fake_batch, fake_copy
+from recompute.planning.layers import find_stack, step_of_many
+from recompute.planning.models import batch_of, describe, imagined, without_packing
+from recompute.planning.simulation import LOSS, Step, fake_mode, optimizer_peak_nbytes, simulate, unit_of
+from recompute.planning.static_memory import (
+    OPTIMIZERS,
+    RECIPES,
+    Buffer,
+    ParameterShape,
+    StaticBytes,
+    check_sharding,
+    chosen,
+    shard_shapes,
+    share_of,
+    static_nbytes,
+)
+from recompute.planning.transients import WORKSPACE_NBYTES
+from recompute.policy.loading import load_policy
+from recompute.policy.model import Policy, Rule
+
+LOSSES = ("full", "chunked")
+OPTIMIZER_STEP = "optimizer step"
+_ADVISED = ("elementwise", "auto", "full")
+
+
+class Options(NamedTuple):
+    dtype: str
+    optimizer: str
+    sharding: str
+    devices: int
+    loss: str
+
+    def check(self) -> None:
+        chosen("dtype", self.dtype, RECIPES)
+        chosen("optimizer", self.optimizer, OPTIMIZERS)
+        check_sharding(self.sharding, self.devices)
+        chosen("loss", self.loss, LOSSES)
+
+
+class Subject(NamedTuple):
+    """A model and a batch, both on fake tensors."""
+
+    model: nn.Module
+    batch: Any
+    name: str
+
+    def run(self) -> tuple[Tensor, Any]:
+        if isinstance(self.batch, Mapping):
+            output = self.model(**self.batch)
+        else:
+            output = self.model(*(self.batch if isinstance(self.batch, (tuple, list)) else (self.batch,)))
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss, output
+        values = getattr(output, "to_tuple", lambda: output)()
+        floats = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
+        if not floats:
+            raise ModelError(f"{self.name}: expected a loss or tensors of floats; found {type(output).__name__}")
+        return torch.stack([each.float().sum() if each.dim() else each for each in floats]).sum(), output
+
+
+@contextmanager
+def imagined_subject(model: Any, options: Options, batch_size: int, length: int, batch: Any) -> Iterator[Subject]:
+    dtype = torch.float32 if RECIPES[options.dtype].parameter == 4 else torch.bfloat16
+    if isinstance(model, nn.Module):
+        name = type(model).__name__
+        with without_packing(name), fake_mode():
+            fake = fake_copy(model, dtype)
+            if batch is not None:
+                yield Subject(fake, fake_batch(batch), name)
+            elif hasattr(model, "config") and hasattr(model, "main_input_name"):
+                given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
+                yield Subject(fake, given, describe(fake, given))
+            else:
+                raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
+        return
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if not isinstance(model, (str, PretrainedConfig)):
+        raise ModelError(
+            "expected an nn.Module, a configuration of transformers, a path or a name; "
+            f"found {type(model).__name__}: {model!r}"
+        )
+    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
+    with imagined(model, device=torch.device("cpu"), stretches=True, **sizes) as (network, given):
+        yield Subject(network, given if batch is None else fake_batch(batch), describe(network, given))
+
+
+class Study:
+    """Estimates of one model with different options, of which those that take time are made once."""
+
+    def __init__(self, subject: Subject):
+        self._subject = subject
+        self._steps: dict[Any, Step] = {}
+        self._optimizer_peaks: dict[Any, int] = {}
+
+        def layer(path: str) -> str:
+            unit = unit_of(path)
+            return unit if unit != LOSS and unit.split(".")[-1].isdigit() else ""
+
+        seen: dict[Tensor, ParameterShape] = {}
+        for path, parameter in subject.model.named_parameters():  # a shared one once
+            seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer(path))
+        self._parameters = list(seen.values())
+        if not any(each.trains for each in self._parameters):
+            raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
+
+    def estimate(self, options: Options, policy: Policy | None, *, offloads: bool = False) -> Estimate:
+        static = self._static(options)
+        step = self._step(options, policy)
+        optimizer_peak = self._optimizer_peak(options)
+        if offloads:
+            static, optimizer_peak = replace(static, optimizer=0), 0
+        share = share_of(options.sharding, options.devices)
+        moments = {}
+        for moment in step.moments:
+            phase = "backward" if moment.name.startswith("backward") else "forward"
+            moments[moment.name] = static.in_phase(phase) + moment.peak_nbytes(share)
+        moments[OPTIMIZER_STEP] = static.in_phase("optimizer") + static.gradients + optimizer_peak
+        found = Estimate(
+            settings=self._settings(options, policy),
+            static_bytes=static,
+            activation_bytes=sum(step.held.values()),
+            activation_bytes_per_layer=_per_layer(step.held),
+            activations=_by_module(step.held),
+            logits_peak_bytes=step.logits_peak_nbytes,
+            moments=moments,
+            parts={},
+            advice=(),
+        )
+        return replace(found, parts=_parts(found, step, share, optimizer_peak))
+
+    def advice(self, options: Options, policy: Policy | None, now: Estimate) -> Iterator[Advice]:
+        """Of each change that lowers the peak, by how much."""
+        found = []
+
+        def try_out(what: str, changed: Options, under: Policy | None = policy, *, offloads: bool = False) -> None:
+            saved = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
+            if saved > 0:
+                found.append(Advice(what, saved))
+
+        fused = options._replace(optimizer="adamw-fused")
+        can_fuse = options.optimizer in ("adamw", "adamw-loop")
+        for name in _ADVISED:
+            if policy is None or policy.name != name:
+                try_out(f"policy {name}", options, load_policy(name))
+                if can_fuse:
+                    try_out(f"policy {name} and a fused optimizer", fused, load_policy(name))
+        if options.loss == "full" and self._head() is not None:
+            try_out("a chunked cross-entropy", options._replace(loss="chunked"))
+            if can_fuse:
+                try_out("a chunked cross-entropy and a fused optimizer", fused._replace(loss="chunked"))
+        if can_fuse:
+            try_out("a fused optimizer", fused)
+        devices = 2 * options.devices
+        kind = "fsdp2" if options.sharding in ("none", "ddp") else options.sharding
+        try_out(f"{kind} over {devices} devices", options._replace(sharding=kind, devices=devices))
+        try_out("the optimizer's states and step on the CPU or NVMe", options, offloads=True)
+        return iter(sorted(found, key=lambda each: -each.saves_nbytes))
+
+    def _settings(self, options: Options, policy: Policy | None) -> Settings:
+        batch = self._subject.batch
+        named = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
+        shapes = [f"{name} {'x'.join(map(str, each.shape))}" for name, each in named if isinstance(each, Tensor)]
+        return Settings(
+            self._subject.name.partition(";")[0].removesuffix(" on cpu"),
+            ", ".join(shapes),
+            *options[:4],
+            "none" if policy is None else policy.name,
+            options.loss,
+        )
+
+    def _static(self, options: Options) -> StaticBytes:
+        recipe, optimizer = RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
+        found = static_nbytes(
+            self._parameters, recipe=recipe, optimizer=optimizer, sharding=options.sharding, devices=options.devices
+        )
+        given = sum(each.nbytes for each in tree_leaves(self._subject.batch) if isinstance(each, Tensor))
+        buffers = {
+            **found.buffers,
+            "the model's buffers": Buffer(sum(each.nbytes for each in self._subject.model.buffers())),
+            "the batch": Buffer(given),
+            "cuBLAS workspaces": Buffer(WORKSPACE_NBYTES),
+        }
+        return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
+
+    def _step(self, options: Options, policy: Policy | None) -> Step:
+        if options.loss == "chunked":
+            policy = self._with_chunked_loss(policy)
+        autocast = RECIPES[options.dtype].autocast
+        if (policy, autocast) not in self._steps:
+            stack = find_stack(self._subject.model, policy)
+            step = None if stack is None else step_of_many(stack, lambda: self._simulate(policy, autocast))
+            self._steps[policy, autocast] = step or self._simulate(policy, autocast)
+        return self._steps[policy, autocast]
+
+    def _simulate(self, policy: Policy | None, autocast: bool) -> Step:
+        subject = self._subject
+        handle = None if policy is None else apply(subject.model, policy)
+        try:
+            return simulate(
+                subject.model,
+                subject.run,
+                tokens=self._tokens(),
+                classes=self._classes(),
+                autocast=torch.bfloat16 if autocast else None,
+                warm_up=policy is not None and any(_learns(rule) for rule in policy.rules),
+            )
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _optimizer_peak(self, options: Options) -> int:
+        recipe = RECIPES[options.dtype]
+        make = _MAKERS[options.optimizer]
+        shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
+        key = options.optimizer, shapes, recipe
+        if key not in self._optimizer_peaks:
+            dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
+            peak = 0
+            if make is not None:
+                peak = optimizer_peak_nbytes(make, shapes, dtype)
+            if recipe.master:  # the gradients once more, in the dtype of the master weights
+                peak += sum(torch.Size(shape).numel() for shape in shapes) * recipe.master
+            self._optimizer_peaks[key] = peak
+        return self._optimizer_peaks[key]
+
+    def _tokens(self) -> int:
+        batch = self._subject.batch
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        return ids.numel() if isinstance(ids, Tensor) else 0
+
+    def _classes(self) -> int | None:
+        config = getattr(self._subject.model, "config", None)
+        text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
+        return getattr(text, "vocab_size", None) if self._tokens() else None
+
+    def _head(self) -> str | None:
+        """The path of the Linear that gives logits."""
+        find = getattr(self._subject.model, "get_output_embeddings", None)
+        head = None if find is None else find()
+        return next((path for path, module in self._subject.model.named_modules() if module is head and head), None)
+
+    def _with_chunked_loss(self, policy: Policy | None) -> Policy:
+        head = self._head()
+        if head is None:
+            raise EstimateError(
+                f"loss: chunked is for a language model, whose head gives logits; {self._subject.name} has none"
+            )
+        rule = Rule(match=[head], action="recompute", via="kernel")
+        rules = () if policy is None else policy.rules
+        return Policy(name="chunked", rules=[rule, *rules])
+
+
+def _learns(rule: Rule) -> bool:
+    """Whether a second forward may hold less than the first."""
+    return rule.action == "recompute" or (rule.action == "checkpoint" and bool(rule.keep))
+
+
+_MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adamw-fused": None,  # one kernel for all parameters, in place
+    "adamw-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "adamw-8bit": None,  # one kernel a parameter, in place
+    "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
+}
+
+
+def _pattern(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
+    found: dict[str, ModuleActivations] = {}
+    for path, nbytes in held.items():
+        pattern = _pattern(path)
+        _, count, so_far = found.get(pattern, (pattern, 0, 0))
+        found[pattern] = ModuleActivations(pattern, count + 1, so_far + nbytes)
+    return tuple(found.values())
+
+
+def _per_layer(held: Mapping[str, int]) -> int:
+    layers: dict[str, int] = {}
+    for path, nbytes in held.items():
+        unit = unit_of(path)
+        if unit.split(".")[-1].isdigit():
+            layers[unit] = layers.get(unit, 0) + nbytes
+    return max(layers.values(), default=0)
+
+
+def _parts(found: Estimate, step: Step, share: Callable[[int], int], optimizer_peak: int) -> dict[str, int]:
+    """What is alive at the peak, by what it is."""
+    static, name = found.static_bytes, found.peak_moment
+    parts = {"parameters": static.parameters, "optimizer states": static.optimizer}
+    phase = "optimizer"
+    if name == OPTIMIZER_STEP:
+        parts |= {"gradients": static.gradients, "optimizer step": optimizer_peak}
+    else:
+        phase = "backward" if name.startswith("backward") else "forward"
+        moment = next(each for each in step.moments if each.name == name)
+        gradients, alive = max(moment.alive.items(), key=lambda each: each[1] + share(each[0]))
+        logits = min(alive, step.logits_peak_nbytes) if name.endswith(LOSS) else 0
+        parts |= {"gradients": share(gradients), "logits": logits, "activations": alive - logits}
+    parts["buffers"] = static.in_phase(phase) - static.parameters - static.optimizer
+    return {part: nbytes for part, nbytes in parts.items() if nbytes}

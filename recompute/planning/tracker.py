@@ -1,0 +1,138 @@
+"""Counts the bytes of tensors that have no memory: which storages live, from the op that makes each until it dies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recompute.engine.recipe import local
+from recompute.kernels.launch import IMPLEMENTATIONS
+from recompute.planning.profiling import MemoryTrace
+from recompute.planning.transients import transient_nbytes
+
+_aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default  # asked of every fake tensor, many times an op
+
+BLOCK_NBYTES = 512
+"""What CUDA's caching allocator rounds sizes up to."""
+
+
+class FakeTrace(MemoryTrace):
+    """Storages that ops make on fake tensors in this thread during a ``with`` block, and when each is freed.
+
+    block_nbytes: each storage counts as a whole number of these; 1 counts to the byte, as the CPU's allocator does.
+
+    Storages from before the block never count, nor does freeing them. Views count as what they are views of. What an op
+    allocates beside its outputs counts where it is known: in ``transients.py``, and in what our kernels allocate.
+    """
+
+    def __init__(self, block_nbytes: int = 1) -> None:
+        super().__init__()
+        self.alive_nbytes = 0
+        self.on_grown: Callable[[int], None] = lambda nbytes: None
+        """Is given the bytes alive after each op."""
+        self.label: Callable[[Tensor, int], Any] = lambda tensor, nbytes: None
+        """Is given each storage that comes to be, as a tensor, and its bytes; returns what to call it."""
+        self.on_freed: Callable[[Any, int], None] = lambda label, nbytes: None
+        """Is given the label and the bytes of a storage that counts no longer."""
+        self._block_nbytes = block_nbytes
+        self._mode = _Mode(self)
+        self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
+        self._span_peak_nbytes = 0
+
+    def __enter__(self) -> FakeTrace:
+        self._mode.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        self.held_nbytes[name], self.span_peak_nbytes[name] = self.alive_nbytes, self._span_peak_nbytes
+        self._span_peak_nbytes = self.alive_nbytes
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._mode.__exit__(kind, *rest)
+        self._alive.clear()
+        if kind is not None:
+            self.held_nbytes.clear()
+            self.span_peak_nbytes.clear()
+            self.peak_nbytes = 0
+
+    def alive(self) -> list[tuple[Any, int]]:
+        """The label and the bytes of each storage that lives."""
+        return [(label, nbytes) for _, nbytes, label in list(self._alive.values())]
+
+    def forget(self, tensor: Tensor) -> int:
+        """Count the storage of ``tensor`` no longer, as another's to count. Returns what it counted as."""
+        return self._drop(tensor.untyped_storage()._cdata)
+
+    def made(self, output: Any, args: Any, transient_nbytes: int) -> None:
+        """An op has run: its new storages live from now on."""
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if transient_nbytes:
+            self._grown(self._rounded(transient_nbytes) + sum(self._rounded(_nbytes(tensor)) for tensor in tensors))
+        given: set[int] | None = None
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._alive or not (nbytes := self._rounded(storage.nbytes())):
+                continue
+            if given is None:
+                given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)}
+            if key in given:  # from before the block
+                continue
+            # The entry goes when the storage does, and its address can be another's only after that.
+            self._alive[key] = weakref.ref(storage, partial(self._died, key)), nbytes, self.label(tensor, nbytes)
+            self.alive_nbytes += nbytes
+        self._grown(0)
+
+    def _grown(self, for_a_moment: int) -> None:
+        alive = self.alive_nbytes + for_a_moment
+        self.on_grown(alive)
+        self.peak_nbytes = max(self.peak_nbytes, alive)
+        self._span_peak_nbytes = max(self._span_peak_nbytes, alive)
+
+    def _died(self, key: int, reference: weakref.ref[Any]) -> None:
+        known = self._alive.get(key)
+        if known is not None and known[0] is reference:
+            self._drop(key)
+
+    def _drop(self, key: int) -> int:
+        _, nbytes, label = self._alive.pop(key, (None, 0, None))
+        self.alive_nbytes -= nbytes
+        if nbytes:
+            self.on_freed(label, nbytes)
+        return nbytes
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._block_nbytes) * self._block_nbytes
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, trace: FakeTrace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op is _DEVICE:
+            return op(*args, **kwargs)
+        if op in IMPLEMENTATIONS:  # what it allocates inside is seen, each tensor as long as it lives
+            with self:
+                return IMPLEMENTATIONS[op](*args, **kwargs)
+        if local.imagines_cuda and op is _aten.addmm.dtype_out:  # which the CPU has not
+            return kwargs["out"]
+        output = op(*args, **kwargs)
+        extra = transient_nbytes(op, args, output) if local.imagines_cuda else 0
+        self._trace.made(output, (args, kwargs), extra)
+        return output
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if isinstance(tensor, FakeTensor) else tensor.nbytes
