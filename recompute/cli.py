@@ -98,7 +98,7 @@ def ablate(
     changes = {key: value for key, value in given.items() if value}
     settings = validate(ablation.AblationConfig, {**base.model_dump(), **changes}, label="command line")
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13's profiler else prints each start and stop
+    _quiet_the_profiler()
     command = shlex.join(["recompute", *sys.argv[1:]])
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     interrupted = False
@@ -122,6 +122,10 @@ def ablate(
     for problem in problems:
         typer.echo(problem, err=True)
     raise typer.Exit(_INTERRUPTED if interrupted else 1 if problems else 0)
+
+
+def _quiet_the_profiler() -> None:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13's else prints each start and stop
 
 
 class DType(str, Enum):
@@ -294,6 +298,7 @@ def plan(
     if verify and model is None:
         raise PlanError("expected --model to --verify a plan with; found --profile alone")
     table = None if profile is None else Profile.load(profile)
+    _quiet_the_profiler()
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("", total=None)

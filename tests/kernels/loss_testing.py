@@ -65,14 +65,14 @@ def eager(
     return loss + squares.sum() / divisor
 
 
-def run(function: Any, inputs: list[Tensor], target: Tensor, bias: bool = True, **options: Any) -> list[Tensor]:
-    """The loss, and the gradients of hidden, weight and bias."""
+def run(
+    function: Any, inputs: list[Tensor], target: Tensor, bias: bool = True, scale: float = 1.0, **options: Any
+) -> list[Tensor]:
+    """The loss, and the gradients of hidden, weight and bias, of the loss scaled."""
     hidden, weight, bias_ = inputs
     loss = function(hidden, weight, target, bias_ if bias else None, **options)
     loss = loss.loss if isinstance(loss, CrossEntropy) else loss
-    gradient = make(*loss.shape, seed=9).to(loss)
-    if options.get("reduction", "mean") == "mean":  # a scaled loss, as float16 needs: its gradients else are subnormal
-        gradient *= target.numel()
+    gradient = make(*loss.shape, seed=9).to(loss) * scale
     return [loss.detach(), *torch.autograd.grad(loss, inputs if bias else inputs[:2], gradient)]
 
 
@@ -90,6 +90,8 @@ def same_bits(left: Any, right: Any) -> bool:
 
 def assert_as_good_as_eager(inputs: list[Tensor], target: Tensor, ours: Any = linear_cross_entropy, **options: Any):
     settings = {key: options.pop(key) for key in ("logits_bytes", "hold_logits", "return_logits") if key in options}
+    if options.get("reduction", "mean") == "mean":  # scaled as float16 needs: its gradients are subnormal otherwise
+        options["scale"] = target.numel()
     found, peer = run(ours, inputs, target, **options, **settings), run(eager, inputs, target, **options)
     exact = run(eager, doubled(inputs), target, **options)
     # A sum's errors may cancel in one and not in the other: measured by what each token adds.

@@ -86,6 +86,17 @@ def test_no_assignment_is_better_than_the_solution(profile: Profile, budget: int
 
 
 @MANY
+@given(profiles(), st.data())
+def test_to_put_equal_choices_together_never_raises_the_peak(profile: Profile, data: st.DataObject) -> None:
+    assignment = data.draw(st.sampled_from(every(profile)))
+    before, (after, prediction) = predict(profile, assignment), planner._tidied(profile, assignment)
+    assert prediction == predict(profile, after)
+    assert prediction.peak_nbytes <= before.peak_nbytes
+    of_region = [sorted(zip([place.region for place in profile.places], a, strict=True)) for a in (assignment, after)]
+    assert of_region[0] == of_region[1]
+
+
+@MANY
 @given(profiles())
 def test_the_floor_is_the_least_peak_of_all(profile: Profile) -> None:
     least = min(peak_by_running(profile, assignment) for assignment in every(profile))
