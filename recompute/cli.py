@@ -269,6 +269,10 @@ def plan(
     batch_size: BatchOption = 1,
     dtype: DTypeOption = DType.bfloat16,
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.auto,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Measure nothing: calculate for this GPU (H200, …), which need not be here."),
+    ] = None,
     optimizer: Annotated[PlannedOptimizer, typer.Option(help="Whose step to plan for.")] = PlannedOptimizer.adamw,
     allow: Annotated[
         list[str] | None,
@@ -297,6 +301,8 @@ def plan(
         raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
     if verify and model is None:
         raise PlanError("expected --model to --verify a plan with; found --profile alone")
+    if gpu is not None and (verify or model is None):
+        raise PlanError("expected --gpu beside --model, whose profile it calculates, and no --verify, which runs it")
     table = None if profile is None else Profile.load(profile)
     _quiet_the_profiler()
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -306,16 +312,20 @@ def plan(
         def tell(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total or None)
 
-        training: dict[str, Any] = {}
+        training: dict[str, Any] = {"optimizer": _optimizer(optimizer), "progress": tell}
         if model is not None:
-            from recompute.planning.models import build
-
-            network, batch = build(model, **_build_options(seq_len, batch_size, dtype, device))
-            training = {"optimizer": _optimizer(optimizer), "progress": tell}
-        if table is None:
+            from recompute.planning.models import build, imagined
             from recompute.planning.profiles import profile as measure
 
-            table = measure(network, batch, **training)
+            where = Device.cpu if gpu is not None else device
+            options = _build_options(seq_len, batch_size, dtype, where)
+            if gpu is not None:
+                with imagined(model, **options) as (network, batch):
+                    table = measure(network, batch, device=gpu, **training)
+            else:
+                network, batch = build(model, **options)
+                table = table or measure(network, batch, **training)
+        assert table is not None, "there is a profile, or a model to make one of"
         if save_profile is not None:
             table.save(save_profile)
         found = make_plan(table, budget=budget, allowed=allow)

@@ -96,6 +96,7 @@ def test_what_is_not_allowed_is_not_chosen(table: Path) -> None:
         (("--budget", "1GiB", "--allow", "kernle"), "found 'kernle' (did you mean 'kernel'?)"),
         (("--budget", "1GiB", "--verify"), "expected --model to --verify a plan with"),
         (("--budget", "1GiB", "--model", "tiny.yaml"), "expected --model or --profile"),
+        (("--budget", "1GiB", "--gpu", "H200"), "expected --gpu beside --model"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(table: Path, arguments: tuple, message: str) -> None:
@@ -154,3 +155,14 @@ def test_the_whole_in_python(tiny: Path) -> None:
     found = recompute.plan(fastest.profile, budget=least)
     assert found.predicted_peak_bytes < fastest.predicted_peak_bytes
     assert recompute.verify(model, batch, policy=found.policy).bitwise
+
+
+def test_a_plan_for_a_gpu_that_is_not_here(tiny: Path) -> None:
+    code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "H200", "--json")
+    assert code == 0, told
+    document = json.loads(printed)
+    assert document["budget_bytes"] > 50 << 30
+    assert "the profile is calculated for a device, not measured on one" in document["note"]
+    code, _, told = run("--model", tiny, "--seq-len", 64, "--budget", "1GiB", "--gpu", "H2000")
+    assert code == 2
+    assert "H200" in told
