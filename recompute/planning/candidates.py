@@ -22,9 +22,10 @@ from recompute.kernel_runners import KernelRunner, is_plain_linear
 from recompute.planning.rehearsal import Rehearsal
 from recompute.policy.matching import assign
 from recompute.policy.model import Family, Policy, Rule
+from recompute.recognize import find_norm
 
-LAYERS = ("*Layer", "*Block", "Bottleneck", "*RMSNorm", "*LayerNorm")
-"""The classes of modules that the presets ``elementwise`` and ``auto`` govern: layers, blocks and norms."""
+LAYERS = ("*Layer", "*Block", "Bottleneck")
+"""The classes of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
 
 _RERUN: tuple[Family, ...] = ("gemm", "convolution", "attention")
 _MOST_POINTS = 8  # of a frontier, hooks' or kernels'
@@ -65,11 +66,18 @@ class Layout:
     """What a step is made of, in the order of forward: what is before the regions, the regions, what is after them."""
 
     paths: tuple[str, ...]
-    """"" where no rule can match: before the regions, and after them where no kernel stands in for a head."""
+    """"" where no rule can match: before the regions, and after them where no kernel stands in for anything."""
     groups: tuple[Group, ...]
     """One a path; the same object for those that run alike."""
     regions: Mapping[str, nn.Module]
     """Those between the first path and the last, by path, in order."""
+    also: tuple[str, ...] = ()
+    """Modules that run after the regions and get the rule of the last path, too."""
+
+    def rules(self, chosen: Sequence[Candidate]) -> dict[str, Mapping[str, Any] | None]:
+        """By path, when each place runs by one of these candidates."""
+        found = {path: one.rule for path, one in zip(self.paths, chosen, strict=True) if path}
+        return found | dict.fromkeys(self.also, chosen[-1].rule)
 
 
 def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -103,7 +111,7 @@ def discover(run: Rehearsal, match: str | Sequence[str] | None, *, kernels: bool
     that don't run exactly once, which are part of what is around them.
     """
     regions = find_regions(run.model, match)
-    order, head = _order(run, regions)
+    order, later = _order(run, regions)
     for path in regions:
         if (times := order.count(path)) != 1:
             warn(f"profile: {path} runs {times} times in a forward, not once: no rule is considered for it")
@@ -128,32 +136,36 @@ def discover(run: Rehearsal, match: str | Sequence[str] | None, *, kernels: bool
     name = type(run.model).__name__
     before = Group(f"{name}: before the first region", [_AS_IT_IS])
     after = Group(f"{name}: head and loss", [_AS_IT_IS])
-    if kernels and head is not None:
+    replaced = list(_with_kernels(run.model, later)) if kernels else []
+    if replaced:
         after.candidates.append(Candidate(KERNEL, _recomputing(run.via), -1))
-    last_path = head if len(after.candidates) > 1 and head is not None else ""
-    return Layout(("", *regions, last_path), (before, *found, after), regions)
+    *also, last = replaced or [""]
+    return Layout(("", *regions, last), (before, *found, after), regions, tuple(also))
 
 
 _AS_IT_IS = Candidate(KEEP, None, 0)
 
 
-def _order(run: Rehearsal, regions: Mapping[str, nn.Module]) -> tuple[list[str], str | None]:
-    """The paths of regions as they run, and of the last Linear to run after all of them, if there is one."""
+def _order(run: Rehearsal, regions: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, nn.Module]]:
+    """The paths of regions as they run; and of what runs after all of them the norms, and then the last Linear."""
     order: list[str] = []
-    heads: list[tuple[str, int]] = []  # with how many regions had begun by then
+    others: list[tuple[str, int]] = []  # with how many regions had begun by then
+    modules = dict(run.model.named_modules())
     with ExitStack() as stack:
         stack.enter_context(apply(run.model, policy_of(dict.fromkeys(regions, _everything(HOOK)))))
-        for path, module in run.model.named_modules():
+        for path, module in modules.items():
             if path in regions:
                 note: Any = partial(order.append, path)
-            elif is_plain_linear(module) and not any(around in regions for around in _around(path)):
-                note = partial(lambda path: heads.append((path, len(order))), path)
+            elif not any(module.children()) and not any(around in regions for around in _around(path)):
+                note = partial(lambda path: others.append((path, len(order))), path)
             else:
                 continue
             stack.callback(module.register_forward_pre_hook(lambda *_, note=note: note()).remove)
         run.forward()
-    path, begun = heads[-1] if heads else ("", 0)
-    return order, path if path and begun == len(order) else None
+    paths = list(dict.fromkeys(path for path, begun in others if begun == len(order)))
+    norms = [path for path in paths if find_norm(modules[path]) is not None]
+    heads = [path for path in paths if is_plain_linear(modules[path])]
+    return order, {path: modules[path] for path in (*norms, *heads[-1:])}
 
 
 def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:

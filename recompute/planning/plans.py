@@ -267,7 +267,7 @@ def policy_of(profile: Profile, assignment: Assignment, description: str = "", n
             pattern = None if place.layer is None else _pattern(place.path, place.layer)
             key = json.dumps(choice.rule, sort_keys=True), pattern or ""
             _, paths, layers = groups.setdefault(key, (choice.rule, [], []))
-            paths.append(place.path)
+            paths += [place.path, *place.also]
             layers += [] if place.layer is None else [place.layer]
     rules = []
     for (_, pattern), (fields, paths, layers) in groups.items():

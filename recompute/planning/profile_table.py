@@ -62,6 +62,8 @@ class Place(BaseModel):
     """Its number in ``Profile.regions``."""
     layer: NBytes | None = None
     """Its index in the nearest ModuleList around it, as a policy's ``layers`` counts; None: in none, or not known."""
+    also: Annotated[tuple[str, ...], Strict(False)] = ()
+    """Paths of other modules that run in the same span and get the same rule: the norm before the head."""
 
 
 class Profile(BaseModel):

@@ -254,7 +254,7 @@ class _Measuring:
     def _measure(self, job: Sequence[_Slot]) -> None:
         groups, regions = self.layout.groups, self.layout.regions
         chosen = self._chosen(job)
-        rules = {path: one.rule for path, one in zip(self.layout.paths, chosen, strict=True) if path}
+        rules = self.layout.rules(chosen)
         with apply(self.run.model, policy_of(rules)):
             for _ in range(_WARMUP):
                 self.run.step(regions)
@@ -286,6 +286,7 @@ class _Measuring:
             Place(path=path, region=numbers[id(group)], layer=layers.get(path))
             for path, group in zip(self.layout.paths, self.layout.groups, strict=True)
         ]
+        places[-1] = places[-1].model_copy(update={"also": self.layout.also})
         gradients = self._gradients()
         regions = [self._costs(group, gradients) for group in groups]
         above = sum(gradients[id(group)] for group in self.layout.groups)

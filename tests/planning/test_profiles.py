@@ -92,7 +92,8 @@ def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
         choices = [generator.choice(ways) for ways in choices_of(profile)]
         peak = measured_peak(profile, model, batch, choices)
         # Where ways meet, what is at the border may be alive twice, or once where each alone would hold it.
-        assert abs(predicted_peak(profile, choices) - peak) <= 0.01 * peak
+        state_nbytes = batch["input_ids"].numel() * model.config.hidden_size * 4
+        assert abs(predicted_peak(profile, choices) - peak) <= state_nbytes + 0.002 * peak
 
 
 def test_regions_that_run_alike_are_one() -> None:
@@ -144,6 +145,7 @@ def test_every_choice_is_unique_and_the_rule_of_a_policy() -> None:
     assert layer["kernel"].held_nbytes < layer["keep"].held_nbytes
     assert head.keys() == {"keep", "kernel"}
     assert profile.places[-1].path == "lm_head"
+    assert profile.places[-1].also == ("norm",)  # which the presets govern, too
     assert profile.source == "measured"
     assert profile.capacity_nbytes is None
 
