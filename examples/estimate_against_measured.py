@@ -161,7 +161,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name, policy and optimizer contain this")
     parser.add_argument("--tiny", action="store_true", help="small models")
-    parser.add_argument("--out", type=Path, default=Path("results/estimate"), help="folder for estimates.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/estimate"), help="folder for estimates.json and estimates.md"
+    )
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
@@ -177,6 +179,7 @@ def main() -> None:
         print(f"{case.name}, {case.policy}, {case.optimizer}: {rows[-1]['error']:+.2%}", flush=True)
     print(table(rows))
     options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "estimates.md").write_text(table(rows) + "\n", encoding="utf-8")
     result = {"machine": describe_machine(device), "rows": rows}
     (options.out / "estimates.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from recompute.attach import apply
 from recompute.errors import AblationError
+from recompute.policy.document import nearest
 from recompute.policy.loading import load_policy
 
 BASELINE = "none"
@@ -29,7 +30,7 @@ _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
 
 def _known_peer(name: str) -> str:
     if not is_peer(name):
-        raise ValueError(f"expected one of {', '.join(_PEERS)}, or torch-budget-0.5 (any share)")
+        raise ValueError(f"expected one of {', '.join(_PEERS)}, or torch-budget-0.5 (any share){nearest(name, _PEERS)}")
     return name
 
 

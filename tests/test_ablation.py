@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from recompute import ablation
+from recompute import ablation, peers
 from recompute.ablation import AblationConfig, ModelShape, Row
 from recompute.errors import AblationError, PolicyError
 from recompute.policy.document import load_document, parse_document
@@ -143,7 +143,7 @@ def test_a_wrong_gradient_does_not_match(tmp_path: Path, policy: str, monkeypatc
     def scale_a_gradient(model: Any, policy: object) -> None:
         model.lm_head.weight.register_hook(lambda gradient: gradient * 1.001)
 
-    monkeypatch.setattr(ablation, "apply", scale_a_gradient)
+    monkeypatch.setattr(peers, "apply", scale_a_gradient)
     row = run(tmp_path, policies=(policy,))[policy]
     assert row.grads_match is False
     assert row.grad_error == pytest.approx(1e-3, rel=0.5)
@@ -153,7 +153,7 @@ def test_a_lost_gradient_does_not_match(tmp_path: Path, monkeypatch: pytest.Monk
     def freeze(model: Any, policy: object) -> None:
         model.lm_head.weight.requires_grad_(False)
 
-    monkeypatch.setattr(ablation, "apply", freeze)
+    monkeypatch.setattr(peers, "apply", freeze)
     row = run(tmp_path, policies=("hook",))["hook"]
     assert row.grads_match is False
     assert row.losses_match is False
@@ -165,7 +165,7 @@ def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path: Path, monk
 
     bad = tmp_path / "bad.yaml"
     bad.write_text("version: 1\nrules:\n  - actoin: keep\n", encoding="utf-8")
-    monkeypatch.setattr(ablation, "apply", run_out_of_memory)
+    monkeypatch.setattr(peers, "apply", run_out_of_memory)
     rows = run(tmp_path, policies=("missing", str(bad), "hook"), peers=("torch-checkpoint",))
     assert [row["policy"] for row in saved(tmp_path)["rows"]] == list(rows)
     assert rows["missing"].error is not None

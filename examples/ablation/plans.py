@@ -170,8 +170,8 @@ def markdown(results: dict[str, Any], points: list[Point]) -> str:
     plans = {point.budget_bytes: point for point in points if point.kind == "plan"}
     fastest = {point.peak_bytes: best_within(point.peak_bytes, plans.values()) for point in points}
     held = [line(plans[budget]) for budget in results["steps"] if budget in plans]
-    headers = ("budget", "predicted peak", "measured peak", "", "predicted ms", "measured ms", "")
-    blocks = ["# Plans", tabulate(held, headers, "github", disable_numparse=True)]
+    columns = ("budget", "predicted peak", "measured peak", "", "predicted ms", "measured ms", "")
+    blocks = ["# Plans", tabulate(held, columns, "github", disable_numparse=True)]
     beside = []
     ratios = []
     for point in points:
@@ -190,8 +190,9 @@ def markdown(results: dict[str, Any], points: list[Point]) -> str:
                 f"{ratio:.3f}",
             )
         )
-    headers_beside = ("way", "peak", "ms a step", "fastest plan within that", "its ms a step", "of the way's")
-    blocks += ["## At the measured peak of each other way", tabulate(beside, headers_beside, "github", disable_numparse=True)]
+    blocks.append("## At the measured peak of each other way")
+    headers = ("way", "peak", "ms a step", "fastest plan within that", "its ms a step", "of the way's")
+    blocks.append(tabulate(beside, headers, "github", disable_numparse=True))
     if ratios:
         blocks.append(
             f"Of torch's memory budgets' time, in the geometric mean: {statistics.geometric_mean(ratios):.3f}."
