@@ -56,7 +56,8 @@ def profile(
     device: a GPU that is not here ("H200"; see ``roofline.DEVICES``): nothing is measured then, but each op takes what
         its arithmetic or its traffic takes there, and bytes are those of tensors without values. The profile's
         ``source`` says so.
-    steps: timed training steps of each assignment of ways to regions, after warm-up and one that counts bytes.
+    steps: timed training steps of each assignment of ways to regions, after warm-up and one that counts bytes; as many
+        are timed as a whole, for regions cannot be told apart without slowing a step down.
 
     Raises ``ModelError`` where there are no regions or nothing fits the device; ``AlreadyAppliedError`` for a model
     under a policy; ``ValueError`` where nothing requires a gradient, or for steps below 1.
@@ -189,7 +190,7 @@ class _Measuring:
 
     @property
     def _steps_of_a_job(self) -> int:
-        return _WARMUP + (0 if self.run.is_imagined else 1) + self.steps
+        return _WARMUP + (self.steps if self.run.is_imagined else 1 + 2 * self.steps)
 
     def _names(self, slot: _Slot) -> str:
         return self.layout.groups[slot.places[-1]].name
@@ -264,13 +265,18 @@ class _Measuring:
             counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
             self._tell()
             timed = [counted] if at_once else []
+            whole = list(timed)
             while len(timed) < self.steps:
-                timed.append(self.run.step(regions, clock=self.run.clock()))
-                self._tell()
+                for spans, parts in ((timed, regions), (whole, None)):
+                    spans.append(self.run.step(parts, clock=self.run.clock()))
+                    self._tell()
         self.counted.append((chosen, counted))
-        self.optimizer_seconds += [spans.optimizer_seconds for spans in timed]
+        # Where the host sets the pace, marks and hooks slow a step down.
+        factor = statistics.median(one.seconds for one in whole) / statistics.median(one.seconds for one in timed)
+        self.optimizer_seconds += [factor * one.optimizer_seconds for one in timed]
         for place, (group, candidate) in enumerate(zip(groups, chosen, strict=True)):
-            self.seconds_of.setdefault((id(group), candidate.name), []).extend(spans.parts[place] for spans in timed)
+            found = [one.parts[place].slowed(factor) for one in timed]
+            self.seconds_of.setdefault((id(group), candidate.name), []).extend(found)
 
     def _tell(self) -> None:
         self.done += 1

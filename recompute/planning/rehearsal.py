@@ -62,7 +62,7 @@ class Rehearsal:
         return roots(self.model(*self.args, **self.kwargs), self.loss)
 
     def step(
-        self, regions: Mapping[str, nn.Module], *, memory: MemoryTrace | None = None, clock: Clock | None = None
+        self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
     ) -> StepSpans:
         """One training step, as ``trace_step`` runs and measures it; no gradients are left."""
         try:

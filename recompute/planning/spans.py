@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,12 @@ class Part:
     gradient_nbytes: int = 0
     """Left behind by its backward."""
 
+    def slowed(self, factor: float) -> Part:
+        """The same in ``factor`` times the seconds."""
+        return replace(
+            self, forward_seconds=factor * self.forward_seconds, backward_seconds=factor * self.backward_seconds
+        )
+
 
 @dataclass(frozen=True)
 class StepSpans:
@@ -58,7 +64,7 @@ class StepSpans:
 def trace_step(
     forward: Forward,
     optimizer: Optimizer,
-    regions: Mapping[str, nn.Module],
+    regions: Mapping[str, nn.Module] | None,
     *,
     memory: MemoryTrace | None = None,
     clock: Clock | None = None,
@@ -69,16 +75,18 @@ def trace_step(
     were. Setting them to zero is not timed.
 
     regions: by path; each runs once in forward, and none inside of another. They may be under any policy. What a
-        checkpoint runs again in backward belongs to the backward of its region.
+        checkpoint runs again in backward belongs to the backward of its region. None: the step is one part, which no
+        hooks slow down.
     memory, clock: count and time the step: ``memory_trace(device)`` and ``clock(device)``, say, not yet entered. What
         was allocated before is counted by neither: gradients must not be there yet.
 
     Raises ``ModelError`` for no regions, or one that does not run exactly once or runs inside of another.
     """
-    if not regions:
+    if regions is not None and not regions:
         raise ModelError(
             "expected at least one region, a module of the model, to tell a step's parts apart; found none"
         )
+    regions = regions or {}
     marks = _Marks(list(regions), memory, clock)
     with ExitStack() as stack:
         for path, module in regions.items():

@@ -34,7 +34,9 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def tiny_step(policy: Any = None, layers: int = 3, optimizer: Any = AdamW, **options: Any) -> StepSpans:
+def tiny_step(
+    policy: Any = None, layers: int = 3, optimizer: Any = AdamW, *, whole: bool = False, **options: Any
+) -> StepSpans:
     """The second step of a tiny decoder under a policy: plans are cached, optimizer states are there."""
     model = decoder(layers=layers)
     ids = token_ids()
@@ -46,7 +48,7 @@ def tiny_step(policy: Any = None, layers: int = 3, optimizer: Any = AdamW, **opt
     applied = nullcontext() if policy is None else recompute.apply(model, policy)
     with rehearsal(model, ids, loss=loss, optimizer=optimizer) as run, applied:
         run.step(regions)
-        return run.step(regions, **options)
+        return run.step(None if whole else regions, **options)
 
 
 def timeline(spans: StepSpans) -> int:
@@ -70,6 +72,20 @@ def test_the_parts_sum_to_the_whole(name: str) -> None:
     assert all(part.forward_seconds > 0 and part.backward_seconds > 0 for part in seconds.parts)
     assert seconds.seconds > seconds.optimizer_seconds > 0
     assert (seconds.peak_nbytes, spans.seconds) == (0, 0)
+
+
+def test_a_step_without_regions_is_one_part_in_forward_and_one_in_backward() -> None:
+    apart, spans = (
+        tiny_step(POLICIES["mixed"], memory=profiling.memory_trace(CPU), whole=whole) for whole in (False, True)
+    )
+    assert [part.path for part in spans.parts] == ["", ""]
+    assert spans.peak_nbytes == apart.peak_nbytes
+    seconds = tiny_step(POLICIES["mixed"], clock=profiling.clock(CPU), whole=True)
+    forward, backward = (
+        sum(getattr(part, f"{way}_seconds") for part in seconds.parts) for way in ("forward", "backward")
+    )
+    assert min(forward, backward, seconds.optimizer_seconds) > 0
+    assert seconds.seconds == pytest.approx(forward + backward + seconds.optimizer_seconds)
 
 
 def test_gradients_are_left_behind_where_their_parameters_are() -> None:
