@@ -144,6 +144,11 @@ class _Marks:
     shed_nbytes: int = 0
     """Of that input, if it died after the last region, so that only its caller can have held it."""
 
+    @property
+    def last(self) -> int:
+        """The number of the last part: of all that runs if there are no regions."""
+        return len(self.order) + 1 if self.order else 0
+
     def end(self, phase: str, part: int = 0, handed_nbytes: int = 0) -> None:
         """End the span of the current part; ``part`` is next."""
         name = str(len(self.spans))
@@ -197,7 +202,7 @@ class _Marks:
             raise ModelError(f"{missing[0]} does not run in this forward: expected a region that runs; leave it out")
         if self.last_input is not None and self.last_input[0].expired():
             self.shed_nbytes = self.last_input[1]
-        self.end("forward", len(self.order) + 1)
+        self.end("forward", self.last)
         self.in_forward = False
 
     def unhook(self) -> None:
@@ -205,11 +210,11 @@ class _Marks:
             handle.remove()
 
     def summary(self) -> StepSpans:
-        count = len(self.order) + 2
+        count = self.last + 1
         seconds = self._seconds(count)
         parts = []
         bytes_of, left = self._nbytes(count)
-        for number, path in enumerate(["", *self.order, ""]):
+        for number, path in enumerate(["", *self.order, ""][:count]):
             parts.append(Part(path, seconds["forward", number], seconds["backward", number], *bytes_of[number]))
         step = max((peak for span, _, peak in self._alive() if span.phase == "optimizer"), default=0)
         peak = self.memory.peak_nbytes if self.memory is not None else 0
@@ -234,7 +239,7 @@ class _Marks:
         if self.memory is None:
             return [(0, 0, 0, 0)] * count, 0
         ends = {span.part: alive for span, alive, _ in self._alive() if span.phase == "forward"}
-        ends[count - 2] -= self.shed_nbytes
+        ends[max(0, count - 2)] -= self.shed_nbytes
         starts = [0, *(ends[number] for number in range(count - 1))]
         peaks: dict[tuple[str, int], int] = {}
         left: dict[int, int] = {}
