@@ -10,12 +10,13 @@ import warnings
 from dataclasses import asdict
 from enum import Enum
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, track
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -206,16 +207,18 @@ def estimate(
 
     from recompute.planning import estimate_report
 
+    lengths = (max(2, seq_len // 2), seq_len, 2 * seq_len, 4 * seq_len)
+    sizes = list(product((batch_size, 2 * batch_size, 4 * batch_size), lengths))
+    stderr = Console(stderr=True)
     points = [
         (size, length, recompute.estimate(config, batch_size=size, seq_len=length, **options))
-        for size in (batch_size, 2 * batch_size, 4 * batch_size)
-        for length in (max(2, seq_len // 2), seq_len, 2 * seq_len, 4 * seq_len)
+        for size, length in track(sizes, "estimating", console=stderr, transient=True, disable=not stderr.is_terminal)
     ]
     out.mkdir(parents=True, exist_ok=True)
     estimate_report.sweep_plot(points).savefig(out / "estimate.png")
     if as_json:
-        sizes = [{"batch_size": size, "seq_len": length, **each.as_dict()} for size, length, each in points]
-        typer.echo(json.dumps(sizes, indent=2))
+        rows = [{"batch_size": size, "seq_len": length, **each.as_dict()} for size, length, each in points]
+        typer.echo(json.dumps(rows, indent=2))
     else:
         typer.echo(f"{estimate_report.sweep_table(points)}\n\nestimate.png is in {out}")
 

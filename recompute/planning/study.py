@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from recompute.attach import apply
-from recompute.errors import EstimateError, ModelError
+from recompute.errors import EstimateError, ModelError, PolicyWarning
 from recompute.planning.estimate_result import Advice, Estimate, ModuleActivations, Settings
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.layers import find_stack, step_of_many
@@ -214,7 +215,10 @@ class Study:
 
     def _simulate(self, policy: Policy | None, autocast: bool) -> Step:
         subject = self._subject
-        handle = None if policy is None else apply(subject.model, policy)
+        with warnings.catch_warnings():
+            if policy is not None and policy.name == _CHUNKED:  # whose rule for the head goes before any other
+                warnings.simplefilter("ignore", PolicyWarning)
+            handle = None if policy is None else apply(subject.model, policy)
         try:
             return simulate(
                 subject.model,
@@ -267,7 +271,10 @@ class Study:
             )
         rule = Rule(match=[head], action="recompute", via="kernel")
         rules = () if policy is None else policy.rules
-        return Policy(name="chunked", rules=[rule, *rules])
+        return Policy(name=_CHUNKED, rules=[rule, *rules])
+
+
+_CHUNKED = "chunked"
 
 
 def _learns(rule: Rule) -> bool:
