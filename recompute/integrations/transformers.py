@@ -259,12 +259,12 @@ def refuse_arguments(args: Any, logits: bool | None) -> None:
         return bool(getattr(args, name, None))
 
     drop_policy = "or drop the policy (RecomputeCallback, or recompute_policy)"
-    if is_set("gradient_checkpointing"):
-        raise UnsupportedError(
-            "gradient_checkpointing=True runs every layer again as a whole, and leaves a policy nothing to choose. Set "
-            "gradient_checkpointing=False (TRL turns it on by default; the policy 'full' does the same), "
-            f"{drop_policy}."
-        )
+    for key in ("gradient_checkpointing", "activation_checkpointing"):  # its name until transformers 5.22, and since
+        if is_set(key):
+            raise UnsupportedError(
+                f"{key}=True runs every layer again as a whole, and leaves a policy nothing to choose. Set {key}=False "
+                f"(TRL turns it on by default; the policy 'full' does the same), {drop_policy}."
+            )
     sharding = getattr(args, "fsdp_config", None)
     if isinstance(sharding, dict) and str(sharding.get("activation_checkpointing", False)).lower() == "true":
         raise UnsupportedError(
