@@ -34,9 +34,9 @@ def main() -> None:
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": piece, "labels": piece} for piece in pieces])
     trainer.train()
 
-    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
-    for key, value in last.items():
-        print(f"{key}: {value:,}")
+    for last in [entry for entry in trainer.state.log_history if "loss" in entry][-1:]:
+        for key, value in last.items():
+            print(f"{key}: {value:,}")
 
 
 if __name__ == "__main__":
