@@ -232,8 +232,10 @@ def _detach(attachment: Attachment) -> None:
     module = attachment.module
     if module.__dict__.get(RUNNER) is attachment.runner:
         del module.__dict__[RUNNER]
-        if (inner := getattr(vars(module).get("forward"), "_recompute_inner", None)) is not None:
-            module.__dict__["forward"] = inner  # else something was put around ours, which does nothing from now on
+        forward = vars(module).get("forward")
+        inner = getattr(forward, "_recompute_inner", None)
+        if inner is not None and forward.__wrapped__ is inner:  # type: ignore[union-attr]
+            module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
 

@@ -145,9 +145,10 @@ class RecomputeCallback(TrainerCallback):
         if self.handle is None or not self._options.logs or logs is None or "loss" not in logs or not self._forwards:
             return
         found: dict[str, float] = {}
-        now = self.handle.stats()
-        found["recompute_dropped_nbytes"] = (now.dropped_nbytes - self._before.dropped_nbytes) // self._forwards
-        found["recompute_kept_nbytes"] = (now.kept_nbytes - self._before.kept_nbytes) // self._forwards
+        before, now = self._before, self.handle.stats()
+        if now.frames > before.frames:  # none ran in compiled code, of which the compiler alone knows
+            found["recompute_dropped_nbytes"] = (now.dropped_nbytes - before.dropped_nbytes) // self._forwards
+            found["recompute_kept_nbytes"] = (now.kept_nbytes - before.kept_nbytes) // self._forwards
         self._forwards, self._before = 0, now
         if self._goes_without_logits:
             found |= self._meter.accuracies(self._device)
@@ -282,6 +283,11 @@ def refuse_arguments(args: Any, logits: bool | None) -> None:
         raise UnsupportedError(
             f"label_smoothing_factor={args.label_smoothing_factor} has the Trainer compute the loss from whole logits, "
             "and logits=False goes without. Drop either."
+        )
+    if is_set("torch_compile"):
+        raise UnsupportedError(
+            "logits=False: torch_compile=True compiles the model with its loss, which is then computed from whole "
+            "logits. Drop either."
         )
     is_ddp = getattr(args, "world_size", 1) > 1 and not is_set("fsdp") and not is_set("deepspeed")
     if is_ddp and getattr(args, "ddp_find_unused_parameters", None) is not False:

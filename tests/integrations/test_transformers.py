@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import pickle
 from dataclasses import dataclass
@@ -90,6 +91,16 @@ def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
     assert [entry.keys() for entry in without.state.log_history] == [entry.keys() for entry in plain.state.log_history]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("recompute.lowering") is None, reason="policies are not lowered here")
+def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain = trained(tmp_path, **options)
+    found = trained(tmp_path, RecomputeCallback("elementwise"), **options)
+    assert max(found.held) < 0.9 * min(plain.held)
+    assert logged(found, "loss") == logged(plain, "loss")
+    assert logged(found, "recompute_dropped_nbytes") == []  # the compiler alone knows
+
+
 class Reports(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
@@ -165,6 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"logits": False},
         "label_smoothing_factor=0.1 .*logits=False goes without. Drop either",
     ),
+    "compiling": ({"torch_compile": True}, {"logits": False}, "torch_compile=True .*Drop either"),
 }
 
 
