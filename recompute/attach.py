@@ -5,12 +5,10 @@ from __future__ import annotations
 import copyreg
 import functools
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from types import MethodType
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from recompute.policy.loading import is_preset, load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.model import Policy, Rule, is_op_name
 from recompute.recognize import is_decorated
-from recompute.runners import Forward, RootRunner, Runner, setting_of
+from recompute.runners import Forward, RootRunner, Runner, around, inside_of, setting_of
 from recompute.selection import choose
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
@@ -218,7 +216,7 @@ def _attach(attachments: list[Attachment]) -> None:
             undo.callback(_detach, attachment)
             module.__dict__[RUNNER] = attachment.runner
             if "forward" in vars(module):
-                module.__dict__["forward"] = _around(vars(module)["forward"], module, attachment.runner)
+                module.__dict__["forward"] = around(vars(module)["forward"], module, attachment.runner)
             try:
                 module.__class__ = _policed(type(module))  # type: ignore[arg-type]
             except TypeError as error:
@@ -232,9 +230,7 @@ def _detach(attachment: Attachment) -> None:
     module = attachment.module
     if module.__dict__.get(RUNNER) is attachment.runner:
         del module.__dict__[RUNNER]
-        forward = vars(module).get("forward")
-        inner = getattr(forward, "_recompute_inner", None)
-        if inner is not None and forward.__wrapped__ is inner:  # type: ignore[union-attr]
+        if (inner := inside_of(vars(module).get("forward"))) is not None:
             module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
@@ -244,24 +240,6 @@ def _is_bare_root(attachment: Attachment) -> bool:
     """The model, of which no rule says anything: what other libraries replace its forward by may run in a scope."""
     runner = attachment.runner
     return not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
-
-
-def _around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
-    """The forward that a model bears on the instance, run by ``runner`` as long as that is the model's."""
-
-    owner = weakref.ref(module)
-
-    @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        of_self = inner
-        if isinstance(inner, MethodType) and inner.__self__ is owner() and self is not owner():  # a copy of the model
-            of_self = MethodType(inner.__func__, self)
-        if self.__dict__.get(RUNNER) is not runner:
-            return of_self(*args, **kwargs)
-        return runner.run(self, of_self, args, kwargs)
-
-    forward._recompute_inner = inner  # type: ignore[attr-defined]
-    return MethodType(forward, module)
 
 
 def _name(path: str, module: nn.Module) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -61,7 +62,9 @@ BOTH = pytest.mark.parametrize("replace", [as_a_function, as_a_method])
 def test_it_runs_under_the_policy_and_is_put_back(replace: Any, preset: str) -> None:
     model, plain = replaced(replace), replaced(replace)
     before = vars(model)["forward"]
+    signature = inspect.signature(model.forward)
     with recompute.apply(model, preset) as handle:
+        assert inspect.signature(model.forward) == signature
         assert held(model) < held(plain)
         dropped = handle.stats().dropped_nbytes
         assert_same(train(model), train(plain))

@@ -216,7 +216,6 @@ class RecomputeArguments:
             load_policy(self.recompute_policy)
             if options.logits is False and getattr(self, "ddp_find_unused_parameters", None) is None:
                 self.ddp_find_unused_parameters = False  # as the Trainer does beside its own checkpointing
-            refuse_arguments(self, options.logits)
         elif self.recompute_kwargs:
             raise UnsupportedError(
                 f"recompute_kwargs is {self.recompute_kwargs!r}, and recompute_policy, which alone switches it on, is "
@@ -224,6 +223,7 @@ class RecomputeArguments:
             )
         super().__post_init__()  # type: ignore[misc]  # of the arguments that this is mixed into
         if self.recompute_policy is not None:
+            refuse_arguments(self, options.logits)
             _register()
             reports: Any = getattr(self, "report_to", None) or []
             self.report_to = [_NAME, *(each for each in reports if each != _NAME)]
@@ -288,6 +288,11 @@ def refuse_arguments(args: Any, logits: bool | None) -> None:
         raise UnsupportedError(
             "logits=False: torch_compile=True compiles the model with its loss, which is then computed from whole "
             "logits. Drop either."
+        )
+    if getattr(args, "n_gpu", 1) > 1:
+        raise UnsupportedError(
+            f"logits=False: DataParallel over {args.n_gpu} GPUs gathers all that the model returns, logits too. Start "
+            "one process a GPU (`torchrun --nproc-per-node`), or drop logits=False."
         )
     is_ddp = getattr(args, "world_size", 1) > 1 and not is_set("fsdp") and not is_set("deepspeed")
     if is_ddp and getattr(args, "ddp_find_unused_parameters", None) is not False:

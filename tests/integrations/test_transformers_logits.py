@@ -58,6 +58,20 @@ def test_the_peak_falls(policy: str, way: str, tmp_path: Path) -> None:
     assert logged(plain, "token_accuracy") == []
 
 
+@pytest.mark.gpu
+def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path: Path) -> None:
+    found = []
+    for callback in (RecomputeCallback("none"), RecomputeCallback("auto"), RecomputeCallback("auto", logits=False)):
+        options = {"use_cpu": False, "bf16": True}
+        trainer = Trainer(model(MANY), arguments(tmp_path, **options), train_dataset=texts(), callbacks=[callback])
+        trainer.train()
+        found.append([logged(trainer, key)[-1] for key in ("recompute_held_nbytes", "recompute_peak_nbytes")])
+    none, auto, without = found
+    for policed in (auto, without):
+        assert policed[0] < none[0]
+        assert policed[1] < none[1]
+
+
 class Whole(Trainer):
     """Counts from whole logits."""
 
@@ -183,12 +197,16 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
 
 def test_replicas_that_copy_what_the_model_returns_are_refused() -> None:
     class Arguments:
-        world_size = 2
+        world_size, n_gpu = 2, 1
         ddp_find_unused_parameters: bool | None = None
 
     with pytest.raises(UnsupportedError, match="needs ddp_find_unused_parameters=False"):
         refuse_arguments(Arguments(), False)
     refuse_arguments(Arguments(), None)
+    Arguments.n_gpu = 2
+    with pytest.raises(UnsupportedError, match="Start one process a GPU"):
+        refuse_arguments(Arguments(), False)
+    Arguments.n_gpu = 1
     Arguments.ddp_find_unused_parameters = False
     refuse_arguments(Arguments(), False)
 
