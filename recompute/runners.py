@@ -86,9 +86,9 @@ def around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Call
 
     forward._recompute_inner = inner  # type: ignore[attr-defined]
     with suppress(ValueError, TypeError):  # of what has no signature
-        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = inspect.signature(inner).parameters.values()
-        forward.__signature__ = inspect.Signature([itself, *parameters])  # type: ignore[attr-defined]  # libraries look which arguments a model takes
+        signature, itself = inspect.signature(inner), inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        whole = signature.replace(parameters=[itself, *signature.parameters.values()])
+        forward.__signature__ = whole  # type: ignore[attr-defined]  # libraries look which arguments a model takes
     return MethodType(forward, module)
 
 
