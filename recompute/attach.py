@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from recompute.deferred import LossObserver
 from recompute.engine.context import RUNNER, reachable
 from recompute.engine.ops import is_op
 from recompute.engine.plan import Plan, PlanCache
@@ -23,12 +24,12 @@ from recompute.engine.saved import Owner
 from recompute.engine.tape import TapeRegion
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.explain import Attachment, explanation
-from recompute.kernel_runners import kernel_of
+from recompute.kernel_runners import KernelHeadRunner, kernel_of
 from recompute.policy.loading import is_preset, load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.model import Policy, Rule, is_op_name
 from recompute.recognize import is_decorated
-from recompute.runners import Forward, RootRunner, Runner, setting_of
+from recompute.runners import Forward, RootRunner, Runner, around, inside_of, setting_of
 from recompute.selection import choose
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
@@ -101,6 +102,17 @@ class AppliedPolicy:
         only so that others come back.
         """
         return explanation(self.policy, self._attachments)
+
+    def observe_losses(self, observe: LossObserver) -> bool:
+        """Have ``observe(argmax, target, ignore_index)`` called for each loss that is computed without logits.
+
+        argmax, target: int64, one number a token. Returns whether the policy has such losses computed.
+        """
+        kernels = [kernel_of(attachment.runner) for attachment in self._attachments]
+        heads = [kernel for kernel in kernels if isinstance(kernel, KernelHeadRunner)]
+        for head in heads:
+            head.observe = observe
+        return bool(heads)
 
     def remove(self) -> None:
         """Take the policy off: the model is what it was. Graphs that were built under it still run backward."""
@@ -193,7 +205,7 @@ def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict
 def _attach(attachments: list[Attachment]) -> None:
     """Have the modules run by their runners: all of them, or none if one cannot be."""
     for attachment in attachments:
-        if "forward" in vars(attachment.module):
+        if "forward" in vars(attachment.module) and not _is_bare_root(attachment):
             raise UnsupportedError(
                 f"{_name(attachment.path, attachment.module)} has had its forward replaced on the instance, where a "
                 "policy cannot reach it. Apply the policy before whatever replaces it."
@@ -203,6 +215,8 @@ def _attach(attachments: list[Attachment]) -> None:
             module = attachment.module
             undo.callback(_detach, attachment)
             module.__dict__[RUNNER] = attachment.runner
+            if "forward" in vars(module):
+                module.__dict__["forward"] = around(vars(module)["forward"], module, attachment.runner)
             try:
                 module.__class__ = _policed(type(module))  # type: ignore[arg-type]
             except TypeError as error:
@@ -216,8 +230,16 @@ def _detach(attachment: Attachment) -> None:
     module = attachment.module
     if module.__dict__.get(RUNNER) is attachment.runner:
         del module.__dict__[RUNNER]
+        if (inner := inside_of(vars(module).get("forward"))) is not None:
+            module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
+
+
+def _is_bare_root(attachment: Attachment) -> bool:
+    """The model, of which no rule says anything: what other libraries replace its forward by may run in a scope."""
+    runner = attachment.runner
+    return not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
 
 
 def _name(path: str, module: nn.Module) -> str:
@@ -249,8 +271,8 @@ def _policed(base: Any) -> type[nn.Module]:
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         runner = self.__dict__.get(RUNNER)
-        if runner is None:
-            return super(policed, self).forward(*args, **kwargs)
+        if runner is None:  # removed since, when ``self`` may no longer be of this class
+            return base.forward(self, *args, **kwargs)
         return runner.run(self, super(policed, self).forward, args, kwargs)
 
     namespace = {"forward": forward, "__reduce_ex__": _reduce(base), "_recompute_base": base}

@@ -286,6 +286,10 @@ def _linear_operands(weight: Tensor, bias: Tensor | None = None) -> Operands:
     return weight, bias
 
 
+LossObserver = Callable[[Tensor, Tensor, int], None]
+"""Called with the arg-max and the target of each token, (tokens,) each, and with the target that has no loss."""
+
+
 @dataclass(frozen=True)
 class _Head:
     """What logits are made of: a Linear, and what was done to its output, value by value."""
@@ -295,6 +299,7 @@ class _Head:
     bias: Tensor | None
     stages: tuple[float, ...] = ()
     """What logits were divided by, if anything; once more if a tanh came then, and once more if a product did."""
+    observe: LossObserver | None = None
 
 
 class Logits(Deferred):
@@ -309,8 +314,9 @@ class Logits(Deferred):
     """Those that were made of one head's output, one of another."""
 
     @staticmethod
-    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Logits:
-        head = _Head(hidden, weight, bias)
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, observe: LossObserver | None = None) -> Logits:
+        """observe: told of each loss that is computed without these."""
+        head = _Head(hidden, weight, bias, observe=observe)
         return Logits._of(head, hidden.dtype, lambda: F.linear(hidden, weight, bias), [])
 
     @staticmethod
@@ -412,8 +418,12 @@ class Logits(Deferred):
             softcap=head.stages[0] if head.stages else None,
             class_weights=weight,
             reduction=reduction,
+            return_argmax=head.observe is not None,
         )
-        assert isinstance(loss, Tensor)  # no extras were asked for
+        if not isinstance(loss, Tensor):
+            if head.observe is not None and loss.argmax is not None:
+                head.observe(loss.argmax, target, ignore_index)
+            loss = loss.loss
         return loss.to(self.dtype)
 
 

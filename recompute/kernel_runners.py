@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-from recompute.deferred import Activated, Linears, Logits, Normed, Operands
+from recompute.deferred import Activated, Linears, Logits, LossObserver, Normed, Operands
 from recompute.engine.context import base_of
 from recompute.engine.recipe import local, open_book
 from recompute.engine.region import is_fake, is_recording
@@ -289,6 +289,8 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 class KernelHeadRunner(KernelRunner):
     """A Linear whose output goes to a cross-entropy, in training: the loss is computed without it."""
 
+    observe: LossObserver | None = field(default=None, init=False)
+
     def _what(self) -> str:
         return "linear_cross_entropy (if nothing else reads the logits)"
 
@@ -303,7 +305,7 @@ class KernelHeadRunner(KernelRunner):
         given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}
         # Cast here and now: whoever asks for values later may do so under another autocast, or none.
         hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
-        return Logits.of(hidden, weight, bias)  # type: ignore[arg-type]  # the first two are tensors
+        return Logits.of(hidden, weight, bias, self.observe)  # type: ignore[arg-type]  # the first two are tensors
 
 
 class _Owned:

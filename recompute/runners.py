@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
 
-from recompute.engine.context import surroundings
+from recompute.engine.context import RUNNER, surroundings
 from recompute.engine.plan import PlanCache
 from recompute.engine.region import KeepSpan, Region, Scope, is_recording
 from recompute.engine.saved import Owner
@@ -64,6 +69,33 @@ class RootRunner:
         if self.inner is None:
             return forward(*args, **kwargs)
         return self.inner.run(module, forward, args, kwargs)
+
+
+def around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
+    """The forward that a model bears on the instance, run by ``runner`` as long as that is the model's."""
+    owner = weakref.ref(module)
+
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        of_self = inner
+        if isinstance(inner, MethodType) and inner.__self__ is owner() and self is not owner():  # a copy of the model
+            of_self = MethodType(inner.__func__, self)
+        if self.__dict__.get(RUNNER) is not runner:
+            return of_self(*args, **kwargs)
+        return runner.run(self, of_self, args, kwargs)
+
+    forward._recompute_inner = inner  # type: ignore[attr-defined]
+    with suppress(ValueError, TypeError):  # of what has no signature
+        signature, itself = inspect.signature(inner), inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        whole = signature.replace(parameters=[itself, *signature.parameters.values()])
+        forward.__signature__ = whole  # type: ignore[attr-defined]  # libraries look which arguments a model takes
+    return MethodType(forward, module)
+
+
+def inside_of(forward: Any) -> Callable[..., Any] | None:
+    """What ``around`` was given to make ``forward``; None of what others made, also around that."""
+    inner = getattr(forward, "_recompute_inner", None)
+    return inner if inner is not None and forward.__wrapped__ is inner else None
 
 
 @dataclass

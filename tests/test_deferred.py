@@ -345,6 +345,19 @@ def test_a_cross_entropy_goes_without_the_logits(loss: Callable[[Tensor], Tensor
     assert [each.dtype for each in found] == [each.dtype for each in expected]
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[Tensor], Tensor]) -> None:
+    seen: list[tuple[Tensor, Tensor, int]] = []
+    hidden, weight, bias = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)
+    value = loss(Logits.of(hidden, weight, bias, lambda *found: seen.append(found)))
+    assert torch.equal(value, loss(Logits.of(hidden, weight, bias)))
+    ((argmax, target, ignored),) = seen
+    assert ignored == -100
+    rows = F.linear(hidden, weight, bias).argmax(-1)
+    assert torch.equal(argmax, (rows[:, 1:] if len(target) == 4 else rows).reshape(-1))
+    assert torch.equal(target, TARGET[: len(target)])
+
+
 @pytest.mark.parametrize(
     "loss",
     [

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from recompute import load_policy
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -52,6 +54,41 @@ def test_estimate_against_measured(
     assert "| tiny" in output
 
 
+def test_train_with_trainer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    short = (
+        "--output_dir",
+        str(tmp_path),
+        "--max_steps",
+        "2",
+        "--logging_steps",
+        "1",
+        "--use_cpu",
+        "--report_to",
+        "none",
+    )
+    found = []
+    for switch in (
+        (),
+        ("--recompute_policy", "examples/policies/trainer.yaml", "--recompute_kwargs", '{"logits": false}'),
+    ):
+        output = output_of("train_with_trainer.py", *short, *switch, monkeypatch=monkeypatch, capsys=capsys)
+        found.append(dict(re.findall(r"^(\w+): ([\d.,]+)$", output, re.MULTILINE)))
+    plain, policed = found
+    assert float(policed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
+    new = {"recompute_dropped_nbytes", "recompute_kept_nbytes", "token_accuracy", "mean_token_accuracy"}
+    assert policed.keys() - plain.keys() == new
+    dropped, kept = (int(policed[f"recompute_{fate}_nbytes"].replace(",", "")) for fate in ("dropped", "kept"))
+    assert dropped > kept
+
+
+def test_the_policies_of_examples_are_sound() -> None:
+    for path in (EXAMPLES / "policies").glob("*.yaml"):
+        assert load_policy(path).name == path.stem
+
+
 def test_every_example_is_run_here() -> None:
-    run_here = {"train_llama.py", "decorate_module.py", "estimate_against_measured.py"}
+    run_here = {"train_llama.py", "decorate_module.py", "estimate_against_measured.py", "train_with_trainer.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here

@@ -30,6 +30,19 @@ def thread_seconds() -> float:
     return time.thread_time()
 
 
+def start_peak(device: torch.device) -> None:
+    """Count the peak of ``allocated_nbytes`` from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def allocated_nbytes(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of tensors alive on `device`, now and at the peak; None where nobody counts them, as on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+
+
 @dataclass
 class MemoryTrace(AbstractContextManager["MemoryTrace"]):
     """Bytes of tensor memory above what was allocated when the ``with`` block began.

@@ -1,0 +1,404 @@
+"""Hugging Face's Trainer under a policy: by a callback, by its arguments; what is refused; what is saved."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import snapshot
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from trainer_testing import (
+    ACCUMULATED,
+    LENGTH,
+    MANY,
+    STEPS,
+    VOCABULARY,
+    MeasuredTrainer,
+    arguments,
+    assert_same_weights,
+    logged,
+    model,
+    texts,
+    trained,
+)
+from transformers import (
+    HfArgumentParser,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError
+from recompute.integrations import transformers as integration
+from recompute.integrations.transformers import RecomputeArguments, RecomputeCallback, RecomputeTrainingArguments
+
+LAYERS = {"name": "layers", "rules": [{"match": "model.layers.*", "action": "checkpoint"}]}
+
+
+@dataclass
+class OtherArguments(TrainingArguments):
+    """Arguments of another Trainer, as TRL's are."""
+
+    max_length: int = 1024
+
+
+@dataclass
+class MixedArguments(RecomputeArguments, OtherArguments):
+    pass
+
+
+WAYS: dict[str, Any] = {
+    "callback": lambda policy: {"callbacks": [RecomputeCallback(policy)], "kind": TrainingArguments},
+    "arguments": lambda policy: {"kind": RecomputeTrainingArguments, "recompute_policy": policy},
+    "mixed": lambda policy: {"kind": MixedArguments, "recompute_policy": policy},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "autocast"])
+def test_memory_falls_and_not_a_bit_changes(way: str, precision: dict[str, Any], tmp_path: Path) -> None:
+    plain = trained(tmp_path, **precision)
+    options = WAYS[way]("elementwise")
+    found = trained(tmp_path, *options.pop("callbacks", []), **options, **precision)
+    assert len(found.held) == len(plain.held) == STEPS * ACCUMULATED
+    assert max(found.held) < 0.8 * min(plain.held)
+    assert max(found.peaks) < min(plain.peaks)
+    assert logged(found, "loss") == logged(plain, "loss")
+    assert logged(found, "grad_norm") == logged(plain, "grad_norm")
+    assert_same_weights(found, plain)
+
+
+def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
+    plain = trained(tmp_path)
+    found = trained(tmp_path, RecomputeCallback("elementwise"))
+    dropped, kept = logged(found, "recompute_dropped_nbytes"), logged(found, "recompute_kept_nbytes")
+    assert len(dropped) == len(kept) == STEPS
+    assert len({*dropped}) == len({*kept}) == 1  # of a forward, however many there were
+    assert 0.5 * dropped[0] < plain.held[0] - found.held[0] < 1.5 * dropped[0]
+    without = trained(tmp_path, RecomputeCallback("elementwise", logs=False))
+    assert [entry.keys() for entry in without.state.log_history] == [entry.keys() for entry in plain.state.log_history]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("recompute.lowering") is None, reason="policies are not lowered here")
+def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain = trained(tmp_path, **options)
+    found = trained(tmp_path, RecomputeCallback("elementwise"), **options)
+    assert max(found.held) < 0.9 * min(plain.held)
+    assert logged(found, "loss") == logged(plain, "loss")
+    assert logged(found, "recompute_dropped_nbytes") == []  # the compiler alone knows
+
+
+class Reports(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.seen.append(dict(logs))
+
+
+def test_what_reports_sees_the_logs_of_a_policy_in_the_arguments(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(integration.integration_utils.INTEGRATION_TO_CALLBACK, "theirs", Reports)
+    options = {"recompute_policy": "elementwise", "report_to": "theirs"}
+    trainer = trained(tmp_path, kind=RecomputeTrainingArguments, **options)
+    (reports,) = [callback for callback in trainer.callback_handler.callbacks if type(callback) is Reports]
+    assert trainer.args.report_to == ["recompute", "theirs"]
+    assert all("recompute_dropped_nbytes" in logs for logs in reports.seen if "loss" in logs)
+    assert len(logged(trainer, "recompute_dropped_nbytes")) == STEPS
+
+
+def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> None:
+    now = iter(range(0, 10_000, 100))  # an allocator that gives 100 bytes away each time it is asked
+    monkeypatch.setattr(integration, "allocated_nbytes", lambda device: (next(now), 7_000))
+    started: list[Any] = []
+    monkeypatch.setattr(integration, "start_peak", started.append)
+    trainer = trained(tmp_path, RecomputeCallback("elementwise"), eval_strategy="steps", eval_steps=1)
+    assert logged(trainer, "recompute_held_nbytes") == [100] * STEPS
+    assert logged(trainer, "recompute_peak_nbytes") == [7_000] * STEPS
+    assert started == [torch.device("cpu")]
+    assert not trainer.model._forward_hooks
+    assert not trainer.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "autocast"])
+def test_the_model_is_afterwards_what_it_was(precision: dict[str, Any], tmp_path: Path) -> None:
+    llama = model()
+    before = {path: kind for path, (kind, _) in snapshot(llama).items()}
+    callback = RecomputeCallback("auto", logits=False)
+    trainer = trained(tmp_path, callback, of=llama, **precision)
+    assert callback.handle is None
+    assert {path: kind for path, (kind, _) in snapshot(llama).items()} == before
+    losses = [trainer.evaluate()["eval_loss"]]
+    trainer.train()
+    losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] < losses[0]
+
+
+def test_an_exception_leaves_nothing_behind_that_the_next_training_minds(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if stops:
+                raise KeyboardInterrupt
+
+    stops = [True]
+    llama = model()
+    expected = {path: kind for path, (kind, _) in snapshot(llama).items()}
+    callback = RecomputeCallback("elementwise")
+    trainer = MeasuredTrainer(llama, arguments(tmp_path, bf16=True), callbacks=[callback, Stop()])
+    with callback, pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert {path: kind for path, (kind, _) in snapshot(llama).items()} == expected
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    stops.clear()
+    trainer.train()
+    assert callback.handle is None
+    assert {path: kind for path, (kind, _) in snapshot(llama).items()} == expected
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "checkpointing": ({"gradient_checkpointing": True}, {}, "Set gradient_checkpointing=False .*or drop the policy"),
+    "liger": ({"use_liger_kernel": True}, {}, "Set use_liger_kernel=False .*or drop the policy"),
+    "smoothing": (
+        {"label_smoothing_factor": 0.1},
+        {"logits": False},
+        "label_smoothing_factor=0.1 .*logits=False goes without. Drop either",
+    ),
+    "compiling": ({"torch_compile": True}, {"logits": False}, "torch_compile=True .*Drop either"),
+}
+
+
+@pytest.mark.parametrize(("others", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_would_fight_it_is_refused(
+    others: Any, options: Any, message: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)
+    with pytest.raises(UnsupportedError, match=message):
+        arguments(
+            tmp_path,
+            RecomputeTrainingArguments,
+            recompute_policy="elementwise",
+            recompute_kwargs=options,
+            **others,
+        )
+    with pytest.raises(UnsupportedError, match=message):
+        Trainer(model(), arguments(tmp_path, **others), callbacks=[RecomputeCallback(**options)])
+    arguments(tmp_path, RecomputeTrainingArguments, **others)  # no policy, nothing to refuse
+
+
+def test_more_that_is_refused(tmp_path: Path) -> None:
+    both = arguments(tmp_path, RecomputeTrainingArguments, recompute_policy="elementwise")
+    with pytest.raises(UnsupportedError, match=r"two policies.*Drop either"):
+        Trainer(model(), both, callbacks=[RecomputeCallback()])
+    with pytest.raises(UnsupportedError, match="recompute_policy, which alone switches it on, is None"):
+        arguments(tmp_path, RecomputeTrainingArguments, recompute_kwargs={"logits": False})
+    checkpointing = model()
+    checkpointing.gradient_checkpointing_enable()
+    with pytest.raises(UnsupportedError, match=r"its own checkpointing on \(in model.*gradient_checkpointing_disable"):
+        trained(tmp_path, RecomputeCallback(), of=checkpointing)
+    with pytest.raises(AlreadyAppliedError):
+        trained(tmp_path, RecomputeCallback(), RecomputeCallback())
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        ("elementwize", {}, "did you mean 'elementwise'"),
+        ("elementwise", {"logit": False}, "recompute_kwargs: logit: .*did you mean 'logits'"),
+        ("elementwise", {"kernels": "yes"}, "recompute_kwargs: kernels: expected true or false"),
+    ],
+)
+def test_mistakes_are_named_when_the_arguments_are_made(
+    policy: str, options: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PolicyError, match=message):
+        arguments(tmp_path, RecomputeTrainingArguments, recompute_policy=policy, recompute_kwargs=options)
+
+
+YAML = """
+output_dir: out
+use_cpu: true
+recompute_policy:
+  name: layers
+  rules:
+    - match: model.layers.*
+      action: checkpoint
+recompute_kwargs:
+  kernels: false
+  logits: false
+"""
+
+
+def test_from_yaml_json_and_the_command_line(tmp_path: Path) -> None:
+    parser = HfArgumentParser(RecomputeTrainingArguments)
+    options = {"kernels": False, "logits": False}
+    (tmp_path / "a.yaml").write_text(YAML)
+    given = {"output_dir": "out", "use_cpu": True, "recompute_policy": LAYERS, "recompute_kwargs": options}
+    (tmp_path / "a.json").write_text(json.dumps(given))
+    line = ["--output_dir", "out", "--use_cpu", "--recompute_policy", "auto", "--recompute_kwargs", json.dumps(options)]
+    for (found,), policy in (
+        (parser.parse_yaml_file(str(tmp_path / "a.yaml")), LAYERS),
+        (parser.parse_json_file(str(tmp_path / "a.json")), LAYERS),
+        (parser.parse_args_into_dataclasses(line), "auto"),
+        (parser.parse_args_into_dataclasses([*line, "--recompute_policy", json.dumps(LAYERS)]), LAYERS),
+    ):
+        assert found.recompute_policy == policy
+        assert found.recompute_kwargs == options
+        assert found.report_to[0] == "recompute"
+        assert found.ddp_find_unused_parameters is False
+        again = RecomputeTrainingArguments(**json.loads(json.dumps({"use_cpu": True} | found_fields(found))))
+        assert again.report_to == found.report_to
+    assert parser.parse_args_into_dataclasses(line[:3])[0].report_to == []
+
+
+def found_fields(found: RecomputeTrainingArguments) -> dict[str, Any]:
+    return {key: getattr(found, key) for key in ("output_dir", "recompute_policy", "recompute_kwargs", "report_to")}
+
+
+def test_arguments_work_as_copies_and_from_a_file(tmp_path: Path, monkeypatch: Any) -> None:
+    made = arguments(tmp_path, RecomputeTrainingArguments, recompute_policy="elementwise")
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        monkeypatch.delitem(integration.integration_utils.INTEGRATION_TO_CALLBACK, "recompute", raising=False)
+        copied.__setstate__(vars(copied))  # as in a process that has made none
+        trainer = MeasuredTrainer(model(), copied)
+        trainer.train()
+        assert len(logged(trainer, "recompute_dropped_nbytes")) == STEPS
+
+
+def files(folder: Path, *, but: tuple[str, ...] = ()) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in but}
+
+
+def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_path: Path) -> None:
+    def run(resume: Path | None, *callbacks: Any) -> Path:
+        """Always in one folder, whose name is in the files."""
+        out = tmp_path / "out"
+        if out.exists():
+            out.rename(tmp_path / f"out-{len(list(tmp_path.iterdir()))}")
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+        llama = model(attention_dropout=0.1)
+        trainer = MeasuredTrainer(llama, arguments(out, **options), callbacks=list(callbacks))
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        kept = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        return out.rename(kept)
+
+    plain = run(None)
+    policed = run(None, RecomputeCallback("elementwise", logs=False))
+    half = [tmp_path / f"half-{index}" for index in range(2)]
+    for source, copied in zip((plain, policed), half, strict=True):
+        (source / "checkpoint-2").rename(copied)
+    assert files(half[0]) == files(half[1])
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= files(half[0]).keys()
+    expected = files(plain / "checkpoint-4")
+    assert expected == files(policed / "checkpoint-4")
+    for start, callbacks in ((half[0], [RecomputeCallback("elementwise", logs=False)]), (half[1], [])):
+        assert files(run(start, *callbacks) / "checkpoint-4") == expected
+    logs = run(half[0], RecomputeCallback("elementwise"))
+    assert files(logs / "checkpoint-4", but=("trainer_state.json",)).items() <= expected.items()
+
+
+class Saves(TrainerCallback):
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.save_pretrained(self.folder)
+
+
+def test_what_is_saved_under_a_policy_loads_without_this_package(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, RecomputeCallback("auto", logits=False), Saves(tmp_path / "saved"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in trainer.model.state_dict().items())
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
+    class Notes(TrainerCallback):
+        notes: set[str]
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            assert callback.handle is not None
+            self.notes = {
+                note for note in ("kernel: rms_norm", "cheap ops run again") if note in callback.handle.explain()
+            }
+
+    found = {}
+    for kernels in (None, False, True):
+        callback, notes = RecomputeCallback("kernel", kernels=kernels), Notes()
+        trained(tmp_path, callback, notes)
+        found[kernels] = notes.notes
+    assert found[None] == {"kernel: rms_norm"}
+    assert found[False] == {"cheap ops run again"}
+    assert found[True] == {"kernel: rms_norm", "cheap ops run again"}  # the one on CUDA, else the other
+
+
+def lora(vocabulary: int = VOCABULARY, **options: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    llama = model(vocabulary)
+    torch.manual_seed(1)
+    return peft.get_peft_model(llama, peft.LoraConfig(r=4, init_lora_weights=False, **options))
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "autocast"])
+def test_adapters_train_as_without_under_the_paths_of_the_model(precision: dict[str, Any], tmp_path: Path) -> None:
+    plain = trained(tmp_path, of=lora(), **precision)
+    found = trained(tmp_path, RecomputeCallback(LAYERS), of=lora(), **precision)
+    assert max(found.held) < 0.7 * min(plain.held)
+    assert logged(found, "loss") == logged(plain, "loss")
+    assert_same_weights(found, plain)
+    found.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+
+
+def test_adapters_train_without_logits_unless_the_head_has_one(tmp_path: Path) -> None:
+    plain = trained(tmp_path, RecomputeCallback("elementwise"), of=lora(vocabulary=MANY))
+    found = trained(tmp_path, RecomputeCallback("elementwise", logits=False), of=lora(vocabulary=MANY))
+    assert max(found.peaks) < 0.5 * min(plain.peaks)
+    assert logged(found, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+    assert len(logged(found, "token_accuracy")) == STEPS
+    with pytest.raises(UnsupportedError, match=r"'lm_head', or hooks on it.*in PEFT: no 'lm_head' in target_modules"):
+        trained(tmp_path, RecomputeCallback(logits=False), of=lora(target_modules=["lm_head"]))
+
+
+def test_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    words = Tokenizer(WordLevel({"end": 0}))
+
+    def run(*callbacks: Any, checkpoints: bool = False) -> Any:
+        options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+        options["gradient_checkpointing"] = checkpoints
+        config = arguments(tmp_path, trl.SFTConfig, **options)
+        rows = [{key: value.tolist() for key, value in text.items()} for text in texts()]
+        data = Dataset.from_list([{**row, "attention_mask": [1] * LENGTH} for row in rows])
+        trainer = trl.SFTTrainer(
+            model(),
+            config,
+            data_collator=default_data_collator,
+            train_dataset=data,
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="end"),
+            callbacks=list(callbacks),
+        )
+        trainer.train()
+        return trainer
+
+    with pytest.raises(UnsupportedError, match="TRL turns it on by default"):
+        run(RecomputeCallback(), checkpoints=True)
+    plain, found = run(), run(RecomputeCallback("elementwise"))
+    assert logged(found, "loss") == logged(plain, "loss")
+    assert logged(found, "mean_token_accuracy") == logged(plain, "mean_token_accuracy")
+    assert min(logged(found, "recompute_dropped_nbytes")) > 0
+    assert_same_weights(found, plain)

@@ -1,0 +1,238 @@
+"""A Trainer's loss without logits: what it saves, what is logged of it, and where logits are there all the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from trainer_testing import (
+    ACCUMULATED,
+    BATCH,
+    LENGTH,
+    MANY,
+    STEPS,
+    VOCABULARY,
+    MeasuredTrainer,
+    arguments,
+    logged,
+    model,
+    texts,
+    trained,
+)
+from transformers import Trainer, TrainerCallback
+
+from recompute.deferred import Logits
+from recompute.errors import PolicyWarning, UnsupportedError
+from recompute.integrations.transformers import RecomputeCallback, RecomputeTrainingArguments, refuse_arguments
+
+HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
+
+
+@pytest.mark.parametrize("way", ["callback", "arguments"])
+@pytest.mark.parametrize("policy", ["elementwise", "auto", "none"])
+def test_the_peak_falls(policy: str, way: str, tmp_path: Path) -> None:
+    plain = trained(tmp_path, RecomputeCallback(policy), of=model(MANY))
+    options: dict[str, Any] = {}
+    callbacks = []
+    if way == "callback":
+        callbacks = [RecomputeCallback(policy, logits=False)]
+    else:
+        options = {
+            "kind": RecomputeTrainingArguments,
+            "recompute_policy": policy,
+            "recompute_kwargs": {"logits": False},
+        }
+    found = trained(tmp_path, *callbacks, of=model(MANY), **options)
+    whole = BATCH * LENGTH * MANY * 4
+    assert min(plain.peaks) - max(found.peaks) > whole
+    assert logged(found, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+    assert logged(found, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-4)
+    assert logged(plain, "token_accuracy") == []
+
+
+@pytest.mark.gpu
+def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path: Path) -> None:
+    found = []
+    for callback in (RecomputeCallback("none"), RecomputeCallback("auto"), RecomputeCallback("auto", logits=False)):
+        options = {"use_cpu": False, "bf16": True}
+        trainer = Trainer(model(MANY), arguments(tmp_path, **options), train_dataset=texts(), callbacks=[callback])
+        trainer.train()
+        found.append([logged(trainer, key)[-1] for key in ("recompute_held_nbytes", "recompute_peak_nbytes")])
+    none, auto, without = found
+    for policed in (auto, without):
+        assert policed[0] < none[0]
+        assert policed[1] < none[1]
+
+
+class Whole(Trainer):
+    """Counts from whole logits."""
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, train_dataset=texts(), **options)
+        self.counts: list[tuple[int, int]] = []
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            logits = model.eval()(input_ids=inputs["input_ids"]).logits[:, :-1]
+        model.train()
+        target = inputs["labels"][:, 1:]
+        counts = target != -100
+        self.counts.append((int(((logits.argmax(-1) == target) & counts).sum()), int(counts.sum())))
+        return super().compute_loss(model, inputs, *given, **options)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "autocast"])
+def test_token_accuracy_is_that_of_the_logits(precision: dict[str, Any], tmp_path: Path) -> None:
+    steps = 6
+    options = {"max_steps": steps, "logging_steps": 2, "learning_rate": 0.05, **precision}
+    trainer = Whole(model(), arguments(tmp_path, **options), callbacks=[RecomputeCallback("auto", logits=False)])
+    trainer.train()
+    micro = torch.tensor(trainer.counts).view(steps, ACCUMULATED, 2).sum(1)  # of each step (right, all)
+    assert len(set(micro[:, 1].tolist())) > 1  # steps of different numbers of tokens
+    assert int(micro[:, 0].sum()) > 0
+    last, pairs = micro[1::2], micro.view(steps // 2, 2, 2).sum(1)
+    if precision:  # kernels round in their own way, and a tie may go to another token
+        assert logged(trainer, "token_accuracy") == pytest.approx((last[:, 0] / last[:, 1]).tolist(), abs=0.05)
+    else:
+        assert logged(trainer, "token_accuracy") == pytest.approx((last[:, 0] / last[:, 1]).tolist())
+        assert logged(trainer, "mean_token_accuracy") == pytest.approx((pairs[:, 0] / pairs[:, 1]).tolist())
+
+
+class Looks(TrainerCallback):
+    """Evaluates, generates and asks for gradients-off logits in the middle of training."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        ids = texts(1)[0]["input_ids"][None]
+        model.eval()
+        output = model(input_ids=ids, labels=ids)
+        assert type(output.logits) is torch.Tensor
+        assert output.logits.shape == (1, LENGTH, VOCABULARY)
+        expected = F.cross_entropy(output.logits[0, :-1], ids[0, 1:])
+        torch.testing.assert_close(output.loss, expected)
+        self.found.append(model.generate(input_ids=ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0))
+        model.train()
+
+
+def test_logits_are_whole_in_evaluation_metrics_and_generation(tmp_path: Path) -> None:
+    shapes = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        shapes.append(prediction.predictions.shape)
+        return {"sum": float(abs(prediction.predictions).sum())}
+
+    found = {}
+    for logits in (None, False):
+        looks = Looks()
+        trainer = MeasuredTrainer(
+            model(),
+            arguments(tmp_path, eval_strategy="steps", eval_steps=1),
+            callbacks=[RecomputeCallback("elementwise", logits=logits), looks],
+            compute_metrics=metrics,
+        )
+        trainer.train()
+        found[logits] = (logged(trainer, "eval_sum"), [ids.tolist() for ids in looks.found])
+    assert shapes == [(4, LENGTH, VOCABULARY)] * 2 * STEPS
+    assert found[False][0] == pytest.approx(found[None][0], rel=1e-4)
+    assert found[False][1] == found[None][1]
+
+
+class Asks(Trainer):
+    """Notes what the training forward returns as logits."""
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, train_dataset=texts(), **options)
+        self.kinds: set[type] = set()
+
+    def compute_loss(self, *given: Any, **options: Any) -> Any:
+        loss, outputs = super().compute_loss(*given, return_outputs=True, **options)
+        self.kinds.add(type(outputs.logits))
+        return loss
+
+
+@pytest.mark.parametrize(("logits", "kind"), [(None, Logits), (False, Logits), (True, torch.Tensor)])
+@pytest.mark.parametrize("policy", [HEAD, {"rules": [*HEAD["rules"], {"match": "model", "action": "keep"}]}])  # type: ignore[misc]
+def test_the_switch_goes_before_the_policy(policy: Any, logits: Any, kind: type, tmp_path: Path) -> None:
+    trainer = Asks(model(), arguments(tmp_path), callbacks=[RecomputeCallback(policy, logits=logits)])
+    trainer.train()
+    assert trainer.kinds == {kind}
+    assert bool(logged(trainer, "token_accuracy")) is (kind is Logits)
+
+
+def test_a_loss_that_does_not_go_that_way_is_told_of(tmp_path: Path) -> None:
+    def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.logsumexp(-1).mean()
+
+    trainer = MeasuredTrainer(
+        model(), arguments(tmp_path), callbacks=[RecomputeCallback(logits=False)], compute_loss_func=loss_of
+    )
+    with pytest.warns(PolicyWarning, match=r"logits=False has no effect.*or drop logits=False") as caught:
+        trainer.train()
+    assert len([each for each in caught if each.category is PolicyWarning]) == 1
+    assert logged(trainer, "token_accuracy") == []
+
+
+def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    class Headless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model()
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            return self.model(input_ids=input_ids, labels=labels)
+
+    with pytest.raises(UnsupportedError, match="Headless has no output embeddings"):
+        trained(tmp_path, RecomputeCallback(logits=False), of=Headless())
+
+
+def test_replicas_that_copy_what_the_model_returns_are_refused() -> None:
+    class Arguments:
+        world_size, n_gpu = 2, 1
+        ddp_find_unused_parameters: bool | None = None
+
+    with pytest.raises(UnsupportedError, match="needs ddp_find_unused_parameters=False"):
+        refuse_arguments(Arguments(), False)
+    refuse_arguments(Arguments(), None)
+    Arguments.n_gpu = 2
+    with pytest.raises(UnsupportedError, match="Start one process a GPU"):
+        refuse_arguments(Arguments(), False)
+    Arguments.n_gpu = 1
+    Arguments.ddp_find_unused_parameters = False
+    refuse_arguments(Arguments(), False)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Losses as without, and one accuracy, of the tokens of both."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("two_trainers.py")), str(tmp_path)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=180) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, error) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, error
+        assert out.endswith("two trainers agree\n")

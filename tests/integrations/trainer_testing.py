@@ -1,0 +1,90 @@
+"""A Llama and texts small enough for a Trainer in tests, and a Trainer that looks at memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from recompute.planning.profiling import memory_trace
+
+VOCABULARY, LENGTH, TEXTS, BATCH = 512, 24, 8, 2
+STEPS, ACCUMULATED = 2, 2
+MANY = 40_000  # words, of which logits are the most there is
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def model(vocabulary: int = VOCABULARY, **options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, use_cache=False, **SHAPE, **options))
+
+
+def texts(count: int = TEXTS) -> list[dict[str, Tensor]]:
+    """Of each, another number of tokens has no loss."""
+    found = []
+    for index in range(count):
+        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[: index + 1] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+DEFAULTS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": BATCH,
+    "gradient_accumulation_steps": ACCUMULATED,
+    "learning_rate": 0.01,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+def arguments(folder: Path, kind: Any = TrainingArguments, **options: Any) -> Any:
+    return kind(output_dir=str(folder), **{**DEFAULTS, **options})
+
+
+class MeasuredTrainer(Trainer):
+    """Of each micro-batch: bytes held after forward, and at the peak, above those before it; and the loss."""
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, train_dataset=texts(), eval_dataset=texts(4), **options)
+        self.held: list[int] = []
+        self.peaks: list[int] = []
+
+    def compute_loss(self, *given: Any, **options: Any) -> Any:
+        result = super().compute_loss(*given, **options)
+        if self.model.training:
+            self._trace.mark("forward")
+        return result
+
+    def training_step(self, *given: Any, **options: Any) -> Tensor:
+        with memory_trace(torch.device("cpu")) as self._trace:
+            result = super().training_step(*given, **options)
+        self.held.append(self._trace.held_nbytes["forward"])
+        self.peaks.append(self._trace.peak_nbytes)
+        return result
+
+
+def trained(folder: Path, *callbacks: Any, of: Any = None, kind: Any = TrainingArguments, **options: Any) -> Any:
+    """A trainer that has trained ``of``, or a new Llama."""
+    trainer = MeasuredTrainer(of or model(), arguments(folder, kind, **options), callbacks=list(callbacks))
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def assert_same_weights(found: Any, expected: Any) -> None:
+    """Bit for bit."""
+    one, other = found.model.state_dict(), expected.model.state_dict()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
