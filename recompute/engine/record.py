@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from recompute.engine.operands import parameter_of
 from recompute.engine.ops import is_defined
 from recompute.engine.plan import Plan, PlanCache, Ref, Step, ValueFacts, solve
 from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, is_verifying, local, open_book
@@ -17,9 +18,11 @@ from recompute.engine.saved import (
     Alive,
     Foreign,
     Kept,
+    KeptPart,
     Layout,
     Saved,
     View,
+    Watch,
     hold_through,
     seen_as,
     top_hooks,
@@ -27,6 +30,7 @@ from recompute.engine.saved import (
     version_of,
 )
 from recompute.engine.setting import Setting
+from recompute.engine.sharded import has_layout, local_of
 
 Source = Callable[[Ref], Saved]
 """What stands for a value that is kept."""
@@ -65,6 +69,9 @@ class Record:
         self.stale: set[int] = set()
         self.held: dict[int, Tensor] = {}  # with their graphs, until the frame ends
         self.parameters: dict[int, Tensor] = {}
+        self.sharded: dict[int, Tensor] = {}
+        """The parameters that are DTensors, by the storage of what this rank has of them."""
+        self._wholes: dict[int, weakref.ref[Tensor]] = {}  # other DTensors, likewise
         self.reruns: dict[int, Rerun] = {}
         self.saves: list[tuple[int, int]] = []  # what autograd saved, and the step that was next then
         self.handles: list[weakref.ref[Handle]] = []
@@ -121,6 +128,17 @@ class Record:
         self.plan = None
         self._departed = True
 
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Note of which DTensors it is that the tape sees the parts."""
+        for tensor in tensors:
+            if has_layout(tensor):
+                key = tensor._local_tensor.untyped_storage()._cdata  # type: ignore[attr-defined]
+                parameter = parameter_of(tensor)
+                if parameter is not None:
+                    self.sharded[key] = parameter
+                elif key not in self._wholes or self._wholes[key]() is None:
+                    self._wholes[key] = weakref.ref(tensor)
+
     def step(self, step: Step) -> None:
         """Note a step that no plan has."""
         self._steps.append(step)
@@ -165,7 +183,8 @@ class Record:
             self.held.pop(old, None)
         self.versions[number] = None if written else version_of(tensor)  # autograd counts the write at the op's end
         if parameter is not None:
-            self.held[number] = self.parameters[number] = parameter
+            self.parameters[number] = parameter
+            self.held[number] = local_of(parameter)
         elif self.plan is not None and number in self.plan.kept:
             self.held[number] = tensor
         if self._originals is not None:
@@ -290,7 +309,9 @@ class Record:
         return held if layout == whole else View(held, layout)
 
     def alive(self, number: int, layout: Layout) -> Alive:
-        return Alive(self.parameters[number], layout, self.versions[number] or 0, self.owner.name)
+        parameter = self.parameters[number]
+        version = version_of(parameter) if has_layout(parameter) else self.versions[number] or 0
+        return Alive(parameter, layout, version, self.owner.name)
 
     def _hold(self, number: int, layout: Layout) -> Saved | Unpacking:
         tensor = seen_as(self.held[number].detach(), layout)
@@ -298,9 +319,19 @@ class Record:
             saved: Saved = Kept(tensor, self.owner.name)
         else:
             saved = hold_through(self.outer, tensor, self.owner.name)
+        if type(saved) is Kept and self._wholes:
+            saved = self._watched(saved)
         held = Unpacking(self.owner, saved, layout, self._group) if isinstance(saved, Foreign) else saved
         self._sources[Ref(number, layout)] = held
         return held
+
+    def _watched(self, saved: Kept) -> Kept:
+        """Of what is a part of a DTensor, one that minds changes to that."""
+        reference = self._wholes.get(saved.tensor.untyped_storage()._cdata)
+        whole = None if reference is None else reference()
+        if whole is None:
+            return saved
+        return KeptPart(saved.tensor, self.owner.name, Watch(aliased(whole), self.owner.name))
 
     def _settle(self, plan: Plan, recipes: dict[int, OpRecipe], source: Source) -> None:
         """Give each handle what it stands for."""
@@ -331,6 +362,8 @@ class Record:
             torch.UntypedStorage._free_weak_ref(reference)
         self.weak, self.plan = [], None
         for container in (self.current, self.held, self.parameters, self.reruns, self._sources):
+            container.clear()
+        for container in (self.sharded, self._wholes):
             container.clear()
         self._steps, self._facts, self.handles, self.saves, self.undetached = [], [], [], [], []
         self.versions, self._originals = {}, None
