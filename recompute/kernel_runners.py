@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
@@ -80,7 +81,8 @@ class KernelRunner(ABC):
         """On DTensors, whose layout over the ranks no kernel knows: as without kernels."""
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
-        warn(f"{self.owner.name} is given DTensors, which no kernel takes: it runs as it is written.")
+        name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
+        warn(f"{name} is given DTensors, which no kernel takes: it runs as it is written.")
         return forward(*args, **kwargs)
 
     def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:

@@ -191,7 +191,10 @@ def markdown(results: dict[str, Any], points: list[Point]) -> str:
             )
         )
     headers_beside = ("way", "peak", "ms a step", "fastest plan within that", "its ms a step", "of the way's")
-    blocks += ["## At the measured peak of each other way", tabulate(beside, headers_beside, "github", disable_numparse=True)]
+    blocks += [
+        "## At the measured peak of each other way",
+        tabulate(beside, headers_beside, "github", disable_numparse=True),
+    ]
     if ratios:
         blocks.append(
             f"Of torch's memory budgets' time, in the geometric mean: {statistics.geometric_mean(ratios):.3f}."

@@ -52,6 +52,7 @@ class Rerun(NamedTuple):
 
 
 _plans = PlanCache()
+RELEASED = "it reads a weight that was gathered for a part of the module, and is not held to its end"
 
 
 class Record:
@@ -226,6 +227,11 @@ class Record:
             if self.count == len(plan.steps) and len(self.saves) == len(plan.saves) and self.stale == plan.overwritten:
                 return plan
             self.leave()
+        if released := self._released():
+            self._steps = [
+                step if step.reason or released.isdisjoint(step.inputs) else step._replace(reason=RELEASED)
+                for step in self._steps
+            ]
         if self._departed:  # of the start, it knows only what the plan was interested in
             self._setting.openings.forget(self._opening)
             return self._solve_for_what_is_left(results)
@@ -245,6 +251,10 @@ class Record:
             _plans.put(key, plan)
         self._setting.openings.put(self._opening, plan)
         return plan
+
+    def _released(self) -> set[int]:
+        """The parameters whose memory is gone by now, as of a module inside whose weights FSDP gathers for its run."""
+        return {number for number in self.parameters if self.held[number].untyped_storage().nbytes() == 0}
 
     def _solve_for_what_is_left(self, results: Collection[int]) -> Plan:
         """The plan where this frame has let go of tensors and of arguments, as the plan that it began with said.

@@ -340,7 +340,7 @@ class Tape(TorchDispatchMode):
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
             raise unfit(tensor)
         number = record.current.get(tensor.untyped_storage()._cdata)
-        if number is None:
+        if number is None or (number not in record.parameters and parameter_of(tensor) is not None):  # just gathered
             return self._found(tensor, foreseen)
         version = version_of(tensor)
         known = record.versions[number]
@@ -401,8 +401,7 @@ class Tape(TorchDispatchMode):
         found = {
             key: tensor
             for tensor in tensors
-            if parameter_of(tensor) is None
-            and (key := tensor.untyped_storage()._cdata) not in self.record.sharded
+            if parameter_of(tensor) is None and (key := tensor.untyped_storage()._cdata) not in self.record.sharded
         }
         return list(found.values())
 
@@ -437,9 +436,10 @@ class Tape(TorchDispatchMode):
     def pack(self, tensor: Tensor) -> Saved:
         """The pack hook of what autograd saves in the frame."""
         record = self.record
-        if has_layout(tensor):
-            return Sharded(aliased(tensor), self.pack(self._part(tensor)), self.owner.name)
-        tensor = self._part(tensor)
+        if type(tensor) not in PLAIN:
+            if has_layout(tensor):
+                return Sharded(aliased(tensor), self.pack(self._part(tensor)), self.owner.name)
+            tensor = self._part(tensor)
         try:
             number = self._saved(tensor)
         except Unfit:

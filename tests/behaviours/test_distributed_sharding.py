@@ -1,0 +1,97 @@
+"""Weights that processes share out: tensor parallelism and FSDP2. Values, collectives, memory, random numbers, plans."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, governing
+from two_parts import Trained, kept_nbytes, refusals, train
+from two_processes import TwoProcesses
+
+WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
+OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
+
+every_way = pytest.mark.parametrize("how", WAYS)
+every_policy = pytest.mark.parametrize("name", SETTINGS)
+
+
+@functools.cache
+def trained(processes: TwoProcesses, how: str, name: str | None, first: str = "policy") -> list[Trained]:
+    rules = None if name is None else governing(SETTINGS[name], "model.layers.*")
+    return processes.run(train, how, rules, first)
+
+
+@every_policy
+@every_way
+@pytest.mark.parametrize("first", ["policy", "wrapper"])
+def test_losses_gradients_weights_and_random_numbers_are_as_without(
+    two_processes: TwoProcesses, how: str, name: str, first: str
+) -> None:
+    for found, expected in zip(
+        trained(two_processes, how, name, first), trained(two_processes, how, None), strict=True
+    ):
+        assert len(found.values) > 50
+        assert found.values == expected.values
+        assert found.random == expected.random
+        assert found.dropped_nbytes > 0
+
+
+@every_policy
+@every_way
+def test_memory_is_saved(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
+        assert found.held_nbytes < 0.8 * plain.held_nbytes
+        assert found.peak_nbytes < plain.peak_nbytes
+
+
+@every_policy
+@every_way
+def test_collectives_run_as_often_as_without(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
+        assert sum(plain.collectives[1].values()) > 0
+        assert found.collectives[0] == plain.collectives[0]
+        if name == "checkpoint" and how in OF_WEIGHTS:  # its rule is to run all of a layer's Python again
+            assert found.collectives[1] > plain.collectives[1]
+        else:
+            assert found.collectives[1] == plain.collectives[1]
+
+
+@every_policy
+@pytest.mark.parametrize("how", [way for way in WAYS if "fsdp" in way])
+def test_gathered_weights_do_not_outlive_forward(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for first in ("policy", "wrapper"):
+        assert [found.gathered_nbytes for found in trained(two_processes, how, name, first)] == [0, 0]
+
+
+@pytest.mark.parametrize("how", OF_WEIGHTS)
+def test_ranks_that_have_parts_of_one_model_draw_alike(two_processes: TwoProcesses, how: str) -> None:
+    for name in (*SETTINGS, None):
+        first, second = trained(two_processes, how, name)
+        assert first.random == second.random
+
+
+@every_way
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "checkpoint"])
+def test_every_rank_has_the_same_plans(two_processes: TwoProcesses, how: str, name: str) -> None:
+    first, second = trained(two_processes, how, name)
+    assert first.plans.keys() == {"model.layers.0", "model.layers.1"}
+    assert first.plans == second.plans
+
+
+@pytest.mark.parametrize("action", [RECOMPUTE, CHECKPOINT], ids=["recompute", "checkpoint"])
+def test_what_changes_a_dtensor_between_forward_and_backward_is_refused(
+    two_processes: TwoProcesses, action: dict[str, Any]
+) -> None:
+    for found in two_processes.run(refusals, action):
+        assert found == ["MutationError", "MutationError"]
+
+
+def test_a_dtensor_can_be_pinned(two_processes: TwoProcesses) -> None:
+    for (plain, same), (pinned, same_pinned) in zip(
+        two_processes.run(kept_nbytes, RECOMPUTE, False), two_processes.run(kept_nbytes, RECOMPUTE, True), strict=True
+    ):
+        assert same
+        assert same_pinned
+        assert pinned > plain
