@@ -373,8 +373,8 @@ class Record:
         self.weak, self.plan = [], None
         for container in (self.current, self.held, self.parameters, self.reruns, self._sources):
             container.clear()
-        for container in (self.sharded, self._wholes):
-            container.clear()
+        self.sharded.clear()
+        self._wholes.clear()
         self._steps, self._facts, self.handles, self.saves, self.undetached = [], [], [], [], []
         self.versions, self._originals = {}, None
 

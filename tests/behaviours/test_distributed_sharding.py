@@ -1,13 +1,14 @@
-"""Weights that processes share out: tensor parallelism and FSDP2. Values, collectives, memory, random numbers, plans."""
+"""Tensor parallelism, FSDP2 and DDP: values, collectives, memory, random numbers, and plans of all ranks."""
 
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
 from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, governing
-from two_parts import Trained, kept_nbytes, refusals, train
+from two_parts import Trained, disagreement, kept_nbytes, plans_of_this_rank, refusals, train
 from two_processes import TwoProcesses
 
 WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
@@ -95,3 +96,18 @@ def test_a_dtensor_can_be_pinned(two_processes: TwoProcesses) -> None:
         assert same
         assert same_pinned
         assert pinned > plain
+
+
+def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_processes: TwoProcesses) -> None:
+    (policy, profile), (other_policy, other_profile) = two_processes.run(plans_of_this_rank, True)
+    assert policy == other_policy
+    assert profile == other_profile
+    (_, first), (_, second) = two_processes.run(plans_of_this_rank, False)
+    assert first != second
+    held = [json.loads(each)["regions"][1]["choices"][0]["held_nbytes"] for each in (first, profile, second)]
+    assert held[0] < held[1] == held[2]
+
+
+def test_ranks_with_other_models_are_told_so(two_processes: TwoProcesses) -> None:
+    for message in two_processes.run(disagreement):
+        assert "rank 1 of the group has another profile.regions[0].choices[0].name" in message

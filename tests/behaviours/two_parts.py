@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
+from recompute.integrations.distributed import agree
+from recompute.planning.profile_table import Choice, Place, Profile, RegionCosts
 from recompute.planning.profiling import step_memory
 
 VOCABULARY, STEPS = 40, 3
@@ -237,3 +239,41 @@ def kept_nbytes(action: dict[str, Any], is_pinned: bool) -> tuple[int, bool]:
         gradients.append(bits(part.grad))
         kept = handle.stats().kept_nbytes if handle else 0
     return kept, gradients[0] == gradients[1]
+
+
+def plans_of_this_rank(is_agreed: bool) -> tuple[str, str]:
+    """The policy of a plan for a model that both ranks share out, and the profile that it is of."""
+    model = shared_out(decoder(dropout=0.0), "fsdp")
+    ids = torch.randint(0, VOCABULARY, (4, 32))
+    profile = recompute.profile(model, {"input_ids": ids, "labels": ids}, steps=1)
+    slow = 1 + dist.get_rank()  # of what it measures, one rank has twice as much
+    regions = [
+        region.model_copy(
+            update={
+                "choices": tuple([c.model_copy(update={"held_nbytes": c.held_nbytes * slow}) for c in region.choices])
+            }
+        )
+        for region in profile.regions
+    ]
+    profile = profile.model_copy(update={"regions": tuple(regions)})
+    if is_agreed:
+        profile = agree(profile)
+    return recompute.plan(profile, budget="1GiB").to_yaml(), profile.model_dump_json()
+
+
+def disagreement() -> str:
+    """What is said where ranks have profiled other models."""
+    choice = Choice(
+        name=f"of rank {dist.get_rank()}", rule=None, forward_seconds=1.0, backward_seconds=1.0, held_nbytes=1,
+        forward_peak_nbytes=1, backward_peak_nbytes=1,
+    )  # fmt: skip
+    region = RegionCosts(name="Block", choices=(choice,), gradient_nbytes=0)
+    profile = Profile(
+        model="a model", machine={"rank": dist.get_rank()}, source="measured", static_nbytes=1, regions=(region,),
+        places=(Place(path="block", region=0),), optimizer_seconds=1.0, optimizer_peak_nbytes=1,
+    )  # fmt: skip
+    try:
+        agree(profile)
+    except recompute.errors.PlanError as error:
+        return str(error)
+    return "nothing"

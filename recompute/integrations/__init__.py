@@ -1,0 +1,1 @@
+"""Policies in other libraries: what each of them needs, one file each."""
