@@ -187,21 +187,30 @@ def _local(tensor: Any) -> Any:
     return bits(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
+class Waves(nn.Module):
+    """Saves two tensors, and not the one that both come back from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).sin() + (x * 3).sin()
+
+
 def refusals(action: dict[str, Any]) -> list[str]:
-    """What comes of changing, between forward and backward, what a region of DTensors was made from."""
+    """What comes of changing, between forward and backward, what a region of DTensors was made from.
+
+    Of a weight, of an activation that autograd has saved, and of one that is held so that others come back.
+    """
     mesh = init_device_mesh("cpu", (2,))
     found = []
-    for what in ("weight", "input"):
-        layer = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-        parallelize_module(layer, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
-        recompute.apply(
-            layer, {"rules": [{"match": "1", **action}]} if what == "input" else {"rules": [{**ALL, **action}]}
-        )
-        x = torch.randn(4, 16, requires_grad=True)
-        hidden = layer[0](x)
-        out = layer(x) if what == "weight" else layer[2](layer[1](hidden))
+    for what in ("weight", "saved", "source"):
+        module: nn.Module = nn.Linear(16, 16) if what == "weight" else nn.GELU() if what == "saved" else Waves()
+        if what == "weight":
+            parallelize_module(module, mesh, ColwiseParallel())
+        recompute.apply(module, {"rules": [{**ALL, **action}]})
+        whole = torch.randn(4, 16, requires_grad=True)
+        x = DTensor.from_local(whole, mesh, [Replicate()])
+        out = module(whole if what == "weight" else x)
         with torch.no_grad():
-            (layer[2].weight if what == "weight" else hidden).add_(1.0)
+            (module.weight if what == "weight" else x).add_(1.0)
         try:
             out.sum().backward()
             found.append("nothing")
