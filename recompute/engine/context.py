@@ -401,7 +401,8 @@ class ModuleState:
 def _attributes_of(attributes: dict[str, Any]) -> dict[str, Any]:
     """A module's attributes, to be put in force again: adding to a list or a dict among them changes the copy too."""
     copied = attributes.copy()
-    copied["_parameters"] = attributes["_parameters"].copy()
+    if type(attributes["_parameters"]) is dict:  # else it does something, as DeepSpeed's, which gathers weights
+        copied["_parameters"] = attributes["_parameters"].copy()
     copied["_buffers"] = attributes["_buffers"].copy()
     for name, value in attributes.items():
         kind = type(value)

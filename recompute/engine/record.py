@@ -253,8 +253,15 @@ class Record:
         return plan
 
     def _released(self) -> set[int]:
-        """The parameters whose memory is gone by now, as of a module inside whose weights FSDP gathers for its run."""
-        return {number for number in self.parameters if self.held[number].untyped_storage().nbytes() == 0}
+        """The parameters whose memory is gone by now, as of a module inside whose weights FSDP gathers for its run.
+
+        Or may be at any time: DeepSpeed lets go of weights, which it gives a ``ds_id``, as it sees fit.
+        """
+        return {
+            number
+            for number, parameter in self.parameters.items()
+            if self.held[number].untyped_storage().nbytes() == 0 or hasattr(parameter, "ds_id")
+        }
 
     def _solve_for_what_is_left(self, results: Collection[int]) -> Plan:
         """The plan where this frame has let go of tensors and of arguments, as the plan that it began with said.
@@ -318,9 +325,11 @@ class Record:
             return held.again((layout, whole))
         return held if layout == whole else View(held, layout)
 
-    def alive(self, number: int, layout: Layout) -> Alive:
-        parameter = self.parameters[number]
-        version = version_of(parameter) if has_layout(parameter) else self.versions[number] or 0
+    def alive(self, number: int, layout: Layout, parameter: Tensor | None = None) -> Alive:
+        """parameter: which one it is, of several in one storage."""
+        parameter = self.parameters[number] if parameter is None else parameter
+        is_known = parameter is self.parameters[number] and not has_layout(parameter)
+        version = self.versions[number] or 0 if is_known else version_of(parameter)
         return Alive(parameter, layout, version, self.owner.name)
 
     def _hold(self, number: int, layout: Layout) -> Saved | Unpacking:

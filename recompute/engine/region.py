@@ -243,9 +243,10 @@ class Frame(Recipe):
         changed = self._inputs.changed() or self._state.changed()
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        parameters = {storage_key(tensor): tensor for tensor in self._state.tensors()}
-        parameters.pop(None, None)
-        alive = parameters | {storage_key(tensor): tensor for tensor in held}
+        parameters = {_place_of(tensor): tensor for tensor in self._state.tensors()}
+        alive: dict[int | None, Tensor] = {key: tensor for (key, _), tensor in parameters.items()}
+        alive.pop(None, None)
+        alive |= {storage_key(tensor): tensor for tensor in held}
         for key in inputs.difference(map(storage_key, held)):  # an argument comes back as another tensor
             alive.pop(key, None)
         pinned: set[int | None] = {None}  # the key of what has no storage of its own
@@ -266,7 +267,7 @@ class Frame(Recipe):
                             self._originals[handle.slot] = tensor.detach().clone()
                         handle.drop()
                         continue
-            handle.keep(self._kept(tensor, handle.version, parameters.get(key), changed is not None))
+            handle.keep(self._kept(tensor, handle.version, parameters.get(_place_of(tensor)), changed is not None))
         if self._rng is not None:
             self._region.generators = self._rng.generators()
             self._rng = self._rng.drawn()
@@ -333,6 +334,12 @@ class Frame(Recipe):
             suppress(_Stop),
         ):
             self._function(*args, **kwargs)
+
+
+def _place_of(tensor: Tensor) -> tuple[int | None, Any]:
+    """Where the memory of a tensor begins: several parameters may have one storage."""
+    key = storage_key(tensor)
+    return key, None if key is None else local_of(tensor).storage_offset()
 
 
 class _FirstFrame(TorchDispatchMode):

@@ -345,6 +345,9 @@ class Tape(TorchDispatchMode):
         version = version_of(tensor)
         known = record.versions[number]
         if version != known:
+            other = record.parameters.get(number)
+            if other is not None and (parameter := parameter_of(tensor)) is not None and parameter is not other:
+                return number  # one of several in one storage, as ZeRO lays them out
             if known is not None:  # written to by something that the tape does not see
                 number = self._found(tensor, None)
             record.versions[number] = version
@@ -446,7 +449,7 @@ class Tape(TorchDispatchMode):
             return hold_through(self.outer, aliased(tensor), self.owner.name)
         record.saves.append((number, record.count))
         if number in record.parameters:
-            return record.alive(number, Layout.of(tensor))
+            return record.alive(number, Layout.of(tensor), parameter_of(tensor))
         plan = record.plan
         if plan is None:
             record.held.setdefault(number, tensor)

@@ -20,10 +20,10 @@
 
 A plan comes from measured times, which no two ranks measure alike: use ``agree``.
 
-DeepSpeed: ZeRO-1 and ZeRO-2 share out optimizer states and gradients, and leave weights and forward as they are, as DDP
-does. ZeRO-3 frees weights between uses by replacing ``parameter.data``, and gathers them by hooks on each module as
-forward and backward reach it. Neither has been tried; for ZeRO-3 use ``checkpoint`` on modules whose weights DeepSpeed
-gathers as one (``set_z3_leaf_modules``), or FSDP2, which is tested.
+DeepSpeed: put the policy on the model before ``deepspeed.initialize``. Losses under ZeRO-1, 2 and 3 are those without
+the policy (tried with DeepSpeed 0.19 on CPUs; pipelines, offloading and its own activation checkpointing were not).
+ZeRO-3 lets go of weights as it sees fit, so that what reads one never runs again under ``recompute``: a norm's output
+is kept, and less is saved than under FSDP2. ``checkpoint`` drops there what it drops elsewhere.
 """
 
 from __future__ import annotations

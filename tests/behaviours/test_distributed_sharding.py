@@ -7,7 +7,9 @@ import json
 from typing import Any
 
 import pytest
-from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, governing
+import torch
+from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, assert_as_without, governing
+from engine_testing import Stack, loss_of, tokens
 from two_parts import Trained, disagreement, kept_nbytes, plans_of_this_rank, refusals, train
 from two_processes import TwoProcesses
 
@@ -111,3 +113,37 @@ def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_
 def test_ranks_with_other_models_are_told_so(two_processes: TwoProcesses) -> None:
     for message in two_processes.run(disagreement):
         assert "rank 1 of the group has another profile.regions[0].choices[0].name" in message
+
+
+@every_policy
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_losses_under_deepspeed_are_as_without(two_processes: TwoProcesses, stage: int, name: str) -> None:
+    pytest.importorskip("deepspeed")
+    from two_deepspeed import losses
+
+    expected = two_processes.run(losses, stage, None)
+    found = two_processes.run(losses, stage, governing(SETTINGS[name], "model.layers.*"))
+    for (values, dropped_nbytes), (plain, _) in zip(found, expected, strict=True):
+        assert values == plain
+        assert dropped_nbytes > 0
+
+
+@every_policy
+def test_parameters_laid_out_in_one_storage(name: str) -> None:
+    """As by ZeRO: each has its own count of versions, whatever the others'."""
+
+    def run(model: Any) -> Any:
+        parameters = list(model.parameters())
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        offset = 0
+        for number, parameter in enumerate(parameters):
+            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+            with torch.no_grad():
+                for _ in range(number):
+                    parameter.add_(0.001)
+        for _ in range(2):
+            loss_of(model(tokens(grad=False))).backward()
+        return [parameter.grad for parameter in parameters]
+
+    assert_as_without(Stack(), governing(SETTINGS[name]), run)
