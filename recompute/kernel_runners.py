@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
@@ -21,6 +22,8 @@ from recompute.engine.context import base_of
 from recompute.engine.recipe import local, open_book
 from recompute.engine.region import is_fake, is_recording
 from recompute.engine.saved import Owner, PassingBy, is_under_a_checkpoint
+from recompute.engine.sharded import has_layout
+from recompute.errors import warn
 from recompute.recognize import (
     GatedMLP,
     Norm,
@@ -68,9 +71,19 @@ class KernelRunner(ABC):
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return forward(*args, **kwargs)  # transforms that our functions don't know
+        if any(isinstance(value, Tensor) and has_layout(value) for value in (*args, *kwargs.values())):
+            return self._run_on_parts(module, forward, args, kwargs)
         if self.fallback is None or self.is_where_kernels_are(args, kwargs):
             return self.run_kernel(module, forward, args, kwargs)
         return self.fallback.run(module, forward, args, kwargs)
+
+    def _run_on_parts(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """On DTensors, whose layout over the ranks no kernel knows: as without kernels."""
+        if self.fallback is not None:
+            return self.fallback.run(module, forward, args, kwargs)
+        name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
+        warn(f"{name} is given DTensors, which no kernel takes: it runs as it is written.")
+        return forward(*args, **kwargs)
 
     def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)

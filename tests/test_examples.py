@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -89,6 +91,42 @@ def test_the_policies_of_examples_are_sound() -> None:
         assert load_policy(path).name == path.stem
 
 
+DISTRIBUTED = ["ddp", "fsdp2", "tensor_parallel"]
+
+
+def run_distributed(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(EXAMPLES / "distributed" / f"{name}.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # gloo, wherever this runs
+    return subprocess.run(
+        [sys.executable, *command, script, *arguments],
+        capture_output=True, text=True, timeout=120, env=environment, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_distributed(name: str, tmp_path: Path) -> None:
+    done = run_distributed(name, "--out", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    assert "losses, weights and collectives are equal on all ranks" in done.stdout
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert record["world_size"] == len(record["ranks"]) == 2
+    for rank in record["ranks"]:
+        assert rank["with"]["losses"] == rank["without"]["losses"]
+        assert rank["with"]["collectives"] == rank["without"]["collectives"] != {}
+        assert rank["with"]["held_bytes"] < 0.9 * rank["without"]["held_bytes"]
+        assert rank["with"]["peak_bytes"] < rank["without"]["peak_bytes"]
+
+
+def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "none.yaml").write_text("version: 1\nname: none\nrules: []\n", encoding="utf-8")
+    done = run_distributed("ddp", "--policy", str(tmp_path / "none.yaml"))
+    assert done.returncode == 1
+    assert "wrong: held_bytes are not saved" in done.stdout
+
+
 def test_every_example_is_run_here() -> None:
     run_here = {"train_llama.py", "decorate_module.py", "estimate_against_measured.py", "train_with_trainer.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
+    shared = {"comparing.py"}
+    assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == shared | {f"{name}.py" for name in DISTRIBUTED}

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_is_leaf, tree_map
 
 from recompute.engine.saved import Foreign, Kept, describe, hold, version_of
+from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
 
 
@@ -390,14 +391,18 @@ class ModuleState:
                     tensor.requires_grad_(requires_grad)
             for module, kind, attributes in self._modules:
                 stack.callback(_become, module, type(module), module.__dict__.copy())
-                _become(module, kind, _attributes_of(attributes))
+                attributes = _attributes_of(attributes)
+                if any(map(_is_shared_out, (*module._parameters.values(), *attributes["_parameters"].values()))):
+                    attributes["_parameters"] = module._parameters  # gathered or not, as whoever does that has them now
+                _become(module, kind, attributes)
             yield
 
 
 def _attributes_of(attributes: dict[str, Any]) -> dict[str, Any]:
     """A module's attributes, to be put in force again: adding to a list or a dict among them changes the copy too."""
     copied = attributes.copy()
-    copied["_parameters"] = attributes["_parameters"].copy()
+    if type(attributes["_parameters"]) is dict:  # else it does something, as DeepSpeed's, which gathers weights
+        copied["_parameters"] = attributes["_parameters"].copy()
     copied["_buffers"] = attributes["_buffers"].copy()
     for name, value in attributes.items():
         kind = type(value)
@@ -408,6 +413,10 @@ def _attributes_of(attributes: dict[str, Any]) -> dict[str, Any]:
         elif kind is dict and name[0] != "_":
             copied[name] = value.copy()
     return copied
+
+
+def _is_shared_out(parameter: Tensor | None) -> bool:
+    return parameter is not None and has_layout(parameter)
 
 
 def _apart(tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def parameter_of(tensor: Tensor) -> Tensor | None:
 
 def _is_parameter(tensor: Tensor) -> bool:
     kind = type(tensor)
-    return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
 
 
 def without(places: Collection[int | str], args: Sequence[Any]) -> list[Any]:
@@ -86,6 +86,10 @@ def fits(layout: Layout, tensor: Tensor) -> bool:
     return is_dense(layout, tensor.untyped_storage().nbytes())
 
 
+_IN_SIGHT = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
+"""Modules whose custom Functions do nothing but ops that the dispatcher sees."""
+
+
 def is_in_the_dark(outermost: CodeType) -> bool:
     """Whether a custom ``autograd.Function`` runs, whose kernels may write to memory unseen, or backward does."""
     if in_backward():
@@ -93,9 +97,7 @@ def is_in_the_dark(outermost: CodeType) -> bool:
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not outermost:
         if (function := _function_of(frame.f_code)) is not None:
-            return not (
-                getattr(function, "seen_by_dispatcher", False) or function.__module__.startswith("torch._library")
-            )
+            return not (getattr(function, "seen_by_dispatcher", False) or function.__module__.startswith(_IN_SIGHT))
         frame = frame.f_back  # type: ignore[assignment]
     return False
 

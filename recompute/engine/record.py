@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from recompute.engine.operands import parameter_of
 from recompute.engine.ops import is_defined
 from recompute.engine.plan import Plan, PlanCache, Ref, Step, ValueFacts, solve
 from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, is_verifying, local, open_book
@@ -17,9 +18,11 @@ from recompute.engine.saved import (
     Alive,
     Foreign,
     Kept,
+    KeptPart,
     Layout,
     Saved,
     View,
+    Watch,
     hold_through,
     seen_as,
     top_hooks,
@@ -27,6 +30,7 @@ from recompute.engine.saved import (
     version_of,
 )
 from recompute.engine.setting import Setting
+from recompute.engine.sharded import has_layout, local_of
 
 Source = Callable[[Ref], Saved]
 """What stands for a value that is kept."""
@@ -48,6 +52,7 @@ class Rerun(NamedTuple):
 
 
 _plans = PlanCache()
+RELEASED = "it reads a weight that was gathered for a part of the module, and is not held to its end"
 
 
 class Record:
@@ -65,6 +70,9 @@ class Record:
         self.stale: set[int] = set()
         self.held: dict[int, Tensor] = {}  # with their graphs, until the frame ends
         self.parameters: dict[int, Tensor] = {}
+        self.sharded: dict[int, Tensor] = {}
+        """The parameters that are DTensors, by the storage of what this rank has of them."""
+        self._wholes: dict[int, weakref.ref[Tensor]] = {}  # other DTensors, likewise
         self.reruns: dict[int, Rerun] = {}
         self.saves: list[tuple[int, int]] = []  # what autograd saved, and the step that was next then
         self.handles: list[weakref.ref[Handle]] = []
@@ -121,6 +129,17 @@ class Record:
         self.plan = None
         self._departed = True
 
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Note of which DTensors it is that the tape sees the parts."""
+        for tensor in tensors:
+            if has_layout(tensor):
+                key = tensor._local_tensor.untyped_storage()._cdata  # type: ignore[attr-defined]
+                parameter = parameter_of(tensor)
+                if parameter is not None:
+                    self.sharded[key] = parameter
+                elif key not in self._wholes or self._wholes[key]() is None:
+                    self._wholes[key] = weakref.ref(tensor)
+
     def step(self, step: Step) -> None:
         """Note a step that no plan has."""
         self._steps.append(step)
@@ -165,7 +184,8 @@ class Record:
             self.held.pop(old, None)
         self.versions[number] = None if written else version_of(tensor)  # autograd counts the write at the op's end
         if parameter is not None:
-            self.held[number] = self.parameters[number] = parameter
+            self.parameters[number] = parameter
+            self.held[number] = local_of(parameter)
         elif self.plan is not None and number in self.plan.kept:
             self.held[number] = tensor
         if self._originals is not None:
@@ -207,6 +227,11 @@ class Record:
             if self.count == len(plan.steps) and len(self.saves) == len(plan.saves) and self.stale == plan.overwritten:
                 return plan
             self.leave()
+        if released := self._released():
+            self._steps = [
+                step if step.reason or released.isdisjoint(step.inputs) else step._replace(reason=RELEASED)
+                for step in self._steps
+            ]
         if self._departed:  # of the start, it knows only what the plan was interested in
             self._setting.openings.forget(self._opening)
             return self._solve_for_what_is_left(results)
@@ -226,6 +251,17 @@ class Record:
             _plans.put(key, plan)
         self._setting.openings.put(self._opening, plan)
         return plan
+
+    def _released(self) -> set[int]:
+        """The parameters whose memory is gone by now, as of a module inside whose weights FSDP gathers for its run.
+
+        Or may be at any time: DeepSpeed lets go of weights, which it gives a ``ds_id``, as it sees fit.
+        """
+        return {
+            number
+            for number, parameter in self.parameters.items()
+            if self.held[number].untyped_storage().nbytes() == 0 or hasattr(parameter, "ds_id")
+        }
 
     def _solve_for_what_is_left(self, results: Collection[int]) -> Plan:
         """The plan where this frame has let go of tensors and of arguments, as the plan that it began with said.
@@ -289,8 +325,12 @@ class Record:
             return held.again((layout, whole))
         return held if layout == whole else View(held, layout)
 
-    def alive(self, number: int, layout: Layout) -> Alive:
-        return Alive(self.parameters[number], layout, self.versions[number] or 0, self.owner.name)
+    def alive(self, number: int, layout: Layout, parameter: Tensor | None = None) -> Alive:
+        """parameter: which one it is, of several in one storage."""
+        parameter = self.parameters[number] if parameter is None else parameter
+        is_known = parameter is self.parameters[number] and not has_layout(parameter)
+        version = self.versions[number] or 0 if is_known else version_of(parameter)
+        return Alive(parameter, layout, version, self.owner.name)
 
     def _hold(self, number: int, layout: Layout) -> Saved | Unpacking:
         tensor = seen_as(self.held[number].detach(), layout)
@@ -298,9 +338,19 @@ class Record:
             saved: Saved = Kept(tensor, self.owner.name)
         else:
             saved = hold_through(self.outer, tensor, self.owner.name)
+        if type(saved) is Kept and self._wholes:
+            saved = self._watched(saved)
         held = Unpacking(self.owner, saved, layout, self._group) if isinstance(saved, Foreign) else saved
         self._sources[Ref(number, layout)] = held
         return held
+
+    def _watched(self, saved: Kept) -> Kept:
+        """Of what is a part of a DTensor, one that minds changes to that."""
+        reference = self._wholes.get(saved.tensor.untyped_storage()._cdata)
+        whole = None if reference is None else reference()
+        if whole is None:
+            return saved
+        return KeptPart(saved.tensor, self.owner.name, Watch(aliased(whole), self.owner.name))
 
     def _settle(self, plan: Plan, recipes: dict[int, OpRecipe], source: Source) -> None:
         """Give each handle what it stands for."""
@@ -332,6 +382,8 @@ class Record:
         self.weak, self.plan = [], None
         for container in (self.current, self.held, self.parameters, self.reruns, self._sources):
             container.clear()
+        self.sharded.clear()
+        self._wholes.clear()
         self._steps, self._facts, self.handles, self.saves, self.undetached = [], [], [], [], []
         self.versions, self._originals = {}, None
 

@@ -42,6 +42,7 @@ from recompute.engine.saved import (
     Layout,
     Owner,
     Saved,
+    Sharded,
     describe,
     hold_through,
     storage_key,
@@ -49,6 +50,7 @@ from recompute.engine.saved import (
     unpack_saved,
     version_of,
 )
+from recompute.engine.sharded import has_layout, local_of
 from recompute.errors import RegenerationError, warn
 from recompute.policy.model import is_tensor_name
 
@@ -97,8 +99,10 @@ class Scope:
         self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
     def _pack(self, tensor: Tensor) -> Saved:
-        handle = self._book.handle(tensor) if self._book is not None else None
-        return handle or hold_through(self.outer, tensor.detach(), self._owner.name)
+        handle = self._book.handle(local_of(tensor)) if self._book is not None else None
+        if handle is not None:
+            return Sharded(tensor.detach(), handle, self._owner.name) if has_layout(tensor) else handle
+        return hold_through(self.outer, tensor.detach(), self._owner.name)
 
 
 class KeepSpan(Scope):
@@ -200,7 +204,10 @@ class Frame(Recipe):
                 if (handle := ref()) is not None and handle.tensor is not None:
                     handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _pack(self, tensor: Tensor) -> Saved:
+        if has_layout(tensor):
+            return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
+        tensor = local_of(tensor)
         if type(tensor) is nn.Parameter:
             tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
         handle = Handle(self, self.count, tensor)
@@ -236,9 +243,10 @@ class Frame(Recipe):
         changed = self._inputs.changed() or self._state.changed()
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        parameters = {storage_key(tensor): tensor for tensor in self._state.tensors()}
-        parameters.pop(None, None)
-        alive = parameters | {storage_key(tensor): tensor for tensor in held}
+        parameters = {_place_of(tensor): tensor for tensor in self._state.tensors()}
+        alive: dict[int | None, Tensor] = {key: tensor for (key, _), tensor in parameters.items()}
+        alive.pop(None, None)
+        alive |= {storage_key(tensor): tensor for tensor in held}
         for key in inputs.difference(map(storage_key, held)):  # an argument comes back as another tensor
             alive.pop(key, None)
         pinned: set[int | None] = {None}  # the key of what has no storage of its own
@@ -259,7 +267,7 @@ class Frame(Recipe):
                             self._originals[handle.slot] = tensor.detach().clone()
                         handle.drop()
                         continue
-            handle.keep(self._kept(tensor, handle.version, parameters.get(key), changed is not None))
+            handle.keep(self._kept(tensor, handle.version, parameters.get(_place_of(tensor)), changed is not None))
         if self._rng is not None:
             self._region.generators = self._rng.generators()
             self._rng = self._rng.drawn()
@@ -279,6 +287,7 @@ class Frame(Recipe):
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
         if parameter is not None and parameter.dtype is tensor.dtype:
+            version = version_of(parameter) if has_layout(parameter) else version
             return Alive(parameter, Layout.of(tensor), version, self.owner.name)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
             return hold_through(self.outer, tensor.detach(), self.owner.name)
@@ -325,6 +334,12 @@ class Frame(Recipe):
             suppress(_Stop),
         ):
             self._function(*args, **kwargs)
+
+
+def _place_of(tensor: Tensor) -> tuple[int | None, Any]:
+    """Where the memory of a tensor begins: several parameters may have one storage."""
+    key = storage_key(tensor)
+    return key, None if key is None else local_of(tensor).storage_offset()
 
 
 class _FirstFrame(TorchDispatchMode):
@@ -411,13 +426,15 @@ class _Replay:
         self._stop_if_complete(slot)
         if not tensor.requires_grad:
             self._unfilled = slot
-        tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
+        alias = tensor.detach() if has_layout(tensor) else None
+        tensor = local_of(tensor).detach()  # an op's own output comes with a graph that this would make a cycle
         self._compare(slot, tensor)
         if slot in self.wanted:
             self.values[slot] = Kept(tensor, self.frame.owner.name)
             self._ops[slot] = self.op
             self._stop_if_complete(slot)
-        return Kept(tensor, self.frame.owner.name)
+        kept = Kept(tensor, self.frame.owner.name)
+        return kept if alias is None else Sharded(alias, kept, self.frame.owner.name)
 
     def described(self, slot: int, tensor: Tensor) -> str:
         """Which tensor it was that was received, for messages."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recompute.engine.sharded import local_of
 from recompute.errors import MutationError
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ class Kept(Saved):
 
 
 class Alive(Saved):
-    """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it."""
+    """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it.
+
+    Of one that is a DTensor, what this rank has.
+    """
 
     __slots__ = ("layout", "name", "parameter", "version")
 
@@ -70,10 +74,56 @@ class Alive(Saved):
         self.name = name
 
     def get(self) -> Tensor:
-        tensor = checked(self.parameter, self.version, self.name).detach()
+        tensor = local_of(checked(self.parameter, self.version, self.name)).detach()
         if Layout.of(tensor) == self.layout:
             return tensor
         return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
+
+
+class Watch:
+    """The count of versions of a DTensor, which stands for what it holds of memory."""
+
+    __slots__ = ("_name", "_shell", "_version")
+
+    def __init__(self, alias: Any, name: str):
+        """alias: of the DTensor, and nobody else's: it is emptied, and still counts as all others do."""
+        alias._local_tensor = None
+        self._shell = alias
+        self._version = version_of(alias)
+        self._name = name
+
+    def check(self) -> None:
+        checked(self._shell, self._version, self._name)
+
+
+class Sharded(Saved):
+    """A DTensor, by what stands for this rank's part of it."""
+
+    __slots__ = ("_kind", "_spec", "_watch", "whole")
+
+    def __init__(self, alias: Any, part: Saved, name: str):
+        """alias: as ``Watch`` takes it."""
+        self._kind, self._spec = type(alias), alias._spec
+        self._watch = Watch(alias, name)
+        self.whole = part
+
+    def get(self) -> Tensor:
+        self._watch.check()
+        return self._kind(self.whole.get(), self._spec, requires_grad=False)
+
+
+class KeptPart(Kept):
+    """This rank's part of a DTensor, held as it is."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, tensor: Tensor, name: str, watch: Watch):
+        super().__init__(tensor, name)
+        self._watch = watch
+
+    def get(self) -> Tensor:
+        self._watch.check()
+        return super().get()
 
 
 class Foreign(Saved):
@@ -154,7 +204,7 @@ def fetch(value: Any) -> Any:
 def saved_in(value: Any) -> Iterator[Saved]:
     """All that stands for a tensor in ``value``."""
     if isinstance(value, Saved):
-        yield value.whole if isinstance(value, View) else value
+        yield value.whole if isinstance(value, (View, Sharded)) else value
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from saved_in(item)
@@ -221,10 +271,10 @@ def version_of(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """The address of the tensor's StorageImpl; None for a tensor with none of its own (sparse, say)."""
+    """The address of the tensor's StorageImpl, or of its part on this rank; None for one with none (sparse, say)."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    return tensor.untyped_storage()._cdata
+    return local_of(tensor).untyped_storage()._cdata
 
 
 def describe(tensor: Tensor) -> str:

@@ -41,6 +41,7 @@ from recompute.engine.saved import (
     Kept,
     Layout,
     Saved,
+    Sharded,
     hold_through,
     is_under_a_checkpoint,
     top_hooks,
@@ -48,6 +49,7 @@ from recompute.engine.saved import (
     version_of,
 )
 from recompute.engine.setting import Setting
+from recompute.engine.sharded import are_sharded, has_layout, local_of
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -150,6 +152,9 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
+        if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
+            self.record.see(tensors_in((args, kwargs)))
+            return NotImplemented
         known, reason = self.setting.verdicts.get(op) or self.setting.judge(op)
         dark = not torch.is_grad_enabled() and is_in_the_dark(_RUN)
         if known.kind is Kind.VIEW and not dark:
@@ -335,11 +340,14 @@ class Tape(TorchDispatchMode):
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
             raise unfit(tensor)
         number = record.current.get(tensor.untyped_storage()._cdata)
-        if number is None:
+        if number is None or (number not in record.parameters and parameter_of(tensor) is not None):  # just gathered
             return self._found(tensor, foreseen)
         version = version_of(tensor)
         known = record.versions[number]
         if version != known:
+            other = record.parameters.get(number)
+            if other is not None and (parameter := parameter_of(tensor)) is not None and parameter is not other:
+                return number  # one of several in one storage, as ZeRO lays them out
             if known is not None:  # written to by something that the tape does not see
                 number = self._found(tensor, None)
             record.versions[number] = version
@@ -351,7 +359,9 @@ class Tape(TorchDispatchMode):
             raise unfit(tensor)
         record = self.record
         parameter = parameter_of(tensor)
-        layout = Layout.of(tensor if parameter is None else parameter)
+        if parameter is None and record.sharded:
+            parameter = record.sharded.get(tensor.untyped_storage()._cdata)
+        layout = Layout.of(tensor if parameter is None else local_of(parameter))
         alive = parameter is not None or record.comes_back(tensor)
         if record.plan is None:
             return record.enter(tensor, layout, None, None, alive=alive, parameter=parameter)
@@ -391,7 +401,11 @@ class Tape(TorchDispatchMode):
         In the dark, a kernel may have written to whatever is in its reach.
         """
         tensors = self.plain(tensors_in((args, kwargs) if dark else at(known.writes, args, kwargs)))
-        found = {tensor.untyped_storage()._cdata: tensor for tensor in tensors if parameter_of(tensor) is None}
+        found = {
+            key: tensor
+            for tensor in tensors
+            if parameter_of(tensor) is None and (key := tensor.untyped_storage()._cdata) not in self.record.sharded
+        }
         return list(found.values())
 
     def _fresh(self, output: Any, others: Container[int]) -> list[Made] | None:
@@ -411,20 +425,31 @@ class Tape(TorchDispatchMode):
                 made.append((slot, tensor, Layout.of(tensor)))
         return made
 
-    @staticmethod
-    def plain(values: Iterable[Any]) -> list[Tensor]:
-        return [value for value in values if isinstance(value, Tensor) and is_plain(value)]
+    def plain(self, values: Iterable[Any]) -> list[Tensor]:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return [tensor for tensor in map(self._part, tensors) if is_plain(tensor)]
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """What this rank has of a tensor: itself, if it is plain."""
+        if type(tensor) in PLAIN:
+            return tensor
+        self.record.see((tensor,))
+        return local_of(tensor)
 
     def pack(self, tensor: Tensor) -> Saved:
         """The pack hook of what autograd saves in the frame."""
         record = self.record
+        if type(tensor) not in PLAIN:
+            if has_layout(tensor):
+                return Sharded(aliased(tensor), self.pack(self._part(tensor)), self.owner.name)
+            tensor = self._part(tensor)
         try:
             number = self._saved(tensor)
         except Unfit:
             return hold_through(self.outer, aliased(tensor), self.owner.name)
         record.saves.append((number, record.count))
         if number in record.parameters:
-            return record.alive(number, Layout.of(tensor))
+            return record.alive(number, Layout.of(tensor), parameter_of(tensor))
         plan = record.plan
         if plan is None:
             record.held.setdefault(number, tensor)
@@ -455,18 +480,19 @@ class Tape(TorchDispatchMode):
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Never regenerate ``tensor``, if the rule in force says so of ``name`` or there is none."""
-        if (name is None or name in self.setting.keep) and is_plain(tensor):
+        part = self._part(tensor)
+        if (name is None or name in self.setting.keep) and is_plain(part):
             record = self.record
             if not record.begun:
-                record.begin(self._last, KEEP, Layout.of(tensor))
+                record.begin(self._last, KEEP, Layout.of(part))
             if record.plan is not None:
                 guide = self._guide(KEEP, False)
-                if guide is not None and guide.inputs == (self._number_if_known(tensor),):
+                if guide is not None and guide.inputs == (self._number_if_known(part),):
                     record.count += 1
                     return tensor
                 if guide is not None:
                     record.leave()
-            record.step(Step(KEEP, KEEP, (self._number(tensor, None),), (), "not an op", setting=self.setting.key))
+            record.step(Step(KEEP, KEEP, (self._number(part, None),), (), "not an op", setting=self.setting.key))
         return tensor
 
     def take(self, handle: Handle) -> Tensor:

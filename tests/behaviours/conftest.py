@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,3 +30,12 @@ def clean_thread() -> Iterator[None]:
     assert _get_current_dispatch_mode_stack() == []
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from two_processes import TwoProcesses
+
+    processes = TwoProcesses(tmp_path_factory.mktemp("processes"))
+    yield processes
+    processes.close()

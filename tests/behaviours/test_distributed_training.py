@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,13 +52,6 @@ def test_19_replicas_as_data_parallel_makes_them_give_the_parameters_their_gradi
         return [parameter.grad for parameter in model.parameters()]
 
     assert_as_without(Stack(p=0.0), rules, run)
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoProcesses]:
-    processes = TwoProcesses(tmp_path_factory.mktemp("processes"))
-    yield processes
-    processes.close()
 
 
 def assert_trains_as_without(processes: TwoProcesses, *arguments: Any) -> None:

@@ -34,9 +34,10 @@ class TwoProcesses:
         self._pool = ProcessPoolExecutor(2, mp_context=context, initializer=_join, initargs=arguments)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What ``function(*arguments)`` returns in each."""
+        """What ``function(*arguments)`` returns in each, by rank."""
         futures = [self._pool.submit(_together, function, *arguments) for _ in range(2)]
-        return [future.result(timeout=60) for future in futures]
+        results = dict(future.result(timeout=60) for future in futures)
+        return [results[rank] for rank in range(2)]
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -47,9 +48,9 @@ def _join(ranks: Any, store: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=ranks.get(), world_size=2, timeout=timedelta(seconds=30))
 
 
-def _together(function: Callable[..., Any], *arguments: Any) -> Any:
+def _together(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
     dist.barrier()  # until both have come here, neither can take the other's call
-    return function(*arguments)
+    return dist.get_rank(), function(*arguments)
 
 
 class Adapted(nn.Module):

@@ -1,0 +1,177 @@
+"""What the examples here share: they train a Llama twice, without and with a policy, and compare every rank's steps."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import recompute
+from recompute.planning.profiling import describe_machine, step_memory
+
+Wrap = Callable[[LlamaForCausalLM, DeviceMesh], nn.Module]
+
+SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 256}
+LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}  # Llama 1B
+SMALL_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LARGE_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # so that what it does on this rank comes here
+        if op.namespace in ("c10d", "_c10d_functional") and not op.name().endswith(("wait_tensor", "autograd")):
+            self.counts[op.name().partition("::")[2].strip("_")] += 1
+        return op(*args, **(kwargs or {}))
+
+
+class Run:
+    """A model in training on this rank."""
+
+    def __init__(self, wrap: Wrap, mesh: DeviceMesh, policy: Path | None, *, is_large: bool, shares_batch: bool):
+        torch.manual_seed(0)
+        self.device = torch.device(
+            mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
+        )
+        config = LlamaConfig(use_cache=False, **(LARGE | LARGE_HEADS if is_large else SMALL | SMALL_HEADS))
+        with self.device:
+            model = LlamaForCausalLM(config).to(torch.bfloat16 if is_large else torch.float32)
+        # Before or after the wrapper is the same: names stay, and so does what a wrapper puts around modules.
+        self.handle = None if policy is None else recompute.apply(model, policy)
+        self.model = wrap(model, mesh)
+        # One group each, as no fused step takes tensors of both kinds.
+        kinds: dict[type, list[nn.Parameter]] = {}
+        for parameter in self.model.parameters():
+            kinds.setdefault(DTensor if isinstance(parameter, DTensor) else nn.Parameter, []).append(parameter)
+        self.optimizer = torch.optim.AdamW([{"params": parameters} for parameters in kinds.values()], lr=1e-4)
+        self.shape = (1, 4096) if is_large else (4, 128)
+        # Ranks with parts of one model see one batch, and draw the same random numbers; others have their own.
+        torch.manual_seed(1 if shares_batch else 1 + dist.get_rank())
+
+    def loss(self) -> torch.Tensor:
+        ids = torch.randint(0, 256, self.shape, device=self.device)
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def step(self) -> float:
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def results(self, steps: int) -> dict[str, Any]:
+        """Losses and weights, with algorithms that do the same every time; collectives, memory and time of a step."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        losses = [self.step() for _ in range(steps)]
+        torch.use_deterministic_algorithms(False)
+        weights = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        sums = [weight.detach().double().sum().item() for weight in weights]
+        with Collectives() as collectives:
+            self.loss().backward()
+        memory = step_memory(self.loss, self.device)
+        times = []
+        for _ in range(2 + max(steps, 5)):
+            self._synchronize()
+            start = time.perf_counter()
+            self.step()
+            self._synchronize()
+            times.append(time.perf_counter() - start)
+        return {
+            "losses": losses,
+            "weights": sums,
+            "collectives": dict(collectives.counts),
+            "held_bytes": memory.activation_bytes_held,
+            "peak_bytes": memory.peak_bytes,
+            "step_ms": 1e3 * sorted(times[2:])[len(times[2:]) // 2],
+        }
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -> None:
+    """Train under the policy and without, print what differs, and exit with 1 if it is not what it should be."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--policy", type=Path, default=policy, help="the path of a policy file")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--large", action="store_true", help="the shape of Llama 1B, sequence 4096, bf16")
+    parser.add_argument("--out", type=Path, help="where to write a JSON record")
+    options = parser.parse_args()
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    else:
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    results: dict[str, dict[str, Any]] = {}
+    for name, path in (("without", None), ("with", options.policy)):
+        run = Run(wrap, mesh, path, is_large=options.large, shares_batch=shares_batch)
+        results[name] = run.results(options.steps)
+        del run
+        gc.collect()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, results)
+    wrong = sorted({what for rank in ranks for what in _wrong(rank["without"], rank["with"])})
+    if dist.get_rank() == 0:
+        _show(ranks, wrong)
+        if options.out is not None:
+            record = {
+                "command": " ".join(["torchrun", f"--nproc-per-node {len(ranks)}", *sys.argv]),
+                "machine": describe_machine(torch.device(device)),
+                "world_size": len(ranks),
+                "policy": options.policy.read_text(encoding="utf-8"),
+                "wrong": wrong,
+                "ranks": [
+                    {name: {k: v for k, v in found.items() if k != "weights"} for name, found in rank.items()}
+                    for rank in ranks
+                ],
+            }
+            options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+    sys.exit(1 if wrong else 0)
+
+
+def _wrong(without: dict[str, Any], under: dict[str, Any]) -> list[str]:
+    """What is not as it should be on a rank."""
+    equal = [f"{what} differ" for what in ("losses", "weights", "collectives") if without[what] != under[what]]
+    return equal + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if under[what] >= without[what]]
+
+
+def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str]) -> None:
+    without, under = ranks[0]["without"], ranks[0]["with"]
+    print(f"{len(ranks)} ranks; rank 0 without and with the policy:")
+    print(f"losses       {' '.join(f'{loss:.6f}' for loss in without['losses'])}")
+    print(f"             {' '.join(f'{loss:.6f}' for loss in under['losses'])}")
+    for what in ("held", "peak"):
+        before, after = without[f"{what}_bytes"] / 2**20, under[f"{what}_bytes"] / 2**20
+        print(f"{what}         {before:.1f} MiB, {after:.1f} MiB ({after / before:.2f}x)")
+    print(f"a step       {without['step_ms']:.1f} ms, {under['step_ms']:.1f} ms")
+    print(f"collectives  {without['collectives']}, {under['collectives']}")
+    print("wrong: " + "; ".join(wrong) if wrong else "losses, weights and collectives are equal on all ranks")

@@ -1,0 +1,93 @@
+"""Several processes: what a policy does under DDP, FSDP2 and tensor parallelism, and plans that all ranks agree on.
+
+``recompute.apply`` needs nothing more there. It may come before or after the wrapper (``DistributedDataParallel``,
+``fully_shard``, ``parallelize_module``), whose hooks stay around the modules. Give each rank the same policy.
+
+- Gradients are those without the policy, bit for bit where the policy says so, also with ``no_sync``, with gradient
+  accumulation and with weights that stay gathered. Bytes are those of the rank.
+- ``recompute``, and ``checkpoint`` with a ``keep``, never run a collective again: what one has brought is kept. A rule
+  of ``checkpoint`` alone says to run a module's Python again: where FSDP2 gathers weights for the modules that the rule
+  matches, or inside of them, this takes no gathering more; under tensor parallelism it runs that module's forward
+  collectives once more, on all ranks in the same order.
+- Weights that FSDP2 has gathered are used and not held: an op that reads one runs again only if the weight is there
+  until the region ends, and so again when its backward begins.
+- A DTensor is regenerated as the part of it that the rank has. No kernel takes DTensors: under ``via: auto`` hooks do
+  what a kernel would; under ``via: kernel`` a warning says that the module runs as it is written.
+- Each rank decides for itself what it keeps. As nothing that is decided moves a collective, ranks need not agree, and
+  they do: the choice is a function of the ops and of the shapes of what each has.
+- Random numbers of a region are drawn again from the state that it drew them from, on each rank its own: what ranks
+  draw alike without a policy they draw alike with one.
+
+A plan comes from measured times, which no two ranks measure alike: use ``agree``.
+
+DeepSpeed: put the policy on the model before ``deepspeed.initialize``. Losses under ZeRO-1, 2 and 3 are those without
+the policy (tried with DeepSpeed 0.19 on CPUs; pipelines, offloading and its own activation checkpointing were not).
+ZeRO-3 lets go of weights as it sees fit, so that what reads one never runs again under ``recompute``: a norm's output
+is kept, and less is saved than under FSDP2. ``checkpoint`` drops there what it drops elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from recompute.errors import PlanError
+from recompute.planning.profile_table import Profile
+
+_OF_THE_RANK = ("model", "machine")
+
+
+def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:
+    """One profile for all ranks: of each time and of each number of bytes, the most that any rank has measured.
+
+    A plan made of it is the same on every rank, and fits each of them. Call it on all ranks of ``group`` (by default
+    all there are), with what ``recompute.profile`` returned there::
+
+        plan = recompute.plan(agree(recompute.profile(model, batch)), budget="40GiB")
+
+    Returns ``profile`` itself where there is but one process. Raises ``PlanError`` on every rank if the ranks' models
+    have other regions, or other ways to run them.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return profile
+    tables: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(tables, profile.model_dump(), group=group)
+    for rank, table in enumerate(tables):
+        table.update({key: tables[0][key] for key in _OF_THE_RANK})
+        if (where := _difference(tables[0], table, "profile")) is not None:
+            raise PlanError(
+                f"expected one profile on all ranks but for times and bytes; found that rank {rank} of the group has "
+                f"another {where} than rank 0. Profile the same model, with batches of one shape, on all of them."
+            )
+    capacities = [table["capacity_nbytes"] for table in tables]
+    merged = _most(tables)
+    return Profile(**{**merged, "capacity_nbytes": None if None in capacities else min(capacities)})
+
+
+def _is_measured(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _difference(one: Any, other: Any, where: str) -> str | None:
+    """Where two tables differ otherwise than by a measured number."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        parts = ((one[key], other[key], f"{where}.{key}") for key in one if key not in ("rule", "capacity_nbytes"))
+        same = one.get("rule") == other.get("rule")
+        return f"{where}.rule" if not same else next(filter(None, (_difference(*part) for part in parts)), None)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return next(filter(None, (_difference(*pair, f"{where}[{index}]") for index, pair in pairs)), None)
+    if _is_measured(one) and _is_measured(other) and not where.endswith((".region", ".layer", ".version")):
+        return None
+    return None if one == other else where
+
+
+def _most(values: list[Any]) -> Any:
+    """The tables' largest numbers; all else is the same in all of them."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: first[key] if key == "rule" else _most([value[key] for value in values]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [_most(list(parts)) for parts in zip(*values, strict=True)]
+    return max(values) if _is_measured(first) else first

@@ -1,0 +1,149 @@
+"""Tensor parallelism, FSDP2 and DDP: values, collectives, memory, random numbers, and plans of all ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, assert_as_without, governing
+from engine_testing import Stack, loss_of, tokens
+from two_parts import Trained, disagreement, kept_nbytes, plans_of_this_rank, refusals, train
+from two_processes import TwoProcesses
+
+WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
+OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
+
+every_way = pytest.mark.parametrize("how", WAYS)
+every_policy = pytest.mark.parametrize("name", SETTINGS)
+
+
+@functools.cache
+def trained(processes: TwoProcesses, how: str, name: str | None, first: str = "policy") -> list[Trained]:
+    rules = None if name is None else governing(SETTINGS[name], "model.layers.*")
+    return processes.run(train, how, rules, first)
+
+
+@every_policy
+@every_way
+@pytest.mark.parametrize("first", ["policy", "wrapper"])
+def test_losses_gradients_weights_and_random_numbers_are_as_without(
+    two_processes: TwoProcesses, how: str, name: str, first: str
+) -> None:
+    for found, expected in zip(
+        trained(two_processes, how, name, first), trained(two_processes, how, None), strict=True
+    ):
+        assert len(found.values) > 50
+        assert found.values == expected.values
+        assert found.random == expected.random
+        assert found.dropped_nbytes > 0
+
+
+@every_policy
+@every_way
+def test_memory_is_saved(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
+        assert found.held_nbytes < 0.8 * plain.held_nbytes
+        assert found.peak_nbytes < plain.peak_nbytes
+
+
+@every_policy
+@every_way
+def test_collectives_run_as_often_as_without(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
+        assert sum(plain.collectives[1].values()) > 0
+        assert found.collectives[0] == plain.collectives[0]
+        if name == "checkpoint" and how in OF_WEIGHTS:  # its rule is to run all of a layer's Python again
+            assert found.collectives[1] > plain.collectives[1]
+        else:
+            assert found.collectives[1] == plain.collectives[1]
+
+
+@every_policy
+@pytest.mark.parametrize("how", [way for way in WAYS if "fsdp" in way])
+def test_gathered_weights_do_not_outlive_forward(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for first in ("policy", "wrapper"):
+        assert [found.gathered_nbytes for found in trained(two_processes, how, name, first)] == [0, 0]
+
+
+@pytest.mark.parametrize("how", OF_WEIGHTS)
+def test_ranks_that_have_parts_of_one_model_draw_alike(two_processes: TwoProcesses, how: str) -> None:
+    for name in (*SETTINGS, None):
+        first, second = trained(two_processes, how, name)
+        assert first.random == second.random
+
+
+@every_way
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "checkpoint"])
+def test_every_rank_has_the_same_plans(two_processes: TwoProcesses, how: str, name: str) -> None:
+    first, second = trained(two_processes, how, name)
+    assert first.plans.keys() == {"model.layers.0", "model.layers.1"}
+    assert first.plans == second.plans
+
+
+@pytest.mark.parametrize("action", [RECOMPUTE, CHECKPOINT], ids=["recompute", "checkpoint"])
+def test_what_changes_a_dtensor_between_forward_and_backward_is_refused(
+    two_processes: TwoProcesses, action: dict[str, Any]
+) -> None:
+    for found in two_processes.run(refusals, action):
+        assert found == ["MutationError"] * 3
+
+
+def test_a_dtensor_can_be_pinned(two_processes: TwoProcesses) -> None:
+    for (plain, same), (pinned, same_pinned) in zip(
+        two_processes.run(kept_nbytes, RECOMPUTE, False), two_processes.run(kept_nbytes, RECOMPUTE, True), strict=True
+    ):
+        assert same
+        assert same_pinned
+        assert pinned > plain
+
+
+def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_processes: TwoProcesses) -> None:
+    (policy, profile), (other_policy, other_profile) = two_processes.run(plans_of_this_rank, True)
+    assert policy == other_policy
+    assert profile == other_profile
+    (_, first), (_, second) = two_processes.run(plans_of_this_rank, False)
+    assert first != second
+    held = [json.loads(each)["regions"][1]["choices"][0]["held_nbytes"] for each in (first, profile, second)]
+    assert held[0] < held[1] == held[2]
+
+
+def test_ranks_with_other_models_are_told_so(two_processes: TwoProcesses) -> None:
+    for message in two_processes.run(disagreement):
+        assert "rank 1 of the group has another profile.regions[0].choices[0].name" in message
+
+
+@every_policy
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_losses_under_deepspeed_are_as_without(two_processes: TwoProcesses, stage: int, name: str) -> None:
+    pytest.importorskip("deepspeed")
+    from two_deepspeed import losses
+
+    expected = two_processes.run(losses, stage, None)
+    found = two_processes.run(losses, stage, governing(SETTINGS[name], "model.layers.*"))
+    for (values, dropped_nbytes), (plain, _) in zip(found, expected, strict=True):
+        assert values == plain
+        assert dropped_nbytes > 0
+
+
+@every_policy
+def test_parameters_laid_out_in_one_storage(name: str) -> None:
+    """As by ZeRO: each has its own count of versions, whatever the others'."""
+
+    def run(model: Any) -> Any:
+        parameters = list(model.parameters())
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        offset = 0
+        for number, parameter in enumerate(parameters):
+            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+            with torch.no_grad():
+                for _ in range(number):
+                    parameter.add_(0.001)
+        for _ in range(2):
+            loss_of(model(tokens(grad=False))).backward()
+        return [parameter.grad for parameter in parameters]
+
+    assert_as_without(Stack(), governing(SETTINGS[name]), run)
