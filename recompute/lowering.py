@@ -43,10 +43,10 @@ class Lowering:
         if self.refuses:
             _refuse_price()
 
-        def region(*given: Any) -> Any:  # torch's checkpoint would take some of the keywords for its own
-            return forward(*given, **kwargs)
+        def region() -> Any:  # torch's checkpoint would take some of the keywords for its own
+            return forward(*args, **kwargs)
 
-        return checkpoint(region, *args, use_reentrant=False, context_fn=self.contexts)
+        return checkpoint(region, use_reentrant=False, context_fn=self.contexts)
 
 
 def lowering_of(rule: Rule) -> Lowering:
