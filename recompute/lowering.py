@@ -8,6 +8,7 @@ regions nest, an op runs again where any rule around it lets it, up to the inner
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +26,19 @@ from recompute.policy.model import FAMILIES, PRICE, Rule
 Forward = Callable[..., Any]
 
 
-def is_lowered(module: nn.Module) -> bool:
+def is_lowered(module: nn.Module | None = None) -> bool:
     """Whether this is being compiled, in training: what a policy does is then for the compiler to do."""
     is_exporting = torch.compiler._is_exporting_flag  # is_exporting() is always true to torch 2.11's compiler
-    return torch.compiler.is_compiling() and not is_exporting and module.training and torch.is_grad_enabled()
+    is_training = torch.is_grad_enabled() and (module is None or module.training)
+    return torch.compiler.is_compiling() and not is_exporting and is_training
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` has wrapped, if it has."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # which takes seconds to load, and wraps nothing until then
+    while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
 
 
 class Lowering:
