@@ -106,7 +106,7 @@ def _decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def _contexts(judge: _Judge) -> tuple[Any, Any]:
-    """What torch's checkpoint enters around a region, and around its second run: both times as AOTAutograd traces it."""
+    """What torch's checkpoint enters around a region and around its second run, as AOTAutograd traces both."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
         raise UnsupportedError(
             "a module under a policy is in compiled code that does not reach torch's AOTAutograd as one graph, so the "
@@ -116,8 +116,8 @@ def _contexts(judge: _Judge) -> tuple[Any, Any]:
         )
     modes = create_selective_checkpoint_contexts(_decide, allow_cache_entry_mutation=True)
     for mode in modes:
-        mode.judge = judge
-        mode.__class__ = _judging(type(mode))  # torch wants modes of its own, or of their kind
+        mode.judge = judge  # torch wants modes of its own, or of their kind
+        mode.__class__ = _judging(type(mode))  # type: ignore[arg-type]
     return modes
 
 
@@ -138,8 +138,8 @@ def _judging(mode: Any) -> type:
 
 
 _PRICE = (
-    "a rule with a price cannot be compiled: a compiler knows no seconds. Leave the price away (rerun and keep say which "
-    "ops run again), or leave what the rule governs out of torch.compile."
+    "a rule with a price cannot be compiled: a compiler knows no seconds. Leave the price away (rerun and keep say "
+    "which ops run again), or leave what the rule governs out of torch.compile."
 )
 
 

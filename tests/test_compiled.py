@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from models import held
-from tiny import TinyDecoder, assert_same, decoder, next_token_loss, rule, rules, token_ids, train
+from tiny import decoder, next_token_loss, rule, rules, token_ids, train
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -231,7 +231,9 @@ class Writes(nn.Module):
         return z.sin_() * torch.zeros_like(z).copy_(y)
 
 
-@pytest.mark.parametrize("options", [{"action": "checkpoint"}, {"action": "recompute"}, {"action": "checkpoint", "keep": "gemm"}])
+@pytest.mark.parametrize(
+    "options", [{"action": "checkpoint"}, {"action": "recompute"}, {"action": "checkpoint", "keep": "gemm"}]
+)
 def test_what_is_written_in_place_comes_back_as_it_was(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module, x = nn.Sequential(Writes()), torch.rand(8, 32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 _LIBRARY = torch.library.Library("recompute", "FRAGMENT")
 _LIBRARY.define("kept(Tensor tensor, str? name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
