@@ -111,8 +111,10 @@ def _contexts(judge: _Judge) -> tuple[Any, Any]:
         raise UnsupportedError(
             "a module under a policy is in compiled code that does not reach torch's AOTAutograd as one graph, so the "
             "policy cannot be lowered. Either something in its forward breaks the graph: torch.compile(..., "
-            "fullgraph=True) says what; compile something smaller, or give that module no rule. Or the backend is one "
-            "that takes forward alone, as 'eager' does: use 'inductor' or 'aot_eager'."
+            "fullgraph=True) says what; compile something smaller, or give that module no rule. If that is state that "
+            "it changes, a key/value cache, say: use_cache=False, or torch._dynamo.config."
+            "skip_fwd_side_effects_in_bwd_under_checkpoint = True. Or the backend is one that takes forward alone, as "
+            "'eager' does: use 'inductor' or 'aot_eager'."
         )
     modes = create_selective_checkpoint_contexts(_decide, allow_cache_entry_mutation=True)
     for mode in modes:
