@@ -285,6 +285,7 @@ def outcome(model: nn.Module, name: str, **options: Any) -> list[Any]:
     for module in model.modules():
         if type(module).__name__ in models.FAMILIES[name].layers:
             module.compile(backend=BACKEND)
+    torch.manual_seed(0)
     loss = model(**models.batch(name), **options).loss
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
@@ -302,7 +303,7 @@ def test_layers_of_hugging_face_compile_under_a_preset(name: str, preset: str) -
 def test_a_cache_that_a_layer_writes_to_is_refused_or_written_once() -> None:
     model, plain = models.make("llama"), models.make("llama")
     recompute.apply(model, "full")
-    with pytest.raises(UnsupportedError, match="use_cache=False, or torch._dynamo.config.skip_fwd"):
+    with pytest.raises(UnsupportedError, match="use_cache=False, or torch"):
         outcome(model, "llama", use_cache=True)
     model.zero_grad()
     torch.compiler.reset()
