@@ -28,9 +28,12 @@ Forward = Callable[..., Any]
 
 def is_lowered(module: nn.Module | None = None) -> bool:
     """Whether this is being compiled, in training: what a policy does is then for the compiler to do."""
-    is_exporting = torch.compiler._is_exporting_flag  # is_exporting() is always true to torch 2.11's compiler
-    is_training = torch.is_grad_enabled() and (module is None or module.training)
-    return torch.compiler.is_compiling() and not is_exporting and is_training
+    return (
+        torch.compiler.is_compiling()
+        and not torch.compiler._is_exporting_flag  # is_exporting() is always true to torch 2.11's compiler
+        and torch.is_grad_enabled()
+        and (module is None or module.training)
+    )
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
