@@ -24,7 +24,7 @@ from recompute.engine.tape import TapeRegion
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.explain import Attachment, explanation
 from recompute.kernel_runners import kernel_of
-from recompute.lowering import Lowering, is_lowered, lowering_of, uncompiled
+from recompute.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
 from recompute.policy.loading import is_preset, load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.model import Policy, Rule, is_op_name
@@ -340,6 +340,8 @@ def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if RUNNER not in vars(self):
+            if torch.compiler.is_compiling():
+                refuse_first_run()
             _attach_decorated(self, cls, policy, openings)
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before

@@ -152,9 +152,21 @@ def _refuse_price() -> None:
     raise UnsupportedError(_PRICE)
 
 
+_FIRST_RUN = (
+    "an instance of a class decorated with recompute gets its policy when it first runs, which cannot be compiled. Run "
+    "it once before it is compiled, or decorate the instance."
+)
+
+
+def refuse_first_run() -> None:
+    raise UnsupportedError(_FIRST_RUN)
+
+
 # As torch.compiler.disable does, which would load the compiler.
 _refuse_price._torchdynamo_disable = True  # type: ignore[attr-defined]
 _refuse_price._torchdynamo_disable_msg = _PRICE  # type: ignore[attr-defined]
+refuse_first_run._torchdynamo_disable = True  # type: ignore[attr-defined]
+refuse_first_run._torchdynamo_disable_msg = _FIRST_RUN  # type: ignore[attr-defined]
 
 CHECKPOINTS = _lowering("checkpoint", frozenset(), frozenset(), False)
 KEEPS = _lowering("keep", frozenset(), frozenset(), False)

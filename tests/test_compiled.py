@@ -221,6 +221,24 @@ def test_decorated_functions_are_regions_too() -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_decorated_class_runs_once_before_it_is_compiled(fullgraph: bool) -> None:
+    @recompute.recompute(policy={"rules": [{"match": "**", "type": "Late", "action": "checkpoint"}]})
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin().exp().sin()
+
+    module, x = Late(), torch.rand(8, 32, requires_grad=True)
+    compiled = torch.compile(module, fullgraph=fullgraph, backend=BACKEND)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported if fullgraph else UnsupportedError, match="it once before it is compiled"
+    ):
+        compiled(x)
+    torch.compiler.reset()
+    module(x)
+    assert held(module, lambda: compiled(x)) == 8 * 32 * 4
+
+
 class Writes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
