@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from recompute.errors import AblationError
-from recompute.peers import BASELINE, Peer, is_peer, under
+from recompute.peers import BASELINE, COMPILED, Peer, is_peer, under
 from recompute.planning import profiling
 from recompute.policy.loading import load_policy
 from recompute.verification import Widened, deterministic, relative_error, same_bits
@@ -61,6 +61,7 @@ class AblationConfig(BaseModel):
     """What to train and how long. The defaults suit two CPU cores; `default_config` knows a GPU's.
 
     policies: preset names, and paths of policy files from the current folder; `none` always runs, first.
+    compile: whether each policy also runs, as `POLICY+compile`, with every layer compiled by torch.compile.
     step: what is trained and measured: "training" is forward, loss, backward and optimizer; "layers" is forward and
         backward of all but the head, the loss and the optimizer, whose weights stay as they are.
     steps: training steps a policy; the first `warmup` of them are not timed, except where no other is left.
@@ -71,6 +72,7 @@ class AblationConfig(BaseModel):
 
     model: ModelShape = ModelShape()
     policies: Annotated[tuple[str, ...], Strict(False)] = (BASELINE, "full", "hook", "elementwise", "kernel")
+    compile: bool = False
     peers: Annotated[tuple[Peer, ...], Strict(False)] = ("torch-checkpoint",)
     sequence_lengths: Annotated[tuple[SequenceLength, ...], Strict(False), Field(min_length=1)] = (256,)
     batch_size: PositiveInt = 4
@@ -85,7 +87,9 @@ class AblationConfig(BaseModel):
 
     def treatments(self) -> tuple[str, ...]:
         """What each sequence length is trained under, in order and once each, beginning with the baseline."""
-        return tuple(dict.fromkeys((BASELINE, *self.policies, *self.peers)))
+        policies = dict.fromkeys((BASELINE, *self.policies))
+        ways = ("", COMPILED) if self.compile else ("",)
+        return tuple(dict.fromkeys([*(policy + way for policy in policies for way in ways), *self.peers]))
 
 
 LLAMA_1B = AblationConfig(
@@ -359,7 +363,9 @@ def sample_batches(config: AblationConfig, text: bytes, length: int) -> Tensor:
 
 
 def _is_exact(policy: str) -> bool:
-    """Whether the policy promises the baseline's bits; a kernel in a module's place rounds otherwise."""
+    """Whether the policy promises the baseline's bits; kernels in a module's place, and compilers, round otherwise."""
+    if policy.endswith(COMPILED):
+        return False
     if is_peer(policy):
         return policy in ("torch-checkpoint", "torch-selective")
     return all(rule.action != "recompute" or rule.via == "hook" for rule in load_policy(policy).rules)

@@ -25,6 +25,7 @@ from recompute.engine.tape import TapeRegion
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.explain import Attachment, explanation
 from recompute.kernel_runners import KernelHeadRunner, kernel_of
+from recompute.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
 from recompute.policy.loading import is_preset, load_policy
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.model import Policy, Rule, is_op_name
@@ -52,6 +53,7 @@ def apply(model: nn.Module, policy: PolicyLike = "elementwise") -> AppliedPolicy
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
     policy = load_policy(policy)
+    model = uncompiled(model)
     _refuse_governed(model)
     attachments = _attachments(model, policy)
     _attach(attachments)
@@ -193,7 +195,7 @@ def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict
     while pending:
         path, parent, around = pending.pop()
         for key, module in reversed(parent._modules.items()):
-            if module is not None and not is_decorated(module):
+            if module is not None and not is_decorated(module := uncompiled(module)):
                 layer = (int(key), len(parent)) if isinstance(parent, nn.ModuleList) and key.isdigit() else around
                 pending.append((f"{path}.{key}" if path else key, module, layer))
         if type(parent).forward is not nn.Module.forward or "forward" in vars(parent):  # unlike a ModuleList
@@ -360,6 +362,8 @@ def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if RUNNER not in vars(self):
+            if torch.compiler.is_compiling():
+                refuse_first_run()
             _attach_decorated(self, cls, policy, openings)
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
@@ -411,22 +415,27 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
         raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
     if rule.action == "keep":
         return function
+    lowering = lowering_of(rule)
     if rule.action == "recompute" or rule.keep:
-        return _taped(function, TapeRegion(setting_of(Owner(name), rule)))
-    return _checkpointed(function, Region(Owner(name)))
+        return _taped(function, TapeRegion(setting_of(Owner(name), rule)), lowering)
+    return _checkpointed(function, Region(Owner(name)), lowering)
 
 
-def _taped(function: Forward, region: TapeRegion) -> Forward:
+def _taped(function: Forward, region: TapeRegion, lowering: Lowering) -> Forward:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if is_lowered():
+            return lowering.run(function, args, kwargs)
         return region.run(function, args, kwargs) if is_recording() else function(*args, **kwargs)
 
     return run
 
 
-def _checkpointed(function: Forward, region: Region) -> Forward:
+def _checkpointed(function: Forward, region: Region, lowering: Lowering) -> Forward:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if is_lowered():
+            return lowering.run(function, args, kwargs)
         if not is_recording():
             return function(*args, **kwargs)
         region.reach(reachable(function))  # which it may have been given only after it was decorated

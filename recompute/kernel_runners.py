@@ -24,6 +24,7 @@ from recompute.engine.region import is_fake, is_recording
 from recompute.engine.saved import Owner, PassingBy, is_under_a_checkpoint
 from recompute.engine.sharded import has_layout
 from recompute.errors import warn
+from recompute.lowering import Lowering, is_lowered
 from recompute.recognize import (
     GatedMLP,
     Norm,
@@ -47,6 +48,8 @@ class KernelRunner(ABC):
     fallback: Runner | None
     """Runs instead where the input is not on CUDA; None: the kernel's reference does."""
     note: str = field(init=False)
+    lowering: Lowering | None = field(default=None, init=False)
+    """The rule in compiled code, where no runner around this has it."""
     stands_in_for_parts = False
     """Whether kernels may stand in for modules inside, too."""
 
@@ -69,11 +72,16 @@ class KernelRunner(ABC):
         """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-            return forward(*args, **kwargs)  # transforms that our functions don't know
-        if any(isinstance(value, Tensor) and has_layout(value) for value in (*args, *kwargs.values())):
+        if _is_transformed():
+            return forward(*args, **kwargs)
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and any(
+            isinstance(value, Tensor) and has_layout(value) for value in (*args, *kwargs.values())
+        ):
             return self._run_on_parts(module, forward, args, kwargs)
         if self.fallback is None or self.is_where_kernels_are(args, kwargs):
+            if self.lowering is not None and is_lowered(module):
+                return self.lowering.run(self.run_kernel, (module, forward, args, kwargs), {})
             return self.run_kernel(module, forward, args, kwargs)
         return self.fallback.run(module, forward, args, kwargs)
 
@@ -321,6 +329,13 @@ class KernelHeadRunner(KernelRunner):
         return Logits.of(hidden, weight, bias, self.observe)  # type: ignore[arg-type]  # the first two are tensors
 
 
+def _is_transformed() -> bool:
+    """Whether a transform is at work that our functions do not know."""
+    if torch.compiler.is_compiling():  # to which there is always an interpreter (torch 2.11 and 2.13)
+        return forward_ad._current_level >= 0
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 class _Owned:
     """Recipes recorded inside are counted for ``owner``."""
 
@@ -330,11 +345,13 @@ class _Owned:
         self._owner = owner
 
     def __enter__(self) -> None:
-        self._outer, local.owner = local.owner, self._owner
-        self._owner.frames += is_recording()
+        if not torch.compiler.is_compiling():  # which records nothing
+            self._outer, local.owner = local.owner, self._owner
+            self._owner.frames += is_recording()
 
     def __exit__(self, *error: object) -> None:
-        local.owner = self._outer
+        if not torch.compiler.is_compiling():
+            local.owner = self._outer
 
 
 def kernel_of(runner: Runner | None) -> KernelRunner | None:

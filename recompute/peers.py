@@ -24,6 +24,9 @@ from recompute.policy.loading import load_policy
 BASELINE = "none"
 """The policy that every other one is compared with: the model as it is, with nothing attached."""
 
+COMPILED = "+compile"
+"""Behind a policy's name: with every layer compiled."""
+
 _PEERS = ("torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective", "liger")
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
 
@@ -48,7 +51,13 @@ memory budget; Liger-Kernel's norms, SwiGLU and rotary embedding."""
 @contextmanager
 def under(policy: str, model: LlamaForCausalLM) -> Iterator[None]:
     """Have a policy (the name of a preset, or a file), or a peer, at work on the model: for good, but for Liger's."""
-    if policy == "liger":
+    if policy.endswith(COMPILED):
+        with under(policy.removesuffix(COMPILED), model):
+            for layer in model.model.layers:
+                layer.compile()
+            yield
+        torch.compiler.reset()
+    elif policy == "liger":
         with _liger(model):
             yield
     elif policy.startswith(("torch-compile", "torch-budget")):

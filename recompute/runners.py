@@ -19,6 +19,7 @@ from recompute.engine.region import KeepSpan, Region, Scope, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.setting import Setting
 from recompute.engine.tape import TapeRegion
+from recompute.lowering import CHECKPOINTS, KEEPS, is_lowered, lowering_of
 from recompute.policy.model import FAMILIES, PRICE, Rule
 
 Forward = Callable[..., Any]
@@ -117,6 +118,8 @@ class KeepRunner:
     note: str = "everything is kept"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if is_lowered(module):
+            return KEEPS.run(forward, args, kwargs)
         if not is_active(module):
             return forward(*args, **kwargs)
         with KeepSpan(self.owner):
@@ -133,6 +136,8 @@ class CheckpointRunner:
         self._region = Region(owner, beyond=surroundings(module.modules()))
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if is_lowered(module):
+            return CHECKPOINTS.run(forward, args, kwargs)
         if not is_active(module):
             return forward(*args, **kwargs)
         return self._region.run(forward, (module,), args, kwargs)
@@ -147,6 +152,7 @@ class TapeRunner:
     def __init__(self, owner: Owner, rule: Rule, openings: PlanCache, inner: InnerRunner | None = None):
         self.owner = owner
         self.inner = inner
+        self.lowering = lowering_of(rule)
         self._region = TapeRegion(setting_of(owner, rule, openings))
         what = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
         if rule.rerun:
@@ -158,6 +164,10 @@ class TapeRunner:
             self.note = f"{inner.note}; {self.note}"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if is_lowered(module):
+            if self.inner is None:
+                return self.lowering.run(forward, args, kwargs)
+            return self.lowering.run(self.inner.run, (module, forward, args, kwargs), {})
         if self.inner is None:
             return self._region.run(forward, args, kwargs) if is_active(module) else forward(*args, **kwargs)
         if not is_active(module):

@@ -9,6 +9,7 @@ from torch import nn
 from recompute.engine.plan import PlanCache
 from recompute.engine.saved import Owner
 from recompute.kernel_runners import find_inner_kernel, find_kernel
+from recompute.lowering import lowering_of
 from recompute.policy.model import PRICE, Rule
 from recompute.recognize import is_decorated
 from recompute.runners import CheckpointRunner, KeepRunner, PlainRunner, Runner, TapeRunner
@@ -37,6 +38,8 @@ def choose(
             kernel = find_kernel(Owner(owner.name), module, _on_tape(owner, rule), is_named=True)
         else:
             kernel = find_kernel(owner, module, tape if rule.via == "auto" else None, is_named=True)
+            if kernel is not None:
+                kernel.lowering = lowering_of(rule)
         yield path, module, TapeRunner(owner, rule, openings, kernel) if needs_tape else kernel or tape
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(path, module, rule, governed)

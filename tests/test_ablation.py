@@ -7,6 +7,7 @@ import math
 import sys
 import types
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +394,32 @@ def test_on_cuda_exact_policies_match_bitwise_and_launching_is_timed(tmp_path: P
         assert row.forward_cpu_seconds is not None
         assert row.forward_cpu_seconds > 0
         assert row.losses_match or policy in ("kernel", "auto")
+
+
+def test_each_policy_also_runs_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = "aot_eager_decomp_partition"  # inductor's cut between forward and backward, without its code
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    found = run(tmp_path, compile=True, policies=("full", "kernel"), peers=("torch-checkpoint",))
+    ways = [name + way for name in ("none", "full", "kernel") for way in ("", "+compile")]
+    assert list(found) == [*ways, "torch-checkpoint"]
+    held = {}
+    for policy, row in found.items():
+        assert row.error is None
+        assert row.grads_match, policy
+        assert row.exact is (policy in ("none", "full", "torch-checkpoint"))
+        held[policy] = row.activation_bytes_held or 0
+    for policy in ("full", "kernel"):
+        assert held[f"{policy}+compile"] < 0.95 * held["none+compile"]
+        assert held[f"{policy}+compile"] < 1.1 * held[policy]
+
+
+@pytest.mark.gpu
+def test_on_cuda_each_policy_also_runs_compiled(tmp_path: Path) -> None:
+    policies = ("full", "elementwise", "kernel", "auto")
+    rows = run(tmp_path, device="cuda", dtype="bfloat16", compile=True, policies=policies)
+    for policy, row in rows.items():
+        assert row.error is None, policy
+        assert row.grads_match, policy
+    for policy in policies:
+        compiled, without = (rows[f"{each}+compile"].activation_bytes_held or 0 for each in (policy, "none"))
+        assert compiled < without

@@ -125,8 +125,19 @@ def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -
     assert "wrong: held_bytes are not saved" in done.stdout
 
 
+@pytest.mark.parametrize("policy", ["full", "elementwise", "kernel"])
+def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--policy", policy, "--backend", "aot_eager_decomp_partition")
+    output = output_of("compile_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    held = re.findall(r"^(\w+): ([\d.]+) MiB .* ([\d.]+) MiB", output, re.MULTILINE)
+    assert [code for code, *_ in held] == ["eager", "compiled"]
+    for _, before, after in held:
+        assert float(after) < 0.75 * float(before)
+
+
 def test_every_example_is_run_here() -> None:
-    run_here = {"train_llama.py", "decorate_module.py", "estimate_against_measured.py", "train_with_trainer.py"}
+    run_here = {"train_llama.py", "compile_llama.py", "decorate_module.py", "estimate_against_measured.py"}
+    run_here.add("train_with_trainer.py")
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
     shared = {"comparing.py"}
     assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == shared | {f"{name}.py" for name in DISTRIBUTED}

@@ -28,6 +28,7 @@ FLOORS = {
     "recompute.kernels": 3,
     recompute.apply.__module__: 4,
     "recompute.explain": 4,
+    "recompute.lowering": 4,
     "recompute.runners": 4,
     "recompute.recognize": 4,
     "recompute.rotary": 4,

@@ -374,7 +374,7 @@ def test_a_layer_compiles_with_kernels_and_no_tape() -> None:
     recompute.apply(model, policy(rerun="gemm"))
     hidden = torch.randn(BATCH, LENGTH, HIDDEN)
     positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
-    layer = torch.compile(model.model.layers[0], backend="eager")
+    layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
     expected = plain.model.layers[0](hidden, position_embeddings=positions)
     torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
 

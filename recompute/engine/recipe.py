@@ -414,6 +414,8 @@ local = _Local()
 
 
 def open_book() -> RecipeBook | None:
+    if torch.compiler.is_compiling():  # a scope that is open meanwhile is for eager code
+        return None
     return local.books[-1] if local.books else None
 
 

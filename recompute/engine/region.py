@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.context import Autocast, Inputs, ModuleState
+from recompute.engine.kept import kept
 from recompute.engine.recipe import Handle, Recipe, RecipeBook, count_different, is_verifying, local, open_book
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
@@ -501,6 +502,8 @@ def keep(tensor: Tensor, name: str | None = None) -> Tensor:
         raise ValueError(
             f"recompute.keep takes a name that a rule's keep can list, such as 'router_logits', got {name!r}"
         )
+    if torch.compiler.is_compiling():
+        return kept(tensor, name) if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag else tensor
     for span in local.spans:
         tensor = span.pin(tensor, name)
     if name is None and (book := open_book()) is not None:

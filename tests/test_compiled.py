@@ -1,0 +1,330 @@
+"""Policies in code that ``torch.compile`` compiles: what it holds, what it gives, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import models
+import pytest
+import torch
+from models import held
+from tiny import decoder, next_token_loss, rule, rules, token_ids, train
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+import recompute
+from recompute.errors import UnsupportedError
+
+BACKEND = "aot_eager_decomp_partition"  # inductor's cut between forward and backward, without its code
+LAYER = "TinyDecoderLayer"
+MLP_KEPT = (rule("TinyMLP", "keep"), rule(LAYER))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compile_layers(model: nn.Module, backend: Any = BACKEND, **options: Any) -> nn.Module:
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend=backend, **options)
+    return model
+
+
+def held_in_a_step(model: nn.Module) -> int:
+    ids = token_ids()
+    next_token_loss(model, ids)  # what is made by the first run, in compiling
+    return held(model, lambda: next_token_loss(model, ids))
+
+
+def close(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+POLICIES = {
+    "checkpoint": rules(rule(LAYER)),
+    "checkpoint but attention": rules(rule(LAYER, keep="attention")),
+    "checkpoint but an op": rules(rule(LAYER, keep="aten.silu")),
+    "hooks": rules(rule(LAYER, "recompute", via="hook")),
+    "hooks, gemms again": rules(rule(LAYER, "recompute", via="hook", rerun="gemm")),
+    "norms and MLPs": rules(rule(["TinyRMSNorm", "TinyMLP"], "recompute", via="hook")),
+    "kernels": rules(rule(["TinyRMSNorm", "TinyMLP"], "recompute", via="kernel")),
+    "kernels, gemms again": rules(rule(LAYER, "recompute", via="kernel", rerun="gemm")),
+    "layers by kernels": rules(rule(LAYER, "recompute", via="kernel")),
+    "auto": rules(rule(LAYER, "recompute")),
+    "an MLP kept": rules(*MLP_KEPT),
+    "a region in another": rules(rule("TinyMLP", "recompute"), rule(LAYER)),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_compiled_layers_hold_less_and_give_the_same(policy: dict[str, Any]) -> None:
+    expected = train(decoder(layers=3))
+    without = held_in_a_step(compile_layers(decoder(layers=3)))
+    torch.compiler.reset()
+    model, counter = decoder(layers=3), CompileCounterWithBackend(BACKEND)
+    recompute.apply(model, policy)
+    eager = held_in_a_step(model)
+    close(train(compile_layers(model, counter)), expected)
+    assert counter.frame_count == 1  # of all layers
+    assert held_in_a_step(model) < without
+    assert held_in_a_step(model) < 1.5 * eager  # torch 2.11 holds what attention gives where nothing need be held
+
+
+@pytest.mark.parametrize("policy", [POLICIES["hooks"], POLICIES["checkpoint but attention"]])
+def test_no_more_is_held_than_in_eager_code(policy: dict[str, Any]) -> None:
+    model, compiled = decoder(), decoder()
+    for each in (model, compiled):
+        recompute.apply(each, policy)
+    assert held_in_a_step(compile_layers(compiled)) <= held_in_a_step(model)
+
+
+def test_a_rule_that_keeps_holds_more_than_the_one_around_it() -> None:
+    inside, around = decoder(), decoder()
+    recompute.apply(inside, rules(*MLP_KEPT))
+    recompute.apply(around, rules(rule(LAYER)))
+    assert held_in_a_step(compile_layers(inside)) > held_in_a_step(compile_layers(around))
+
+
+def whole_in_place(model: nn.Module) -> Callable[..., Any]:
+    model.compile(fullgraph=True, backend=BACKEND)
+    return model
+
+
+def whole(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, fullgraph=True, backend=BACKEND)
+
+
+@pytest.mark.parametrize("compiling", [whole, whole_in_place, compile_layers])
+@pytest.mark.parametrize("first", [True, False])
+def test_before_or_after_compiling(compiling: Callable[[nn.Module], Any], first: bool) -> None:
+    expected = train(decoder())
+    plain, model = decoder(), decoder()
+    compiled_plain = compiling(plain)
+    without = held(plain, lambda: next_token_loss(compiled_plain, token_ids()))
+    torch.compiler.reset()
+    if first:
+        recompute.apply(model, rules(rule(LAYER)))
+        compiled = compiling(model)
+    else:
+        compiled = compiling(model)
+        next_token_loss(compiled, token_ids()).backward()  # compiles it without the policy
+        model.zero_grad()
+        recompute.apply(compiled, rules(rule(LAYER)))  # which may be a wrapper
+    close(train(model, lambda: next_token_loss(compiled, token_ids())), expected)
+    assert held(model, lambda: next_token_loss(compiled, token_ids())) < without
+
+
+def test_layers_that_are_wrapped_keep_their_paths() -> None:
+    model = decoder()
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, backend=BACKEND)
+    handle = recompute.apply(model, {"rules": [{"match": "layers.*.mlp", "layers": 0, "action": "checkpoint"}]})
+    assert "layers.*.mlp  1 " in handle.explain()
+    close(train(model), train(decoder()))
+
+
+def test_taken_off_compiled_code_is_what_it_was() -> None:
+    model = compile_layers(decoder())
+    without = held_in_a_step(model)
+    handle = recompute.apply(model, rules(rule(LAYER)))
+    assert held_in_a_step(model) < without
+    handle.remove()
+    assert held_in_a_step(model) == without
+
+
+def test_evaluation_and_inference_hold_nothing() -> None:
+    model, plain = compile_layers(decoder()), decoder()
+    recompute.apply(model, rules(rule(LAYER)))
+    for each in (model, plain):
+        each.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(token_ids()), plain(token_ids()))
+    close(train(model), train(plain))
+    compile_layers(plain)
+    assert held_in_a_step(model) == held_in_a_step(plain)
+
+
+class Drops(nn.Module):
+    """What dropout drops of ones, and so its mask, is what it gives and its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x.sin().exp(), 0.5).sin()
+
+
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler"))
+
+
+@pytest.mark.parametrize("backend", [BACKEND, INDUCTOR])
+@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+def test_dropout_draws_one_mask(backend: str, action: str) -> None:
+    module = nn.Sequential(Drops(), Drops())
+    recompute.apply(module, {"rules": [{"type": "Drops", "action": action}]})
+    compiled = torch.compile(module[0], fullgraph=True, backend=backend)
+    x = torch.rand(64, 32, requires_grad=True)
+    for _ in range(3):
+        y = compiled(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert 0.3 < (y == 0).float().mean() < 0.7
+        assert torch.equal(y == 0, gradient == 0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_attentions_dropout_is_drawn_once(dropout: float) -> None:
+    torch.manual_seed(0)
+    model, plain = decoder(dropout=dropout), compile_layers(decoder(dropout=dropout))
+    recompute.apply(model, rules(rule(LAYER, "recompute")))
+    close(train(compile_layers(model)), train(plain))
+
+
+class Router(nn.Module):
+    """Pins what it calculates from its input, under a name or none."""
+
+    def __init__(self, name: str | None):
+        super().__init__()
+        self.linear, self.name = nn.Linear(32, 32), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return recompute.keep(self.linear(x), self.name).sin().exp()
+
+
+@pytest.mark.parametrize(
+    ("name", "keep", "more"), [(None, (), 1), ("logits", (), 0), ("logits", "logits", 1), ("other", "logits", 0)]
+)
+def test_tensors_that_are_pinned_are_held(name: str | None, keep: Any, more: int) -> None:
+    module, x = nn.Sequential(Router(name)), torch.rand(16, 32)
+    recompute.apply(module, {"rules": [{"type": "Router", "action": "checkpoint", "keep": keep}]})
+    module[0].compile(fullgraph=True, backend=BACKEND)
+    assert held(module, lambda: module(x)) == (1 + more) * 16 * 32 * 4
+    reference = module[0].linear(x).sin().exp()
+    torch.testing.assert_close(module(x), reference)
+
+
+def test_decorated_functions_are_regions_too() -> None:
+    def gelu(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x).exp().sin()
+
+    x = torch.rand(8, 32, requires_grad=True)
+    policies = (None, {"rules": [{"match": "**", "type": "gelu", "action": "checkpoint"}]})
+    for policy in policies:
+        torch.compiler.reset()
+        decorated = recompute.recompute(gelu, policy=policy)
+        compiled = torch.compile(lambda x, f=decorated: f(x.sin()), fullgraph=True, backend=BACKEND)
+        assert held(nn.Module(), lambda f=compiled: f(x)) <= 2 * 8 * 32 * 4
+        (found,), (expected,) = (torch.autograd.grad(f(x).sum(), x) for f in (compiled, lambda x: gelu(x.sin())))
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_decorated_class_runs_once_before_it_is_compiled(fullgraph: bool) -> None:
+    @recompute.recompute(policy={"rules": [{"match": "**", "type": "Late", "action": "checkpoint"}]})
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin().exp().sin()
+
+    module, x = Late(), torch.rand(8, 32, requires_grad=True)
+    compiled = torch.compile(module, fullgraph=fullgraph, backend=BACKEND)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported if fullgraph else UnsupportedError, match="it once before it is compiled"
+    ):
+        compiled(x)
+    torch.compiler.reset()
+    module(x)
+    assert held(module, lambda: compiled(x)) == 8 * 32 * 4
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y.relu_()
+        y = y * 1.5
+        y += x
+        z = self.second(y).mul_(2)
+        return z.sin_() * torch.zeros_like(z).copy_(y)
+
+
+@pytest.mark.parametrize(
+    "options", [{"action": "checkpoint"}, {"action": "recompute"}, {"action": "checkpoint", "keep": "gemm"}]
+)
+def test_what_is_written_in_place_comes_back_as_it_was(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(Writes()), torch.rand(8, 32)
+    module(x).sum().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    recompute.apply(module, {"rules": [{"type": "Writes", **options}]})
+    module[0].compile(fullgraph=True, backend=BACKEND)
+    module(x).sum().backward()
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], expected)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_price_is_refused(fullgraph: bool) -> None:
+    model = decoder()
+    recompute.apply(model, rules(rule(LAYER, "recompute", rerun="gemm", price=1e12)))
+    model.layers[0].compile(fullgraph=fullgraph, backend=BACKEND)
+    expected = torch._dynamo.exc.Unsupported if fullgraph else UnsupportedError
+    with pytest.raises(expected, match="a rule with a price cannot be compiled"):
+        model(token_ids())
+
+
+def test_a_backend_that_makes_no_backward_is_refused() -> None:
+    model = compile_layers(decoder(), "eager")
+    recompute.apply(model, rules(rule(LAYER)))
+    with pytest.raises(UnsupportedError, match="use 'inductor' or 'aot_eager'"):
+        model(token_ids())
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.sin().exp()
+
+
+def test_a_region_whose_graph_breaks_is_refused() -> None:
+    module = nn.Sequential(Breaks())
+    recompute.apply(module, {"rules": [{"type": "Breaks", "action": "checkpoint"}]})
+    module[0].compile(backend=BACKEND)
+    with pytest.raises(UnsupportedError, match="something in its forward breaks the graph"):
+        module(torch.rand(4, requires_grad=True))
+
+
+def outcome(model: nn.Module, name: str, **options: Any) -> list[Any]:
+    for module in model.modules():
+        if type(module).__name__ in models.FAMILIES[name].layers:
+            module.compile(backend=BACKEND)
+    torch.manual_seed(0)
+    loss = model(**models.batch(name), **options).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("preset", ["full", "elementwise"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_layers_of_hugging_face_compile_under_a_preset(name: str, preset: str) -> None:
+    plain, model = models.make(name), models.make(name)
+    recompute.apply(model, preset)
+    found, expected = (outcome(each, name, use_cache=False) for each in (model, plain))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_cache_that_a_layer_writes_to_is_refused_or_written_once() -> None:
+    model, plain = models.make("llama"), models.make("llama")
+    recompute.apply(model, "full")
+    with pytest.raises(UnsupportedError, match="use_cache=False, or torch"):
+        outcome(model, "llama", use_cache=True)
+    model.zero_grad()
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        found, expected = (outcome(each, "llama", use_cache=True) for each in (model, plain))
+    torch.testing.assert_close(found, expected)
