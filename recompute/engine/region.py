@@ -245,8 +245,8 @@ class Frame(Recipe):
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
         parameters = {_place_of(tensor): tensor for tensor in self._state.tensors()}
+        parameters.pop((None, None), None)
         alive: dict[int | None, Tensor] = {key: tensor for (key, _), tensor in parameters.items()}
-        alive.pop(None, None)
         alive |= {storage_key(tensor): tensor for tensor in held}
         for key in inputs.difference(map(storage_key, held)):  # an argument comes back as another tensor
             alive.pop(key, None)
