@@ -167,14 +167,13 @@ def frontier(
     """
     least = floor(profile).prediction.peak_nbytes
     found = [solve(profile, _unbounded(profile))]
-    step = (found[0].prediction.peak_nbytes - least) // (points - 1)
-    budget = found[0].prediction.peak_nbytes
-    while found[-1].prediction.peak_nbytes > least:
+    most = found[0].prediction.peak_nbytes
+    for i in range(1, points):
+        if found[-1].prediction.peak_nbytes == least:
+            break
         progress(len(found), points)
-        budget = max(least, min(budget - step, found[-1].prediction.peak_nbytes - 1))
-        if budget - step < least and len(found) == points - 1:
-            budget = least
-        found.append(solve(profile, budget))
+        budget = most - (most - least) * i // (points - 1)
+        found.append(solve(profile, min(budget, found[-1].prediction.peak_nbytes - 1)))
     return found
 
 
