@@ -26,6 +26,7 @@ from torch.optim import AdamW
 import recompute
 from recompute.planning.models import build
 from recompute.planning.profiling import describe_machine, memory_trace
+from recompute.planning.rehearsal import static_nbytes
 
 GIB = 2**30
 OPTIMIZERS: dict[str, dict[str, bool]] = {
@@ -139,12 +140,7 @@ def measured(case: Case, device: torch.device) -> dict[str, int]:
         optimizer.step()
         optimizer.zero_grad()
     gc.collect()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [*model.parameters(), *model.buffers(), *batch.values(), *states]
-    static = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
-    if device.type == "cuda":  # with cuBLAS's workspaces
-        torch.cuda.synchronize(device)
-        static = torch.cuda.memory_allocated(device)
+    static = static_nbytes(model, optimizer, batch)  # on CUDA with cuBLAS's workspaces
     with memory_trace(device) as trace:
         loss = model(**batch).loss
         trace.mark("forward")

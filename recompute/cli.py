@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from recompute.errors import GradientMismatch, PolicyWarning, RecomputeError, RegenerationError
+
+if TYPE_CHECKING:
+    from recompute.planning.plans import Plan
 
 _INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _UNLIMITED = 1000  # columns, where no terminal wraps the table
@@ -339,25 +342,27 @@ def plan(
         if frontier:
             found = with_frontier(found, tell)
 
-    if out is not None:
-        found.save(out)
-    if frontier and out is not None:
-        from recompute.planning import frontiers
-
-        frontiers.plot(found).savefig(out.with_suffix(".png"))
-    if as_json:
-        typer.echo(found.to_json())
-    else:
-        typer.echo(str(found))
-        if frontier:
-            from recompute.planning import frontiers
-
-            typer.echo(f"\n{frontiers.table(found)}")
-    for written in (save_profile, out, out.with_suffix(".png") if frontier and out is not None else None):
-        if written is not None:
-            typer.echo(f"written: {written}", err=True)
+    _show_plan(found, out=out, as_json=as_json, frontier=frontier)
+    if save_profile is not None:
+        typer.echo(f"written: {save_profile}", err=True)
     over = bool(found.rounds) and found.rounds[-1].measured_peak_nbytes > found.budget_nbytes
     raise typer.Exit(1 if over else 0)
+
+
+def _show_plan(plan: Plan, *, out: Path | None, as_json: bool, frontier: bool) -> None:
+    """Write the policy to ``out``, with the frontier's plot beside it, and print the plan."""
+    from recompute.planning import frontiers
+
+    typer.echo(plan.to_json() if as_json else str(plan))
+    if frontier and not as_json:
+        typer.echo(f"\n{frontiers.table(plan)}")
+    if out is not None:
+        plan.save(out)
+        typer.echo(f"written: {out}", err=True)
+        if frontier:
+            drawn = out.with_suffix(".png")
+            frontiers.plot(plan).savefig(drawn)
+            typer.echo(f"written: {drawn}", err=True)
 
 
 def _optimizer(name: PlannedOptimizer) -> Any:

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tabulate import tabulate
@@ -35,6 +34,7 @@ from recompute.errors import BudgetError
 from recompute.peers import under
 from recompute.planning import profiling
 from recompute.planning.profile_table import Profile
+from recompute.planning.rehearsal import static_nbytes
 from recompute.policy.document import load_document
 from recompute.report import humanize
 
@@ -84,18 +84,11 @@ class Trainer:
             start = profiling.wall_seconds(device)
             self.step()
             seconds.append(profiling.wall_seconds(device) - start)
-        static = self.static_nbytes()
+        assert self.optimizer is not None, "the first step makes one"
+        static = static_nbytes(self.model, self.optimizer, self.batch)
         with profiling.memory_trace(device) as trace:
             self.step()
         return static + trace.peak_nbytes, statistics.median(seconds)
-
-    def static_nbytes(self) -> int:
-        if self.batch.is_cuda:
-            return torch.cuda.memory_allocated(self.batch.device)
-        assert self.optimizer is not None
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        tensors = [*self.model.parameters(), *self.model.buffers(), *states, self.batch]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def main(config_path: Path, out: Path, count: int, peers: bool, profile_path: Path | None) -> None:

@@ -21,6 +21,15 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of parameters: ``functools.partial(torch.optim.AdamW, fused=True)``, say."""
 
 
+def static_nbytes(model: nn.Module, optimizer: Optimizer, batch: Any) -> int:
+    """Alive between training steps: on CUDA all that is allocated; else parameters, buffers, states and the batch."""
+    device = optimizer.param_groups[0]["params"][0].device
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    states = [list(state.values()) for state in optimizer.state.values()]
+    return nbytes_of([*model.parameters(), *model.buffers(), states, batch])
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """A model, a batch for it and an optimizer that changes nothing, to run as many training steps as one likes."""
@@ -51,11 +60,8 @@ class Rehearsal:
 
     @property
     def static_nbytes(self) -> int:
-        """Alive between steps: on CUDA all that is allocated; else parameters, buffers, optimizer states, the batch."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        states = [list(state.values()) for state in self.optimizer.state.values()]
-        return nbytes_of([*self.model.parameters(), *self.model.buffers(), states, self.args, self.kwargs])
+        """Alive between steps."""
+        return static_nbytes(self.model, self.optimizer, (self.args, self.kwargs))
 
     def forward(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Where backward starts, and the gradient that it starts with. The rest of the output is let go of."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from recompute.planning.profiling import Clock, MemoryTrace
 from recompute.planning.rehearsal import OptimizerFactory, Rehearsal, nbytes_of
 from recompute.planning.simulation import fake_mode
 from recompute.planning.tracker import BLOCK_NBYTES, FakeTrace
+from recompute.policy.document import nearest
 from recompute.verification import Loss, arguments_of, named
 
 _GIB = 2**30
@@ -77,9 +77,7 @@ def roofline(
     Raises ``ModelError`` for a device that is not in ``DEVICES``, and where the model cannot run without values.
     """
     if device not in DEVICES:
-        nearest = difflib.get_close_matches(device, DEVICES, n=1, cutoff=0.4)
-        hint = f"; nearest: {nearest[0]!r}" if nearest else ""
-        raise ModelError(f"device: expected one of {', '.join(DEVICES)}; found {device!r}{hint}")
+        raise ModelError(f"device: expected one of {', '.join(DEVICES)}; found {device!r}{nearest(device, DEVICES)}")
     figures = DEVICES[device]
     name = type(model).__name__
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

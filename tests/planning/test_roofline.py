@@ -73,7 +73,7 @@ def test_the_real_model_is_left_alone() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(ModelError, match=r"expected one of H200, H100, .*; found 'h20'; nearest: 'H200'"):
-        recompute.profile(nn.Linear(2, 2), torch.ones(1, 2), device="h20")
+    with pytest.raises(ModelError, match=r"expected one of H200, H100, .*; found 'h200' \(did you mean 'H200'\?\)"):
+        recompute.profile(nn.Linear(2, 2), torch.ones(1, 2), device="h200")
     with pytest.raises(ValueError, match="none of Linear's parameters requires a gradient"):
         recompute.profile(nn.Linear(2, 2).requires_grad_(False), torch.ones(1, 2), device="H200")
