@@ -23,7 +23,7 @@ from recompute.planning.profiles import Progress, measured
 from recompute.planning.profiling import Clock, MemoryTrace
 from recompute.planning.rehearsal import OptimizerFactory, Rehearsal, nbytes_of
 from recompute.planning.simulation import fake_mode
-from recompute.planning.tracker import BLOCK_NBYTES, FakeTrace
+from recompute.planning.tracker import BLOCK_NBYTES, StorageTrace
 from recompute.policy.document import nearest
 from recompute.verification import Loss, arguments_of, named
 
@@ -135,14 +135,14 @@ class _Imagined(Rehearsal):
         return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
 
     def memory_trace(self) -> MemoryTrace:
-        return FakeTrace(BLOCK_NBYTES)
+        return StorageTrace(BLOCK_NBYTES)
 
     def clock(self) -> Clock:
         return _RooflineClock(self.figures)
 
 
 class _RooflineClock(Clock):
-    """Adds up the seconds of the ops of this thread. Inside of it a ``FakeTrace`` takes our kernels apart into ops."""
+    """Adds up the seconds of this thread's ops. A ``StorageTrace`` inside of it takes our kernels apart into ops."""
 
     def __init__(self, figures: Device) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def _optimizer_costs(
             parameter.grad = torch.empty_like(parameter)
         optimizer = make(given)
         optimizer.step()  # makes the states
-        with _RooflineClock(figures) as clock, FakeTrace(BLOCK_NBYTES) as trace:
+        with _RooflineClock(figures) as clock, StorageTrace(BLOCK_NBYTES) as trace:
             optimizer.step()
             clock.mark("step")
         values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from recompute.errors import ModelError, RecomputeError
 from recompute.planning.imagining import as_on_cuda
-from recompute.planning.tracker import BLOCK_NBYTES, FakeTrace
+from recompute.planning.tracker import BLOCK_NBYTES, StorageTrace
 
 LOSS = "the loss"
 """What the model computes outside of its modules, and the loss itself."""
@@ -71,7 +71,7 @@ def simulate(
         with _environment(autocast, on_cuda) as forward_only, forward_only(), _calls_told(model, _Ledger(None, 0)):
             run()
     ledger = _Ledger(classes, tokens)
-    trace = FakeTrace(BLOCK_NBYTES if on_cuda else 1)
+    trace = StorageTrace(BLOCK_NBYTES if on_cuda else 1)
     ledger.watch(trace)
     hooks = [
         parameter.register_post_accumulate_grad_hook(ledger.take_gradient)
@@ -112,7 +112,7 @@ def optimizer_peak_nbytes(
             parameter.grad = torch.empty_like(parameter)
         optimizer = make(parameters)
         optimizer.step()  # makes the states
-        with FakeTrace(BLOCK_NBYTES) as trace:
+        with StorageTrace(BLOCK_NBYTES) as trace:
             optimizer.step()
     return trace.peak_nbytes
 
@@ -168,9 +168,9 @@ class _Ledger:
     _borders: list[int] = field(default_factory=lambda: [0])
     _paths: list[str] = field(default_factory=lambda: [""])
     _last: str = LOSS
-    _trace: FakeTrace | None = None
+    _trace: StorageTrace | None = None
 
-    def watch(self, trace: FakeTrace) -> None:
+    def watch(self, trace: StorageTrace) -> None:
         self._trace = trace
         trace.on_grown, trace.label, trace.on_freed = self._grown, self._label, self._freed
 

@@ -1,7 +1,8 @@
-"""Counts the bytes of tensors that have no memory: which storages live, from the op that makes each until it dies."""
+"""Counts the bytes of tensors, also of such as have no memory: which storages live, from the op that makes each on."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from recompute.engine.recipe import local
@@ -19,19 +20,21 @@ from recompute.planning.profiling import MemoryTrace
 from recompute.planning.transients import transient_nbytes
 
 _aten = torch.ops.aten
+_is_made_of_tensors = functools.cache(is_traceable_wrapper_subclass_type)
 _DEVICE = torch.ops.prim.device.default  # asked of every fake tensor, many times an op
 
 BLOCK_NBYTES = 512
 """What CUDA's caching allocator rounds sizes up to."""
 
 
-class FakeTrace(MemoryTrace):
-    """Storages that ops make on fake tensors in this thread during a ``with`` block, and when each is freed.
+class StorageTrace(MemoryTrace):
+    """Storages that ops make in this thread during a ``with`` block, and when each is freed, in whichever thread.
 
     block_nbytes: each storage counts as a whole number of these; 1 counts to the byte, as the CPU's allocator does.
 
     Storages from before the block never count, nor does freeing them. Views count as what they are views of. What an op
-    allocates beside its outputs counts where it is known: in ``transients.py``, and in what our kernels allocate.
+    allocates beside its outputs counts where it is known: in ``transients.py``, and in what our kernels allocate. Of
+    tensors made of tensors (``DTensor``) those count that they are made of.
     """
 
     def __init__(self, block_nbytes: int = 1) -> None:
@@ -48,7 +51,7 @@ class FakeTrace(MemoryTrace):
         self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
         self._span_peak_nbytes = 0
 
-    def __enter__(self) -> FakeTrace:
+    def __enter__(self) -> StorageTrace:
         self._mode.__enter__()
         return self
 
@@ -115,12 +118,14 @@ class FakeTrace(MemoryTrace):
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, trace: FakeTrace) -> None:
+    def __init__(self, trace: StorageTrace) -> None:
         super().__init__()
         self._trace = trace
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(_is_made_of_tensors, types)):
+            return NotImplemented  # so that what it does with those inside comes here
         if op is _DEVICE:
             return op(*args, **kwargs)
         if op in IMPLEMENTATIONS:  # what it allocates inside is seen, each tensor as long as it lives

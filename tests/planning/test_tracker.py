@@ -1,8 +1,11 @@
-"""What lives on fake tensors is what lives on real ones, to the byte."""
+"""What lives is counted to the byte, and lives on fake tensors as on real ones."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import models
@@ -10,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import recompute
@@ -18,10 +22,12 @@ from recompute.planning import profiling
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.models import without_packing
 from recompute.planning.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate, unit_of
-from recompute.planning.tracker import FakeTrace
+from recompute.planning.tracker import StorageTrace
 from recompute.planning.transients import transient_nbytes
 
 CPU = torch.device("cpu")
+Mode = Callable[[], AbstractContextManager[Any]]
+FAKE_OR_REAL = pytest.mark.parametrize("mode", [FakeTensorMode, nullcontext])
 KIB = 1024
 
 
@@ -29,8 +35,9 @@ def kibibytes(count: int) -> Tensor:
     return torch.empty(count * KIB, dtype=torch.uint8)
 
 
-def test_counts_what_is_alive_at_each_mark_and_in_each_span() -> None:
-    with FakeTensorMode(), FakeTrace() as trace:
+@FAKE_OR_REAL
+def test_counts_what_is_alive_at_each_mark_and_in_each_span(mode: Mode) -> None:
+    with mode(), StorageTrace() as trace:
         first = kibibytes(3)
         trace.mark("one")
         second = kibibytes(5)
@@ -44,10 +51,11 @@ def test_counts_what_is_alive_at_each_mark_and_in_each_span() -> None:
     assert trace.peak_nbytes == 12 * KIB
 
 
-def test_views_and_what_was_there_before_count_nothing() -> None:
-    with FakeTensorMode():
+@FAKE_OR_REAL
+def test_views_and_what_was_there_before_count_nothing(mode: Mode) -> None:
+    with mode():
         before = kibibytes(64)
-        with FakeTrace() as trace:
+        with StorageTrace() as trace:
             view = before[1:].view(torch.int8)
             before.add_(1)
             trace.mark("views")
@@ -59,14 +67,16 @@ def test_views_and_what_was_there_before_count_nothing() -> None:
     assert trace.held_nbytes == {"views": 0, "part": 64 * KIB - 1}
 
 
-def test_blocks_are_rounded_up() -> None:
-    with FakeTensorMode(), FakeTrace(512) as trace:
+@FAKE_OR_REAL
+def test_blocks_are_rounded_up(mode: Mode) -> None:
+    with mode(), StorageTrace(512) as trace:
         _ = torch.empty(1), torch.empty(512, dtype=torch.uint8)
     assert trace.peak_nbytes == 1024
 
 
-def test_what_autograd_saves_lives_until_backward() -> None:
-    with FakeTensorMode(), FakeTrace() as trace:
+@FAKE_OR_REAL
+def test_what_autograd_saves_lives_until_backward(mode: Mode) -> None:
+    with mode(), StorageTrace() as trace:
         x = torch.empty(1000, requires_grad=True)
         y = x.exp().exp()
         trace.mark("forward")
@@ -77,8 +87,9 @@ def test_what_autograd_saves_lives_until_backward() -> None:
     assert trace.held_nbytes == {"forward": 3 * 4000, "backward": 3 * 4000, "end": 2 * 4000}
 
 
-def test_a_failed_block_reports_nothing() -> None:
-    failed = FakeTrace()
+@FAKE_OR_REAL
+def test_a_failed_block_reports_nothing(mode: Mode) -> None:
+    failed = StorageTrace()
 
     def fail() -> None:
         with failed:
@@ -86,9 +97,26 @@ def test_a_failed_block_reports_nothing() -> None:
             failed.mark("before")
             raise ValueError("out of ideas")
 
-    with FakeTensorMode(), pytest.raises(ValueError, match="out of ideas"):
+    with mode(), pytest.raises(ValueError, match="out of ideas"):
         fail()
     assert (failed.held_nbytes, failed.span_peak_nbytes, failed.peak_nbytes) == ({}, {}, 0)
+
+
+def test_what_another_thread_frees_is_seen() -> None:
+    with StorageTrace() as trace, ThreadPoolExecutor() as pool:
+        held = [kibibytes(3), kibibytes(5)]
+        pool.submit(held.pop).result()
+        trace.mark("popped")
+    assert trace.held_nbytes == {"popped": 3 * KIB}
+
+
+def test_of_tensors_made_of_tensors_those_inside_count() -> None:
+    made = TwoTensor(torch.ones(1000), torch.ones(1000))
+    with StorageTrace() as trace:
+        twice = made * 2
+        trace.mark("both")
+        del twice
+    assert trace.held_nbytes == {"both": 2 * 4000}
 
 
 def run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
@@ -213,8 +241,9 @@ def test_embeddings_sum_in_float32_where_there_are_many_tokens() -> None:
     assert (few, many) == (0, (409 + 4096) * 256 * 4 + 48 * 4096)
 
 
-def test_plain_checkpoints_of_torch_are_seen() -> None:
-    with FakeTensorMode(), FakeTrace() as trace:
+@FAKE_OR_REAL
+def test_plain_checkpoints_of_torch_are_seen(mode: Mode) -> None:
+    with mode(), StorageTrace() as trace:
         x = torch.empty(1000, requires_grad=True)
         y = checkpoint(lambda x: x.exp().sin().exp(), x, use_reentrant=False, preserve_rng_state=False)
         trace.mark("forward")
