@@ -21,9 +21,10 @@ from recompute.engine.ops import is_op
 from recompute.engine.plan import Plan, PlanCache
 from recompute.engine.region import Region, is_recording
 from recompute.engine.saved import Owner
+from recompute.engine.stopwatch import Stopwatch
 from recompute.engine.tape import TapeRegion
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
-from recompute.explain import Attachment, explanation
+from recompute.explain import Attachment, Stats, explanation, stats
 from recompute.kernel_runners import KernelHeadRunner, kernel_of
 from recompute.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
 from recompute.policy.loading import is_preset, load_policy
@@ -60,32 +61,30 @@ def apply(model: nn.Module, policy: PolicyLike = "elementwise") -> AppliedPolicy
     return AppliedPolicy(policy, attachments)
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Totals since the policy was applied, over the modules that it governs."""
-
-    frames: int
-    """Forward runs of a region."""
-    dropped_tensors: int
-    """Saved tensors dropped, each storage counted once."""
-    dropped_nbytes: int
-    kept_nbytes: int
-    """Bytes saved in regions that could not be dropped."""
-    regenerations: int
-    """Times that backward ran something again: an op of a tape, a checkpoint, what a kernel recorded."""
-
-
 class AppliedPolicy:
     """A policy on a model. As a context manager it removes itself at the end."""
 
     def __init__(self, policy: Policy, attachments: list[Attachment]):
         self.policy = policy
         self._attachments = attachments
+        self._stopwatch: Stopwatch | None = None
 
     def stats(self) -> Stats:
-        """What was dropped and regenerated since the policy was applied."""
-        owners = [attachment.runner.owner for attachment in self._attachments]
-        return Stats(*(sum(getattr(owner, name) for owner in owners) for name in Stats.__dataclass_fields__))
+        """What was dropped and regenerated since the policy was applied; of a step, the difference of two.
+
+        before = handle.stats()
+        model(**batch).loss.backward()
+        print(handle.stats() - before)
+        """
+        return stats(self._attachments, self._stopwatch)
+
+    def time_regeneration(self) -> None:
+        """Have ``stats()`` say, from now on, how long regenerating takes. That costs two events a time on CUDA."""
+        if self._stopwatch is None:
+            parameter = next((each for a in self._attachments for each in a.module.parameters()), None)
+            self._stopwatch = Stopwatch(torch.device("cpu") if parameter is None else parameter.device)
+        for attachment in self._attachments:
+            attachment.runner.owner.stopwatch = self._stopwatch
 
     def plans(self) -> dict[str, Plan]:
         """What the last forward kept and dropped, by module path: of the modules whose ops are written down.

@@ -1,17 +1,18 @@
-"""What a policy does to a model, as tables: which module got which rule, what is dropped, and why the rest is kept."""
+"""What a policy does to a model: which module got which rule, what is dropped, and why the rest is kept."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from tabulate import tabulate
 from torch import nn
 
 from recompute.engine.plan import Plan, Row
 from recompute.engine.saved import Owner
+from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.model import Policy
 from recompute.runners import Runner
 
@@ -24,6 +25,42 @@ class Attachment:
     module: nn.Module
     rule: int | None
     runner: Runner
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Totals over the modules that a policy governs. ``later - earlier``: of what was between."""
+
+    frames: int
+    """Forward runs of a region."""
+    dropped_tensors: int
+    """Saved tensors dropped, each storage counted once."""
+    dropped_nbytes: int
+    kept_nbytes: int
+    """Bytes saved in regions that could not be dropped."""
+    regenerations: int
+    """Times that backward ran something again: an op of a tape, a checkpoint, what a kernel recorded."""
+    regenerated_nbytes: int
+    """Bytes that came back so, with what had to come back on the way; not what kernels regenerate in registers."""
+    regenerating_seconds: float | None = None
+    """How long that took, on CUDA the device; None where ``time_regeneration()`` was not asked for."""
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        seconds = self.regenerating_seconds
+        totals = {name: getattr(self, name) - getattr(earlier, name) for name in _TOTALS}
+        return Stats(
+            **totals, regenerating_seconds=None if seconds is None else seconds - (earlier.regenerating_seconds or 0.0)
+        )
+
+
+_TOTALS = [each.name for each in fields(Stats) if each.name != "regenerating_seconds"]
+
+
+def stats(attachments: Iterable[Attachment], stopwatch: Stopwatch | None) -> Stats:
+    """stopwatch: that of the attachments' owners, if they have one."""
+    owners = [attachment.runner.owner for attachment in attachments]
+    totals = {name: sum(getattr(owner, name) for owner in owners) for name in _TOTALS}
+    return Stats(**totals, regenerating_seconds=None if stopwatch is None else stopwatch.seconds())
 
 
 def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -34,21 +35,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import recompute
 from recompute.errors import PolicyWarning
+from recompute.explain import Stats
 from recompute.policy.loading import preset_names
 
 
 def of_one_more(run: Callable[[], Any], handle: Any) -> Any:
     """The stats of a run in which every region knows its plan: before it may have begun with another region's."""
-    before = vars(handle.stats())
+    before = handle.stats()
     run()
-    after = handle.stats()
-    return type(after)(**{name: value - before[name] for name, value in vars(after).items()})
+    return handle.stats() - before
 
 
 def test_stats_count_the_bytes_that_are_dropped() -> None:
     model = decoder()
     handle = recompute.apply(model, "hook")
-    assert handle.stats() == type(handle.stats())(*[0] * 5)
+    assert handle.stats() == Stats(*[0] * 6)
     train(model, steps=1)
     first = handle.stats()
     stats = of_one_more(lambda: train(model, steps=1), handle)
@@ -64,7 +65,10 @@ def test_stats_count_the_bytes_that_are_dropped() -> None:
     assert stats.kept_nbytes == 5 * hidden + 2 * (2 * inner)
     # pow, mean, add, rsqrt and two mul of a norm; silu and mul of an MLP. No module runs again.
     assert stats.regenerations == 5 * 6 + 2 * 2
+    # Of the six ops of a norm three give a row of values, three one number a row.
+    assert stats.regenerated_nbytes == 5 * (3 * hidden + 3 * row) + 2 * (2 * inner)
     assert stats.frames == 7
+    assert stats.regenerating_seconds is None
 
 
 def test_stats_of_whole_layers_count_the_bytes_that_are_dropped() -> None:
@@ -116,6 +120,37 @@ def test_a_rule_of_a_part_holds_whatever_other_rules_said_of_the_same_ops_before
         train(model, steps=1)
         dropped.append(of_one_more(functools.partial(train, model, steps=1), handle).dropped_nbytes)
     assert dropped[0] == dropped[2] < dropped[1]
+
+
+class Slow(nn.Module):
+    """Takes a while."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(_A_WHILE)
+        return x.exp().exp()
+
+
+_A_WHILE = 0.02
+
+
+def test_stats_time_what_backward_runs_again() -> None:
+    model = nn.Sequential(Slow(), nn.Sequential(Slow()))
+    handle = recompute.apply(model, rules(rule("Sequential", "checkpoint"), rule("Slow", "checkpoint")))
+    x = torch.ones(TOKENS, requires_grad=True)
+    model(x).sum().backward()
+    assert handle.stats().regenerating_seconds is None
+    handle.time_regeneration()
+    assert handle.stats().regenerating_seconds == 0
+    before = handle.stats()
+    loss = model(x).sum()
+    assert (handle.stats() - before).regenerating_seconds == 0
+    began = time.perf_counter()
+    loss.backward()
+    step = handle.stats() - before
+    # The second Slow runs again as part of what is around it, and once more by itself: each is timed once.
+    assert step.regenerations >= 3
+    assert 3 * _A_WHILE <= step.regenerating_seconds <= time.perf_counter() - began
+    assert step.regenerated_nbytes > 0
 
 
 def test_stats_stay_when_the_policy_is_gone() -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -217,6 +217,8 @@ class Recipe(ABC):
 
     def _fill_all(self) -> None:
         """Run this, after the recipes it builds on: by a stack, as a chain of ops may be longer than Python's."""
+        stopwatch = None if local.regenerating else self.owner.stopwatch
+        started = None if stopwatch is None else stopwatch.start()
         pending = [(self, self.unready())]
         while pending:
             recipe, unready = pending[-1]
@@ -225,6 +227,8 @@ class Recipe(ABC):
             else:
                 recipe._fill()
                 pending.pop()
+        if stopwatch is not None:
+            stopwatch.stop(started)
 
     def unready(self) -> Iterator[Recipe]:
         """The recipes that must run before this one can."""
@@ -247,11 +251,17 @@ class Recipe(ABC):
             for handle in dropped:
                 handle.due = True
             self.owner.regenerations += 1
+            self.owner.regenerated_nbytes += _nbytes(self._values.values())
             self.group.filled(self)
 
     @abstractmethod
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
         """The values of the slots in ``wanted``."""
+
+
+def _nbytes(values: Iterable[Saved]) -> int:
+    storages = [value.tensor.untyped_storage() for value in values if isinstance(value, Kept)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 class OpRecipe(Recipe):

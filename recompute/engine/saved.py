@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recompute.engine.sharded import local_of
+from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import MutationError
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class Owner:
     """Bytes saved in its frames that were not dropped and do not live anyway."""
     regenerations: int = 0
     """Times backward made it, or an op in it, run again."""
+    regenerated_nbytes: int = 0
+    """Bytes that came back so, with those of what had to come back on the way."""
+    stopwatch: Stopwatch | None = None
+    """Times that, where somebody wants to know."""
     plan: Plan | None = None
     """What its last frame kept and dropped, and why."""
 

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
-from recompute.attach import Stats
 from recompute.engine import recipe, region, saved, tape
+from recompute.explain import Stats
 
 HIDDEN = 8
 TOKENS = 6
