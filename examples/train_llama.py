@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
 from recompute.planning.profiling import step_memory
+from recompute.timeline import Timeline
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", default="elementwise", help="a preset, or the path of a policy file")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--timeline", type=Path, help="a .json to write a step's memory to, and a .png beside it")
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,9 +44,18 @@ def main() -> None:
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}")
 
+    handle.time_regeneration()
+    before = handle.stats()
+    with nullcontext() if options.timeline is None else Timeline(model) as timeline:
+        loss_of(batches[0]).backward()
+    if timeline is not None:
+        timeline.save(options.timeline)  # for ui.perfetto.dev
+        timeline.plot().savefig(options.timeline.with_suffix(".png"))
+
     print(handle.explain())
-    before, after = plain.activation_bytes_held / 2**20, lean.activation_bytes_held / 2**20
-    print(f"held after forward: {before:.1f} MiB without a policy, {after:.1f} MiB under {options.policy}")
+    print(f"a step: {handle.stats() - before}")
+    held, left = plain.activation_bytes_held / 2**20, lean.activation_bytes_held / 2**20
+    print(f"held after forward: {held:.1f} MiB without a policy, {left:.1f} MiB under {options.policy}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -58,14 +59,24 @@ def apply(model: nn.Module, policy: PolicyLike = "elementwise") -> AppliedPolicy
     _refuse_governed(model)
     attachments = _attachments(model, policy)
     _attach(attachments)
-    return AppliedPolicy(policy, attachments)
+    _policies[model] = policy
+    return AppliedPolicy(policy, attachments, model)
+
+
+_policies: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
+
+
+def policy_on(model: nn.Module) -> Policy | None:
+    """The policy that ``model`` itself was put under, while it is."""
+    return _policies.get(uncompiled(model))
 
 
 class AppliedPolicy:
     """A policy on a model. As a context manager it removes itself at the end."""
 
-    def __init__(self, policy: Policy, attachments: list[Attachment]):
+    def __init__(self, policy: Policy, attachments: list[Attachment], model: nn.Module):
         self.policy = policy
+        self._model = weakref.ref(model)
         self._attachments = attachments
         self._stopwatch: Stopwatch | None = None
 
@@ -119,6 +130,8 @@ class AppliedPolicy:
         """Take the policy off: the model is what it was. Graphs that were built under it still run backward."""
         for attachment in self._attachments:
             _detach(attachment)
+        if (model := self._model()) is not None and _policies.get(model) is self.policy:
+            del _policies[model]
 
     def __enter__(self) -> AppliedPolicy:
         return self

@@ -24,8 +24,10 @@ def output_of(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "hook", "kernel", "elementwise", "auto"])
-def test_train_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--policy", policy, "--steps", "2")
+def test_train_llama(
+    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("--policy", policy, "--steps", "2", "--timeline", str(tmp_path / "step.json"))
     output = output_of("train_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
     assert len(losses) == 2
@@ -33,6 +35,11 @@ def test_train_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert f"policy {policy}\n" in output
     before, after = map(float, re.findall(r"([\d.]+) MiB", output))
     assert after == before if policy == "none" else after < 0.75 * before
+    regenerated = re.search(r"regenerated_nbytes=(\d+)", output)
+    assert regenerated is not None
+    assert (regenerated[1] == "0") == (policy == "none")
+    assert (tmp_path / "step.png").stat().st_size > 0
+    assert '"regeneration"' in (tmp_path / "step.json").read_text(encoding="utf-8")
 
 
 def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

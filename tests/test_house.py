@@ -39,6 +39,8 @@ FLOORS = {
     "recompute.peers": 5,
     "recompute.report": 5,
     "recompute.ablation": 5,
+    "recompute.timeline": 5,
+    "recompute.out_of_memory": 5,
     "recompute.planning": 5,
     "recompute.integrations": 6,
     "recompute.cli": 7,

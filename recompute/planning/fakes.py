@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 _CPU = torch.device("cpu")
 
 
-def fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in training mode on fake CPU tensors, made under their mode: parameters of floats in ``dtype``.
+def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy in training mode on fake CPU tensors, made under their mode: parameters of floats in ``dtype``, if given.
 
     The model may be on any device, also on ``meta``; it is left as it is. A policy on it is not on the copy.
     """
@@ -24,7 +24,7 @@ def fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
                 memo[id(value)] = _fake(value, value.dtype)
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in memo:
-                kind = dtype if parameter.is_floating_point() else parameter.dtype
+                kind = dtype if dtype and parameter.is_floating_point() else parameter.dtype
                 memo[id(parameter)] = nn.Parameter(_fake(parameter, kind), parameter.requires_grad)
         for buffer in module._buffers.values():
             if buffer is not None:

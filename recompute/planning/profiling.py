@@ -22,6 +22,11 @@ def wall_seconds(device: torch.device) -> float:
     """Seconds on a monotonic clock, read once everything queued on `device` has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return host_seconds()
+
+
+def host_seconds() -> float:
+    """Seconds on the same clock, as it is: what is queued on a device may not have begun."""
     return time.perf_counter()
 
 

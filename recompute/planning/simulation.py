@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from recompute.errors import ModelError, RecomputeError
 from recompute.planning.imagining import as_on_cuda
 from recompute.planning.tracker import BLOCK_NBYTES, StorageTrace
-
-LOSS = "the loss"
-"""What the model computes outside of its modules, and the loss itself."""
-
-_get_sequence = torch._C._autograd._get_sequence_nr
+from recompute.planning.whereabouts import LOSS, Whereabouts, unit_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ def simulate(
     on_cuda: count as on CUDA; else to the byte, as the CPU runs it.
     """
     if warm_up:
-        with _environment(autocast, on_cuda) as forward_only, forward_only(), _calls_told(model, _Ledger(None, 0)):
+        with _environment(autocast, on_cuda) as forward_only, forward_only(), _following(model, Whereabouts()):
             run()
     ledger = _Ledger(classes, tokens)
     trace = StorageTrace(BLOCK_NBYTES if on_cuda else 1)
@@ -80,7 +75,7 @@ def simulate(
     ]
     try:
         with _uncollected(), _environment(autocast, on_cuda) as forward_only, trace:
-            with forward_only(), _calls_told(model, ledger):
+            with forward_only(), _following(model, ledger.whereabouts):
                 loss, output = run()
             logits = _logits(output, classes)
             ledger.kept_nbytes = 0 if logits is None else logits.nbytes
@@ -153,32 +148,22 @@ def _logits(output: Any, classes: int | None) -> Tensor | None:
 
 @dataclass
 class _Ledger:
-    """Knows which module runs, in forward and in backward, and notes what is alive then."""
+    """Notes what is alive as each module runs, in forward and in backward."""
 
     classes: int | None
     tokens: int
-    path: str = ""
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)
     is_backward: bool = False
-    has_begun: bool = False
     gradient_nbytes: int = 0
     logits_nbytes: int = 0
     logits_peak_nbytes: int = 0
     kept_nbytes: int = 0
     moments: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    _borders: list[int] = field(default_factory=lambda: [0])
-    _paths: list[str] = field(default_factory=lambda: [""])
-    _last: str = LOSS
     _trace: StorageTrace | None = None
 
     def watch(self, trace: StorageTrace) -> None:
         self._trace = trace
         trace.on_grown, trace.label, trace.on_freed = self._grown, self._label, self._freed
-
-    def goes_to(self, path: str) -> None:
-        """A module's forward begins, or goes on after another's inside has ended."""
-        self.path, self.has_begun = path, True
-        self._borders.append(_get_sequence())  # of the nodes to come
-        self._paths.append(path)
 
     def take_gradient(self, parameter: Tensor) -> None:
         assert self._trace is not None, "hooks are set when the trace is"
@@ -187,13 +172,7 @@ class _Ledger:
             self._grown(self._trace.alive_nbytes)
 
     def _where(self) -> str:
-        if not self.is_backward:
-            return self.path
-        node = torch._C._current_autograd_node()
-        sequence = 2**64 - 1 if node is None else node._sequence_nr()
-        if 0 <= sequence < self._borders[-1] + 2**32:  # accumulation is of no place in forward
-            self._last = self._paths[bisect.bisect_right(self._borders, sequence) - 1]
-        return self._last
+        return self.whereabouts.in_backward() if self.is_backward else self.whereabouts.path
 
     def _grown(self, nbytes: int) -> None:
         unit = unit_of(self._where())
@@ -222,40 +201,18 @@ class _Ledger:
             self.logits_nbytes -= nbytes
 
 
-def unit_of(path: str) -> str:
-    """The part of a model that ``path`` is in: a layer ("model.layers.3"), or what is outside of all layers."""
-    parts = path.split(".")
-    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else path or LOSS
-
-
 @contextmanager
-def _calls_told(model: nn.Module, ledger: _Ledger) -> Iterator[None]:
-    """Tell the ledger which module runs. Not by hooks on the modules, in whose presence no kernel stands in."""
-    paths = {module: path for path, module in model.named_modules()}
-    call = nn.Module.__call__
-
-    def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path = paths.get(module)
-        if path is None:
-            return call(module, *args, **kwargs)
-        around = ledger.path
-        ledger.goes_to(path)
-        result = call(module, *args, **kwargs)
-        ledger.goes_to(around)  # not after an error, which is then told with the module that it came from
-        return result
-
-    nn.Module.__call__ = told  # type: ignore[method-assign]
+def _following(model: nn.Module, whereabouts: Whereabouts) -> Iterator[None]:
     try:
-        yield
+        with whereabouts.following(model):
+            yield
     except RecomputeError:
         raise
     except Exception as error:  # whatever a model raises: tensors without values fail in many ways
-        module = type(model.get_submodule(ledger.path)).__name__
-        where = f"module {ledger.path!r} ({module})" if ledger.path else f"the model ({module})"
+        path = whereabouts.failed
+        module = type(model.get_submodule(path)).__name__
+        where = f"module {path!r} ({module})" if path else f"the model ({module})"
         raise ModelError(
             f"{where} cannot run on tensors without values: {type(error).__name__}: {error}. Measure the model on a "
             "real device instead, with recompute.profile."
         ) from error
-    finally:
-        nn.Module.__call__ = call  # type: ignore[method-assign]

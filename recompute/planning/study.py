@@ -20,7 +20,7 @@ from recompute.planning.estimate_result import Advice, Estimate, ModuleActivatio
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.layers import find_stack, step_of_many
 from recompute.planning.models import batch_of, describe, imagined, without_packing
-from recompute.planning.simulation import LOSS, Step, fake_mode, optimizer_peak_nbytes, simulate, unit_of
+from recompute.planning.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate
 from recompute.planning.static_memory import (
     OPTIMIZERS,
     RECIPES,
@@ -34,6 +34,7 @@ from recompute.planning.static_memory import (
     static_nbytes,
 )
 from recompute.planning.transients import WORKSPACE_NBYTES
+from recompute.planning.whereabouts import LOSS, pattern_of, unit_of
 from recompute.policy.loading import load_policy
 from recompute.policy.model import Policy, Rule
 
@@ -108,8 +109,10 @@ def imagined_subject(model: Any, options: Options, batch_size: int, length: int,
 class Study:
     """Estimates of one model with different options, of which those that take time are made once."""
 
-    def __init__(self, subject: Subject):
+    def __init__(self, subject: Subject, *, on_cuda: bool = True):
+        """on_cuda: count as on CUDA; else as the CPU runs it."""
         self._subject = subject
+        self._on_cuda = on_cuda
         self._steps: dict[Any, Step] = {}
         self._optimizer_peaks: dict[Any, int] = {}
 
@@ -126,7 +129,8 @@ class Study:
 
     def estimate(self, options: Options, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
-        step = self._step(options, policy)
+        governing = self._with_chunked_loss(policy) if options.loss == "chunked" else policy
+        step = self.step(governing, RECIPES[options.dtype].autocast)
         optimizer_peak = self._optimizer_peak(options)
         if offloads:
             static, optimizer_peak = replace(static, optimizer=0), 0
@@ -141,7 +145,7 @@ class Study:
             static_bytes=static,
             activation_bytes=sum(step.held.values()),
             activation_bytes_per_layer=_per_layer(step.held),
-            activations=_by_module(step.held),
+            activations=by_module(step.held),
             logits_peak_bytes=step.logits_peak_nbytes,
             moments=moments,
             parts={},
@@ -165,7 +169,7 @@ class Study:
                 try_out(f"policy {name}", options, load_policy(name))
                 if can_fuse:
                     try_out(f"policy {name} and a fused optimizer", fused, load_policy(name))
-        if options.loss == "full" and self._head() is not None:
+        if options.loss == "full" and self.head() is not None:
             try_out("a chunked cross-entropy", options._replace(loss="chunked"))
             if can_fuse:
                 try_out("a chunked cross-entropy and a fused optimizer", fused._replace(loss="chunked"))
@@ -203,10 +207,8 @@ class Study:
         }
         return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
 
-    def _step(self, options: Options, policy: Policy | None) -> Step:
-        if options.loss == "chunked":
-            policy = self._with_chunked_loss(policy)
-        autocast = RECIPES[options.dtype].autocast
+    def step(self, policy: Policy | None, autocast: bool) -> Step:
+        """What a step takes under ``policy``. autocast: forward and loss run under bfloat16's."""
         if (policy, autocast) not in self._steps:
             stack = find_stack(self._subject.model, policy)
             step = None if stack is None else step_of_many(stack, lambda: self._simulate(policy, autocast))
@@ -227,6 +229,7 @@ class Study:
                 classes=self._classes(),
                 autocast=torch.bfloat16 if autocast else None,
                 warm_up=policy is not None and any(_learns(rule) for rule in policy.rules),
+                on_cuda=self._on_cuda,
             )
         finally:
             if handle is not None:
@@ -257,14 +260,14 @@ class Study:
         text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
         return getattr(text, "vocab_size", None) if self._tokens() else None
 
-    def _head(self) -> str | None:
+    def head(self) -> str | None:
         """The path of the Linear that gives logits."""
         find = getattr(self._subject.model, "get_output_embeddings", None)
         head = None if find is None else find()
         return next((path for path, module in self._subject.model.named_modules() if module is head and head), None)
 
     def _with_chunked_loss(self, policy: Policy | None) -> Policy:
-        head = self._head()
+        head = self.head()
         if head is None:
             raise EstimateError(
                 f"loss: chunked is for a language model, whose head gives logits; {self._subject.name} has none"
@@ -292,14 +295,10 @@ _MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = 
 }
 
 
-def _pattern(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
-def _by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
+def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
     found: dict[str, ModuleActivations] = {}
     for path, nbytes in held.items():
-        pattern = _pattern(path)
+        pattern = pattern_of(path)
         _, count, so_far = found.get(pattern, (pattern, 0, 0))
         found[pattern] = ModuleActivations(pattern, count + 1, so_far + nbytes)
     return tuple(found.values())

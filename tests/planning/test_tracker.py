@@ -21,9 +21,10 @@ from recompute.errors import ModelError
 from recompute.planning import profiling
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.models import without_packing
-from recompute.planning.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate, unit_of
+from recompute.planning.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate
 from recompute.planning.tracker import StorageTrace
 from recompute.planning.transients import transient_nbytes
+from recompute.planning.whereabouts import unit_of
 
 CPU = torch.device("cpu")
 Mode = Callable[[], AbstractContextManager[Any]]

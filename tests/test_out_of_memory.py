@@ -1,0 +1,182 @@
+"""When memory runs out: the error stays what it was, and says who holds what and which rule would free how much."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tiny import HIDDEN, INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import recompute
+from recompute.out_of_memory import explain_out_of_memory
+from recompute.policy.loading import load_policy
+from recompute.timeline import Timeline
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+def run_out_of_real_memory(module: nn.Module, args: Any, output: Tensor) -> None:
+    if not isinstance(output, FakeTensor):
+        run_out()
+
+
+class RunsOutInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        run_out()
+
+
+def report_of(model: nn.Module, step: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    with (
+        caplog.at_level(logging.ERROR, "recompute.out_of_memory"),
+        pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)) as raised,
+        explain_out_of_memory(model),
+    ):
+        step()
+    (record,) = caplog.records
+    report = record.getMessage()
+    if sys.version_info >= (3, 11):
+        assert report in raised.value.__notes__[0]
+    return report
+
+
+def forward_of(model: nn.Module) -> Callable[[], Tensor]:
+    return partial(next_token_loss, model, token_ids())
+
+
+def peak_of(model: nn.Module, policy: Any) -> int:
+    """Of a step, by what really lives."""
+    with recompute.apply(model, policy):
+        train(model, steps=2)
+        ids = token_ids()
+        with Timeline(model) as timeline:
+            torch.autograd.backward(next_token_loss(model, ids))
+    model.zero_grad()
+    return timeline.peak_nbytes
+
+
+@pytest.mark.parametrize(("policy", "helps"), [(None, {"layers.*", "layers.*.mlp"}), ("hook", {"layers.*"})])
+def test_it_says_who_holds_what_and_what_each_rule_frees(
+    policy: str | None, helps: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = decoder()
+    if policy is not None:
+        recompute.apply(model, policy)
+    hook = model.layers[1].mlp.up_proj.register_forward_hook(run_out_of_real_memory)
+    report = report_of(model, forward_of(model), caplog)
+    hook.remove()
+    assert "out of memory in the forward of layers.1.mlp.up_proj (Linear)" in report
+    gate = 2 * TOKENS * INTERMEDIATE * 4
+    assert re.search(rf"layers\.\*\.mlp\.gate_proj +2 +{gate / 1024:.1f} KiB", report)
+    lines = re.findall(r'^- \{match: "(\S+)", action: (\w+)\} +([\d.]+) (B|KiB)$', report, re.MULTILINE)
+    assert {glob for glob, *_ in lines} >= helps
+    # What the report promises is what happens.
+    rules = [] if policy is None else load_policy(policy).rules
+    if policy is not None:
+        model = decoder()
+    before = peak_of(model, {"name": "now", "rules": [rule.model_dump(exclude_unset=True) for rule in rules]})
+    for glob, action, number, unit in lines:
+        extra = {"match": glob, "action": action}
+        after = peak_of(model, {"name": "one more", "rules": [extra, *(rule.model_dump() for rule in rules)]})
+        assert float(number) == pytest.approx((before - after) / (1024 if unit == "KiB" else 1), abs=0.06)
+    freed = [float(number) * (1024 if unit == "KiB" else 1) for *_, number, unit in lines]
+    assert freed == sorted(freed, reverse=True)
+
+
+def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoder()
+
+    def backward() -> None:
+        loss: Any = RunsOutInBackward.apply(forward_of(model)())
+        loss.backward()
+
+    assert "out of memory in the backward" in report_of(model, backward, caplog)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(run_out)
+
+    def step() -> None:
+        forward_of(model)().backward()
+        optimizer.step()
+
+    report = report_of(model, step, caplog)
+    assert "out of memory in the step of SGD" in report
+    assert "gradients" in report
+
+
+def test_the_batch_is_the_last_one_in_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+
+    def run() -> None:
+        model(torch.ones(64, HIDDEN)).sum().backward()
+        model(torch.ones(128, HIDDEN)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(999, HIDDEN))
+        model.eval()(torch.ones(999, HIDDEN))
+        run_out()
+
+    report = report_of(model, run, caplog)
+    assert "out of memory in the code outside of the model" in report
+    assert re.search(rf"\* +1 +{128 * HIDDEN * 4 / 1024:.1f} KiB", report)
+
+
+def test_keywords_and_positions_are_both_understood(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor, by: float, *, cache: Any = None) -> Tensor:
+            assert cache is None
+            return torch.tanh(self.linear(x) * by)
+
+    model = Scaled()
+
+    def run() -> None:
+        model(torch.ones(8, HIDDEN), by=2.0, cache=None)
+        run_out()
+
+    assert "A step on this batch takes" in report_of(model, run, caplog)
+
+
+def test_what_cannot_be_estimated_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    assert "the model has not run in training yet" in report_of(model, run_out, caplog)
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if x.sum() > 0 else 1)
+
+    asking = Asks(2, 2)
+
+    def run() -> None:
+        asking(torch.ones(3, 2))
+        run_out()
+
+    assert "What the step takes is not known: ModelError: " in report_of(asking, run, caplog)
+
+
+def test_other_errors_pass_and_the_hook_goes(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoder()
+    with pytest.raises(ValueError, match="not memory"), explain_out_of_memory(model):
+        raise ValueError("not memory")
+    with explain_out_of_memory(model):
+        train(model, steps=1)
+    assert not model._forward_pre_hooks
+    assert not caplog.records
