@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from recompute.attach import policy_on
 from recompute.errors import PolicyWarning, RecomputeError
+from recompute.lowering import uncompiled
 from recompute.planning.estimate_result import ModuleActivations
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.models import without_packing
@@ -110,8 +111,9 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        hook.remove()
-        report = _report(model, latest, _where(model, error))
+        hook.remove()  # which a copy would call
+        bare = _bare(model)
+        report = _report(bare, latest, _where(bare, error))
         logger.error("%s", report)
         if hasattr(error, "add_note"):
             error.add_note(f"\n{report}")
@@ -129,14 +131,22 @@ class _Latest:
         self.allocated_nbytes = 0
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
         device = _device(module)
         if device.type == "cuda":
             self.allocated_nbytes = torch.cuda.memory_allocated(device)
         self.autocast = torch.is_autocast_enabled(device.type)
         args, kwargs = tree_map(_outline, (args, kwargs))
-        self.batch = _arguments(module, args, kwargs)
+        self.batch = _arguments(_bare(module), args, kwargs)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Without what wraps it to run on several devices, or compiled."""
+    model = uncompiled(model)
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = uncompiled(model.module)
+    return model
 
 
 def _outline(value: Any) -> Any:

@@ -136,6 +136,16 @@ def test_the_batch_is_the_last_one_in_training(caplog: pytest.LogCaptureFixture)
     assert re.search(rf"\* +1 +{128 * HIDDEN * 4 / 1024:.1f} KiB", report)
 
 
+def test_what_is_around_the_model_is_seen_through(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoder()
+    hook = model.layers[0].register_forward_hook(run_out_of_real_memory)
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager", disable=True))
+    report = report_of(wrapped, lambda: next_token_loss(wrapped, token_ids()), caplog)
+    hook.remove()
+    assert "out of memory in the forward of layers.0 (TinyDecoderLayer)" in report
+    assert '- {match: "layers.*", action: checkpoint}' in report
+
+
 def test_keywords_and_positions_are_both_understood(caplog: pytest.LogCaptureFixture) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
