@@ -12,6 +12,7 @@ import torch
 from tiny import INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
 from recompute.planning.fakes import fake_copy
@@ -165,3 +166,28 @@ def test_a_block_that_fails_leaves_modules_as_they_were() -> None:
         model(torch.ones(2))
     assert nn.Module.__call__ is call
     train(model, steps=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["none", "elementwise", "auto", "full"])
+def test_on_cuda_it_counts_nearly_all_that_the_allocator_does_and_stats_time_the_device(policy: str) -> None:
+    device = torch.device("cuda")
+    config = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, use_cache=False, **config)).to(device, torch.bfloat16)
+    ids = torch.randint(0, 512, (2, 512), device=device)
+    with recompute.apply(model, policy) as handle:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+        measured = step_memory(lambda: model(input_ids=ids, labels=ids).loss, device)
+        handle.time_regeneration()
+        before = handle.stats()
+        with Timeline(model) as timeline:
+            model(input_ids=ids, labels=ids).loss.backward()
+        step = handle.stats() - before
+    assert 0.9 * measured.peak_bytes <= timeline.peak_nbytes <= measured.peak_bytes
+    layers = {f"model.layers.{index}" for index in range(4)}
+    assert {".".join(held.path.split(".")[:3]) for held in timeline.tensors if held.phase == "backward"} >= layers
+    assert step.regenerating_seconds is not None
+    assert (step.regenerating_seconds > 0) == (step.regenerations > 0)
+    assert step.regenerations > 0 or policy not in ("elementwise", "full")
+    assert step.regenerating_seconds < timeline.seconds
