@@ -100,6 +100,18 @@ def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
     assert logged(found, "recompute_dropped_nbytes") == []  # the compiler alone knows
 
 
+def test_a_cache_is_refused_where_its_writers_are_compiled(tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    with pytest.raises(UnsupportedError, match=r"torch_compile=True: .* keeps a key/value cache.*Set use"):
+        trained(tmp_path, RecomputeCallback("elementwise"), use_cache=True, **options)
+    trainer = MeasuredTrainer(model(), arguments(tmp_path, **options), callbacks=[RecomputeCallback("elementwise")])
+    trainer.model.config.use_cache = True  # after the Trainer has put there what its arguments say
+    with pytest.raises(UnsupportedError, match="use_cache=False in both, or drop torch_compile or the policy"):
+        trainer.train()
+    found = trained(tmp_path, RecomputeCallback("elementwise"), use_cache=True)
+    assert min(logged(found, "recompute_dropped_nbytes")) > 0
+
+
 class Reports(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []

@@ -18,7 +18,6 @@ from trainer_testing import (
     VOCABULARY,
     MeasuredTrainer,
     arguments,
-    in_two_processes,
     logged,
     model,
     texts,
@@ -214,9 +213,3 @@ def test_replicas_that_copy_what_the_model_returns_are_refused() -> None:
     Arguments.n_gpu = 1
     Arguments.ddp_find_unused_parameters = False
     refuse_arguments(Arguments(), False)
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    """Losses as without, and one accuracy, of the tokens of both."""
-    for printed in in_two_processes("two_trainers.py", str(tmp_path)):
-        assert printed.endswith("two trainers agree\n")
