@@ -4,7 +4,7 @@
     Trainer(model, RecomputeTrainingArguments(recompute_policy="auto", recompute_kwargs={"logits": False}, ...), ...)
 
 The policy is on the model from the beginning of ``train()`` to its end. Its paths are those of the model itself,
-without what PEFT or a data-parallel wrapper puts around it.
+without what PEFT or a data-parallel wrapper puts around it. FSDP2 and DeepSpeed's ZeRO have prepared it by then.
 """
 
 from __future__ import annotations

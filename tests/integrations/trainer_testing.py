@@ -112,7 +112,7 @@ def in_two_processes(script: str, *arguments: str, **environment: str) -> list[s
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=180) for process in processes]
+        outputs = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
