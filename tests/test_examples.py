@@ -93,6 +93,19 @@ def test_train_with_trainer(
     assert dropped > kept
 
 
+def test_train_with_lightning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for policy in ("none", "elementwise"):
+        arguments = ("--policy", policy, "--steps", "2", "--accelerator", "cpu")
+        output = output_of("train_with_lightning.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        found.append(dict(re.findall(r"^(\w+): ([\d.,]+)$", output, re.MULTILINE)))
+    plain, policed = found
+    assert float(policed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
+    assert {"token_accuracy", "mean_token_accuracy"} <= policed.keys()
+    dropped, kept = (float(policed[f"recompute_{fate}_nbytes"].replace(",", "")) for fate in ("dropped", "kept"))
+    assert dropped > 0.5 * kept
+
+
 def test_the_policies_of_examples_are_sound() -> None:
     for path in (EXAMPLES / "policies").glob("*.yaml"):
         assert load_policy(path).name == path.stem
@@ -144,7 +157,7 @@ def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_every_example_is_run_here() -> None:
     run_here = {"train_llama.py", "compile_llama.py", "decorate_module.py", "estimate_against_measured.py"}
-    run_here.add("train_with_trainer.py")
+    run_here |= {"train_with_trainer.py", "train_with_lightning.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
     shared = {"comparing.py"}
     assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == shared | {f"{name}.py" for name in DISTRIBUTED}

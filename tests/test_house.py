@@ -135,9 +135,8 @@ def test_whatever_is_imported_is_a_dependency() -> None:
     roots = {target.split(".")[0] for name in MODULES for target in imports(name)} - {"recompute"}
     distributions = importlib.metadata.packages_distributions()
     asked_for = {root for root in roots if required & {name.lower() for name in distributions.get(root, [])}}
-    asked_for |= {
-        re.split("[<>=;]", line)[0].replace("-", "_") for line in setup["options.extras_require"]["peers"].split()
-    }
+    extras = " ".join(setup["options.extras_require"][extra] for extra in ("peers", "lightning"))
+    asked_for |= {re.split("[<>=;]", line)[0].replace("-", "_") for line in extras.split()}
     asked_for.add("pydantic_core")  # by pydantic, which needs just the one that it was made with
     assert roots - asked_for <= sys.stdlib_module_names
 

@@ -4,46 +4,35 @@
     Trainer(model, RecomputeTrainingArguments(recompute_policy="auto", recompute_kwargs={"logits": False}, ...), ...)
 
 The policy is on the model from the beginning of ``train()`` to its end. Its paths are those of the model itself,
-without what PEFT or a data-parallel wrapper puts around it.
+without what PEFT or a data-parallel wrapper puts around it. FSDP2 and DeepSpeed's ZeRO have prepared it by then.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from pydantic import BaseModel, ConfigDict
-from torch import Tensor, distributed, nn
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
-from recompute.attach import AppliedPolicy, PolicyLike, apply, module_entries
-from recompute.errors import UnsupportedError, warn
-from recompute.kernel_runners import is_plain_linear
-from recompute.planning.profiling import allocated_nbytes, start_peak
+from recompute.attach import AppliedPolicy, PolicyLike
+from recompute.errors import UnsupportedError
+from recompute.integrations.training import Options, PolicyInTraining, bare
 from recompute.policy.document import validate
 from recompute.policy.loading import load_policy
-from recompute.policy.matching import assign
-from recompute.policy.model import Policy, Rule
 
 logger = logging.getLogger(__name__)
 
 _NAME = "recompute"
 """Under which the Trainer finds the callback among those that it reports to."""
 
-
-class _Options(BaseModel):
-    """What ``RecomputeCallback`` takes beside the policy: the keys of ``recompute_kwargs``."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    kernels: bool | None = None
-    logits: bool | None = None
-    logs: bool = True
+_ADVICE = (
+    "Have the model compute its loss from `labels` (a `compute_loss_func` is given logits, and TRL's fused head goes "
+    "without them by itself)"
+)
 
 
 class RecomputeCallback(TrainerCallback):
@@ -80,19 +69,20 @@ class RecomputeCallback(TrainerCallback):
     ):
         self.policy = load_policy(policy)
         given = {"kernels": kernels, "logits": logits, "logs": logs}
-        self._options = validate(_Options, given, label=type(self).__name__)
+        self._options = validate(Options, given, label=type(self).__name__)
         self._is_in_arguments = False
-        self.handle: AppliedPolicy | None = None
+        self._training: PolicyInTraining | None = None
+
+    @property
+    def handle(self) -> AppliedPolicy | None:
         """Of the policy, while it is on the model."""
-        self._undo: list[Callable[[], None]] = []
-        self._forwards = 0
-        """Since the log before."""
+        return None if self._training is None else self._training.handle
 
     def remove(self) -> None:
         """Take the policy off the model, if it is on one."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo, self.handle = [], None
+        if self._training is not None:
+            self._training.remove()
+            self._training = None
 
     def __enter__(self) -> RecomputeCallback:
         return self
@@ -107,53 +97,26 @@ class RecomputeCallback(TrainerCallback):
         self._refuse(args)
         self.remove()
         model: nn.Module = given["model"]
-        bare = _bare(model)
-        _refuse_checkpointing_model(bare)
-        handle = apply(bare, _adapted(self.policy, bare, self._options))
-        self.handle = handle
-        self._undo.append(handle.remove)
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._meter, self._memory = _TokenMeter(), _Memory(self._device)
-        self._goes_without_logits = self._observes and handle.observe_losses(self._meter)
-        if self._options.logs:
-            self._undo.append(self._memory.watch(model))
-        self._forwards, self._before = 0, handle.stats()
-        logger.info("%r, until training ends", handle)
-
-    @property
-    def _observes(self) -> bool:
-        return self._options.logs or self._options.logits is False
+        if getattr(args, "torch_compile", False):
+            _refuse_cache(model)
+        self._training = PolicyInTraining(bare(model), self.policy, self._options, _ADVICE)
+        self._training.undo.append(self._training.memory.watch(model))
+        logger.info("%r, until training ends", self.handle)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After each backward of a step but the last."""
-        self._forwards += 1
+        if self._training is not None:
+            self._training.end_forward()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.handle is None:
-            return
-        self._forwards += 1
-        if self._options.logits is False and self._meter.step is None and self._meter.total is None:
-            warn(
-                "logits=False has no effect: no cross-entropy was computed from the output of the model's head. Have "
-                "the model compute its loss from `labels` (a `compute_loss_func` is given logits, and TRL's fused head "
-                "goes without them by itself), or drop logits=False."
-            )
-            self._options = self._options.model_copy(update={"logits": None})  # said once
-        self._meter.end_step()
+        if self._training is not None:
+            self._training.end_forward()
+            self._training.end_step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        if self.handle is None or not self._options.logs or logs is None or "loss" not in logs or not self._forwards:
+        if self._training is None or not self._options.logs or logs is None or "loss" not in logs:
             return
-        found: dict[str, float] = {}
-        before, now = self._before, self.handle.stats()
-        if now.frames > before.frames:  # none ran in compiled code, of which the compiler alone knows
-            found["recompute_dropped_nbytes"] = (now.dropped_nbytes - before.dropped_nbytes) // self._forwards
-            found["recompute_kept_nbytes"] = (now.kept_nbytes - before.kept_nbytes) // self._forwards
-        self._forwards, self._before = 0, now
-        if self._goes_without_logits:
-            found |= self._meter.accuracies(self._device)
-        found |= self._memory.largest()
-        for key, value in found.items():
+        for key, value in self._training.logs().items():
             logs.setdefault(key, value)
             if state.log_history:
                 state.log_history[-1].setdefault(key, value)
@@ -246,8 +209,8 @@ def _register() -> None:
     integration_utils.INTEGRATION_TO_CALLBACK[_NAME] = _CallbackOfArguments
 
 
-def _options_of(args: Any) -> _Options:
-    return validate(_Options, args.recompute_kwargs or {}, label="recompute_kwargs")
+def _options_of(args: Any) -> Options:
+    return validate(Options, args.recompute_kwargs or {}, label="recompute_kwargs")
 
 
 def refuse_arguments(args: Any, logits: bool | None) -> None:
@@ -303,132 +266,12 @@ def refuse_arguments(args: Any, logits: bool | None) -> None:
         )
 
 
-def _refuse_checkpointing_model(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise UnsupportedError(
-                f"{type(model).__name__} has its own checkpointing on (in {path or 'the model'}): it runs every layer "
-                "again as a whole, and leaves a policy nothing to choose. Call model.gradient_checkpointing_disable(), "
-                "or drop the policy (RecomputeCallback, or recompute_policy)."
-            )
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """The model that was written as one: without what wraps it for parallelism or adapters."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
-            model = inner
-        elif callable(get := getattr(model, "get_base_model", None)):  # of PEFT
-            return get()
-        else:
-            return model
-
-
-def _adapted(policy: Policy, model: nn.Module, options: _Options) -> Policy:
-    """``policy`` as the options would have it for this model."""
-    rules = list(policy.rules)
-    if options.kernels is not None:
-        via = "auto" if options.kernels else "hook"
-        rules = [rule.model_copy(update={"via": via}) if rule.action == "recompute" else rule for rule in rules]
-    if options.logits is not None:
-        path = _path_of_head(model, options.logits)
-        if path is None:
-            return policy.model_copy(update={"rules": tuple(rules)})
-        governed = assign(policy, module_entries(model, type(model).__name__)[0])
-        index = governed.get(path)
-        if not options.logits or index is not None:
-            if index is not None and list(governed.values()).count(index) == 1:  # a rule for the head alone
-                del rules[index]
-            rules.insert(0, Rule(match=path, action="recompute", via="hook" if options.logits else "kernel"))
-    return policy.model_copy(update={"rules": tuple(rules)})
-
-
-def _path_of_head(model: nn.Module, logits: bool) -> str | None:
-    """Of the Linear that makes logits. Raises ``UnsupportedError`` where there is none to go without."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
-    path = next((path for path, module in model.named_modules() if module is head), None)
-    if not logits and (path is None or not is_plain_linear(head)):
-        found = "no output embeddings" if head is None else f"{type(head).__name__} at {path!r}, or hooks on it"
+def _refuse_cache(model: nn.Module) -> None:
+    config: Any = getattr(model, "config", None)
+    of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(config, "use_cache", False) or getattr(of_text, "use_cache", False):
         raise UnsupportedError(
-            f"logits=False: expected a language model whose head is a plain nn.Linear; {type(model).__name__} has "
-            f"{found}. Take the adapter or the hook off the head (in PEFT: no 'lm_head' in target_modules or "
-            "modules_to_save), or drop logits=False."
+            f"torch_compile=True: {type(model).__name__} keeps a key/value cache (use_cache=True in its config, or in "
+            "the training arguments), which its layers write to where the compiler would run them again. Set "
+            "use_cache=False in both, or drop torch_compile or the policy (RecomputeCallback, or recompute_policy)."
         )
-    return path
-
-
-class _TokenMeter:
-    """Counts tokens, and those whose arg-max is the target, where they are: nothing waits for the device."""
-
-    def __init__(self) -> None:
-        self.step: Tensor | None = None
-        """(right, all) of the step under way, int64."""
-        self.last: Tensor | None = None
-        self.total: Tensor | None = None
-
-    def __call__(self, argmax: Tensor, target: Tensor, ignore_index: int) -> None:
-        counts = target != ignore_index
-        found = torch.stack([((argmax == target) & counts).sum(), counts.sum()])
-        self.step = found if self.step is None else self.step + found.to(self.step.device)
-
-    def end_step(self) -> None:
-        if self.step is not None:
-            self.total = self.step if self.total is None else self.total + self.step
-            self.last, self.step = self.step, None
-
-    def accuracies(self, device: torch.device) -> dict[str, float]:
-        """Of the last step and of all since this was last asked for, over the tokens of all ranks, which all ask."""
-        none = torch.zeros(2, dtype=torch.int64, device=device)
-        counts = torch.cat([none if each is None else each.to(device) for each in (self.last, self.total)])
-        self.last = self.total = None
-        last_right, last, right, every = _over_ranks(counts, distributed.ReduceOp.SUM).tolist()
-        found = {"token_accuracy": (last_right, last), "mean_token_accuracy": (right, every)}
-        return {key: part / whole for key, (part, whole) in found.items() if whole}
-
-
-class _Memory:
-    """What forwards leave on a device, and the most that was there; nothing where no allocator counts."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._before = self._held = 0
-
-    def watch(self, model: nn.Module) -> Callable[[], None]:
-        """Look before and after each of the model's forwards in training, until what is returned is called."""
-        if allocated_nbytes(self._device) is None:
-            return lambda: None
-        start_peak(self._device)
-        before = model.register_forward_pre_hook(lambda *_: self._look(ends=False))
-        after = model.register_forward_hook(lambda *_: self._look(ends=model.training))
-
-        def stop() -> None:
-            before.remove()
-            after.remove()
-
-        return stop
-
-    def _look(self, *, ends: bool) -> None:
-        found = allocated_nbytes(self._device)
-        now = 0 if found is None else found[0]
-        if ends:
-            self._held = max(self._held, now - self._before)
-        self._before = now
-
-    def largest(self) -> dict[str, float]:
-        """Of all ranks, which all ask."""
-        found = allocated_nbytes(self._device)
-        if found is None:
-            return {}
-        nbytes = torch.tensor([self._held, found[1]], device=self._device)
-        held, peak = _over_ranks(nbytes, distributed.ReduceOp.MAX).tolist()
-        self._held = 0
-        return {"recompute_held_nbytes": held, "recompute_peak_nbytes": peak}
-
-
-def _over_ranks(values: Tensor, operation: Any) -> Tensor:
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.all_reduce(values, operation)
-    return values

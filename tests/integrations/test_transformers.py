@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import pickle
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from transformers import (
 )
 
 from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError
+from recompute.integrations import training
 from recompute.integrations import transformers as integration
 from recompute.integrations.transformers import RecomputeArguments, RecomputeCallback, RecomputeTrainingArguments
 
@@ -91,7 +91,6 @@ def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
     assert [entry.keys() for entry in without.state.log_history] == [entry.keys() for entry in plain.state.log_history]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("recompute.lowering") is None, reason="policies are not lowered here")
 def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     plain = trained(tmp_path, **options)
@@ -99,6 +98,18 @@ def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
     assert max(found.held) < 0.9 * min(plain.held)
     assert logged(found, "loss") == logged(plain, "loss")
     assert logged(found, "recompute_dropped_nbytes") == []  # the compiler alone knows
+
+
+def test_a_cache_is_refused_where_its_writers_are_compiled(tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    with pytest.raises(UnsupportedError, match=r"torch_compile=True: .* keeps a key/value cache.*Set use"):
+        trained(tmp_path, RecomputeCallback("elementwise"), use_cache=True, **options)
+    trainer = MeasuredTrainer(model(), arguments(tmp_path, **options), callbacks=[RecomputeCallback("elementwise")])
+    trainer.model.config.use_cache = True  # after the Trainer has put there what its arguments say
+    with pytest.raises(UnsupportedError, match="use_cache=False in both, or drop torch_compile or the policy"):
+        trainer.train()
+    found = trained(tmp_path, RecomputeCallback("elementwise"), use_cache=True)
+    assert min(logged(found, "recompute_dropped_nbytes")) > 0
 
 
 class Reports(TrainerCallback):
@@ -121,9 +132,9 @@ def test_what_reports_sees_the_logs_of_a_policy_in_the_arguments(tmp_path: Path,
 
 def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> None:
     now = iter(range(0, 10_000, 100))  # an allocator that gives 100 bytes away each time it is asked
-    monkeypatch.setattr(integration, "allocated_nbytes", lambda device: (next(now), 7_000))
+    monkeypatch.setattr(training, "allocated_nbytes", lambda device: (next(now), 7_000))
     started: list[Any] = []
-    monkeypatch.setattr(integration, "start_peak", started.append)
+    monkeypatch.setattr(training, "start_peak", started.append)
     trainer = trained(tmp_path, RecomputeCallback("elementwise"), eval_strategy="steps", eval_steps=1)
     assert logged(trainer, "recompute_held_nbytes") == [100] * STEPS
     assert logged(trainer, "recompute_peak_nbytes") == [7_000] * STEPS

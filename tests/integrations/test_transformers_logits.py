@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,17 +178,25 @@ def test_a_loss_that_does_not_go_that_way_is_told_of(tmp_path: Path) -> None:
     assert logged(trainer, "token_accuracy") == []
 
 
+class Around(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        return self.inner[0](input_ids=input_ids, labels=labels)
+
+
+def test_a_head_inside_of_a_model_around_it_is_found(tmp_path: Path) -> None:
+    found = trained(tmp_path, RecomputeCallback("elementwise", logits=False), of=Around(model()))
+    assert len(logged(found, "token_accuracy")) == STEPS
+
+
 def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
-    class Headless(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model()
-
-        def forward(self, input_ids: Any, labels: Any) -> Any:
-            return self.model(input_ids=input_ids, labels=labels)
-
-    with pytest.raises(UnsupportedError, match="Headless has no output embeddings"):
-        trained(tmp_path, RecomputeCallback(logits=False), of=Headless())
+    with pytest.raises(UnsupportedError, match="Around has no output embeddings"):
+        trained(tmp_path, RecomputeCallback(logits=False), of=Around(model().model))
+    with pytest.raises(UnsupportedError, match=r"one head; Around has 'inner.0.lm_head', 'inner.1.lm_head'\. Name"):
+        trained(tmp_path, RecomputeCallback(logits=False), of=Around(model(), model()))
 
 
 def test_replicas_that_copy_what_the_model_returns_are_refused() -> None:
@@ -209,30 +213,3 @@ def test_replicas_that_copy_what_the_model_returns_are_refused() -> None:
     Arguments.n_gpu = 1
     Arguments.ddp_find_unused_parameters = False
     refuse_arguments(Arguments(), False)
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    """Losses as without, and one accuracy, of the tokens of both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("two_trainers.py")), str(tmp_path)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (out, error) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, error
-        assert out.endswith("two trainers agree\n")

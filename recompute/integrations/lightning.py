@@ -1,0 +1,212 @@
+"""Lightning's Trainer under a policy: a callback.
+
+    Trainer(callbacks=[RecomputeCallback("auto", logits=False)], ...).fit(module, ...)
+
+The policy is on the LightningModule, or on a part of it, from the start of ``fit`` to its end, also if that is an
+exception; ``validate``, ``test`` and ``predict`` run without. What searches a batch size or a learning rate before the
+first step (``BatchSizeFinder``, ``LearningRateFinder``) does, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
+from torch import Tensor, nn
+
+from recompute.attach import AppliedPolicy, PolicyLike
+from recompute.engine.context import RUNNER
+from recompute.errors import UnsupportedError
+from recompute.integrations.training import Options, PolicyInTraining, bare
+from recompute.policy.document import nearest, validate
+from recompute.policy.loading import load_policy
+from recompute.runners import RootRunner
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = "Have training_step compute the loss by F.cross_entropy or the model's own `labels`, from the head's output"
+
+
+class RecomputeCallback(Callback):
+    """Puts the Trainer's LightningModule under ``policy`` while ``fit`` runs.
+
+    policy: what ``recompute.apply`` takes: a preset's name, a path, a mapping or a ``Policy``. Its paths are those of
+        the LightningModule's modules: of a model in ``self.model``, "model.layers.0" or, at any depth, "**.layers.*".
+    module: the path of the part of the LightningModule that is to be under the policy ("model"); the policy's paths are
+        then those of this part, as they are where it trains without Lightning.
+    kernels: whether kernels stand in where they compute what a module does (True), or hooks regenerate everything
+        (False); None for what each rule of the policy says (``via``).
+    logits: False to compute the loss without logits, through linear + cross-entropy; True to have them in training;
+        None for what the policy says. Without gradients, and in ``eval()`` mode, they are always there.
+    logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs, all since the one
+        before: ``recompute_dropped_nbytes`` and ``recompute_kept_nbytes``, of a batch, on average, as ``stats()``
+        counts; ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all of them, over all tokens of a
+        step and of all devices, where the loss goes without logits;
+        ``recompute_held_nbytes``, the most that a ``training_step`` left (less the gradients that it freed, where it
+        runs backward itself), and ``recompute_peak_nbytes``, the most since ``fit`` began, both on the device with the
+        most; on CUDA alone.
+
+    Raises ``PolicyError`` for a bad policy or option, and, when ``fit`` begins, ``UnsupportedError`` where the strategy
+    or the model would fight the policy.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyLike = "elementwise",
+        *,
+        module: str | None = None,
+        kernels: bool | None = None,
+        logits: bool | None = None,
+        logs: bool = True,
+    ):
+        self.policy = load_policy(policy)
+        self.module = module
+        given = {"kernels": kernels, "logits": logits, "logs": logs}
+        self._options = validate(Options, given, label=type(self).__name__)
+        self._training: PolicyInTraining | None = None
+        self._has_stepped = False
+
+    @property
+    def handle(self) -> AppliedPolicy | None:
+        """Of the policy, while it is on the model."""
+        return None if self._training is None else self._training.handle
+
+    def remove(self) -> None:
+        """Take the policy off the model, if it is on one."""
+        if self._training is not None:
+            self._training.remove()
+            self._training = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # before the strategy wraps anything
+            _refuse_strategy(trainer.strategy)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.remove()
+        is_compiled = pl_module._compiler_ctx is not None
+        if is_compiled and self._options.logits is False:
+            raise UnsupportedError(
+                "logits=False: the LightningModule is compiled with its loss, which is then computed from whole "
+                "logits. Give fit what torch.compile was given, or drop logits=False."
+            )
+        target = _part_of(pl_module, self.module)
+        self._training = PolicyInTraining(target, self.policy, self._options, _ADVICE)
+        root = vars(target).get(RUNNER)
+        if isinstance(root, RootRunner) and not is_compiled:
+            self._training.undo.append(_run_training_step_in(root, pl_module))
+        self._training.undo.append(_forward_left_behind(pl_module))
+        self._has_stepped = False
+        logger.info("%r, until fit ends", self.handle)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._training is not None:
+            self._training.memory.look(ends=False)
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Between ``training_step`` and backward, where gradients are freed there."""
+        if self._training is not None:
+            self._training.memory.look(ends=True)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._training is not None:
+            self._training.memory.look(ends=True)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._has_stepped = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._training is None:
+            return
+        self._training.end_forward()
+        if not self._has_stepped and pl_module.automatic_optimization:  # its gradients are accumulated
+            return
+        self._has_stepped = False
+        self._training.end_step()
+        # As Lightning's own monitors ask: what is logged at other steps, nobody writes down.
+        if self._options.logs and not trainer.barebones and trainer._logger_connector.should_update_logs:
+            found = {
+                key: torch.tensor(float(value), dtype=torch.float64) for key, value in self._training.logs().items()
+            }
+            pl_module.log_dict(found, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.remove()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Also where a tuner ends ``fit``."""
+        self.remove()
+
+
+def _refuse_strategy(strategy: Strategy) -> None:
+    if not isinstance(strategy, FSDPStrategy):
+        return
+    if strategy._activation_checkpointing_kwargs:
+        raise UnsupportedError(
+            "activation_checkpointing_policy of FSDPStrategy runs every module that it names again as a whole, and "
+            "leaves a policy nothing to choose. Drop either: it (with ModelParallelStrategy and fully_shard in place "
+            "of FSDPStrategy, whose FSDP1 no policy reaches into), or the RecomputeCallback."
+        )
+    raise UnsupportedError(
+        "FSDPStrategy shards by FSDP1, whose wrappers hide the model's modules and their names from a policy. Use "
+        "ModelParallelStrategy and fully_shard in configure_model (FSDP2), DDPStrategy, or drop the RecomputeCallback."
+    )
+
+
+def _part_of(module: LightningModule, path: str | None) -> nn.Module:
+    """What is to be under the policy."""
+    if path is None:
+        return module
+    paths = dict(module.named_modules())
+    if path not in paths:
+        raise UnsupportedError(
+            f"module={path!r}: expected the path of a module of {type(module).__name__}{nearest(path, paths)}; it has "
+            f"{', '.join(repr(name) for name, _ in module.named_children()) or 'none'}."
+        )
+    return bare(paths[path])
+
+
+def _run_training_step_in(root: RootRunner, module: LightningModule) -> Callable[[], None]:
+    """Have ``training_step`` open the scope that a model's forward does: it may call the model's parts by themselves.
+
+    Returns what undoes it.
+    """
+    step = module.training_step
+    before = vars(module).get("training_step")
+    scope = RootRunner(root.owner)
+
+    @functools.wraps(step)
+    def training_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        inner = step if self is module else functools.partial(type(self).training_step, self)  # of a copy
+        return scope.run(self, inner, args, kwargs)
+
+    module.__dict__["training_step"] = MethodType(training_step, module)
+
+    def undo() -> None:
+        if before is None:
+            module.__dict__.pop("training_step", None)
+        else:
+            module.__dict__["training_step"] = before
+
+    return undo
+
+
+def _forward_left_behind(module: LightningModule) -> Callable[[], None]:
+    """Returns what removes the forward of this class that DDPStrategy, having replaced it, puts on the instance."""
+    ours = type(module).forward
+
+    def undo() -> None:
+        if getattr(vars(module).get("forward"), "__func__", None) is ours:
+            del module.__dict__["forward"]
+
+    return undo

@@ -1,0 +1,247 @@
+"""What the callbacks of trainers share: a policy on a model while it is trained, and what their logs say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, distributed, nn
+
+from recompute.attach import apply, module_entries
+from recompute.errors import UnsupportedError, warn
+from recompute.kernel_runners import is_plain_linear
+from recompute.planning.profiling import allocated_nbytes, start_peak
+from recompute.policy.matching import assign
+from recompute.policy.model import Policy, Rule
+
+
+class Options(BaseModel):
+    """What a ``RecomputeCallback`` takes beside the policy."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    kernels: bool | None = None
+    logits: bool | None = None
+    logs: bool = True
+
+
+class PolicyInTraining:
+    """A policy on a model until ``remove()``, and what was seen of it since ``logs()`` was last called.
+
+    model: trains on one device. policy: as it was given; ``options`` go before it. advice: how the loss is to be
+    computed for ``logits=False`` to have an effect, for a warning if it has none.
+
+    Raises ``UnsupportedError`` where the model has its own checkpointing on, or no head to go without logits, and what
+    ``apply`` raises.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy, options: Options, advice: str):
+        _refuse_checkpointing(model)
+        self.handle = apply(model, _adapted(policy, model, options))
+        self.undo: list[Callable[[], None]] = [self.handle.remove]
+        """What ``remove()`` calls, last first."""
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.memory = Memory(self._device, watches=options.logs)
+        self._options, self._advice = options, advice
+        self._meter = TokenMeter()
+        observes = options.logs or options.logits is False
+        self._goes_without_logits = observes and self.handle.observe_losses(self._meter)
+        self._forwards, self._before = 0, self.handle.stats()
+
+    def remove(self) -> None:
+        for undo in reversed(self.undo):
+            undo()
+
+    def end_forward(self) -> None:
+        """After each forward that is trained on, and its backward."""
+        self._forwards += 1
+
+    def end_step(self) -> None:
+        """After the last of the forwards whose gradients the optimizer takes at once."""
+        if self._options.logits is False and self._meter.step is None and self._meter.total is None:
+            warn(
+                "logits=False has no effect: no cross-entropy was computed from the output of the model's head. "
+                f"{self._advice}, or drop logits=False."
+            )
+            self._options = self._options.model_copy(update={"logits": None})  # said once
+        self._meter.end_step()
+
+    def logs(self) -> dict[str, float]:
+        """Bytes and token accuracies by the keys that the callbacks document; nothing where no forward has ended.
+
+        All ranks ask, or none.
+        """
+        if not self._forwards:
+            return {}
+        found: dict[str, float] = {}
+        before, now = self._before, self.handle.stats()
+        if now.frames > before.frames:  # none ran in compiled code, of which the compiler alone knows
+            found["recompute_dropped_nbytes"] = (now.dropped_nbytes - before.dropped_nbytes) // self._forwards
+            found["recompute_kept_nbytes"] = (now.kept_nbytes - before.kept_nbytes) // self._forwards
+        self._forwards, self._before = 0, now
+        if self._goes_without_logits:
+            found |= self._meter.accuracies(self._device)
+        return found | self.memory.largest()
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model that was written as one: without what wraps it for parallelism or adapters."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
+            model = inner
+        elif callable(get := getattr(model, "get_base_model", None)):  # of PEFT
+            return get()
+        else:
+            return model
+
+
+def _refuse_checkpointing(model: nn.Module) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    for path, module in model.named_modules():
+        if isinstance(module, CheckpointWrapper):
+            what = f"is wrapped in torch's CheckpointWrapper (at {path or 'the model'})"
+            instead = "Take checkpoint_wrapper, or apply_activation_checkpointing, out"
+        elif getattr(module, "gradient_checkpointing", False) is True:
+            what = f"has its own checkpointing on (in {path or 'the model'})"
+            instead = "Call model.gradient_checkpointing_disable()"
+        else:
+            continue
+        raise UnsupportedError(
+            f"{type(model).__name__} {what}: it runs every layer again as a whole, and leaves a policy nothing to "
+            f"choose. {instead}, or drop the policy (RecomputeCallback, or recompute_policy)."
+        )
+
+
+def _adapted(policy: Policy, model: nn.Module, options: Options) -> Policy:
+    """``policy`` as the options would have it for this model."""
+    rules = list(policy.rules)
+    if options.kernels is not None:
+        via = "auto" if options.kernels else "hook"
+        rules = [rule.model_copy(update={"via": via}) if rule.action == "recompute" else rule for rule in rules]
+    if options.logits is not None:
+        path = _path_of_head(model, options.logits)
+        if path is None:
+            return policy.model_copy(update={"rules": tuple(rules)})
+        governed = assign(policy, module_entries(model, type(model).__name__)[0])
+        index = governed.get(path)
+        if not options.logits or index is not None:
+            if index is not None and list(governed.values()).count(index) == 1:  # a rule for the head alone
+                del rules[index]
+            rules.insert(0, Rule(match=path, action="recompute", via="hook" if options.logits else "kernel"))
+    return policy.model_copy(update={"rules": tuple(rules)})
+
+
+def _path_of_head(model: nn.Module, logits: bool) -> str | None:
+    """Of the Linear that makes logits. Raises ``UnsupportedError`` where there is none to go without, or several."""
+    paths = {module: path for path, module in model.named_modules()}
+    heads = {paths[head]: head for head in _heads(model) if head in paths}
+    if len(heads) > 1:
+        raise UnsupportedError(
+            f"logits={logits}: expected one head; {type(model).__name__} has {', '.join(map(repr, heads))}. Name the "
+            "part of the model that has the one meant where the callback takes a `module`, or drop logits and give "
+            "the head a rule in the policy."
+        )
+    path, head = next(iter(heads.items()), (None, None))
+    if not logits and (head is None or not is_plain_linear(head)):
+        found = "no output embeddings" if head is None else f"{type(head).__name__} at {path!r}, or hooks on it"
+        raise UnsupportedError(
+            f"logits=False: expected a language model whose head is a plain nn.Linear; {type(model).__name__} has "
+            f"{found}. Take the adapter or the hook off the head (in PEFT: no 'lm_head' in target_modules or "
+            "modules_to_save), or drop logits=False."
+        )
+    return path
+
+
+def _heads(module: nn.Module) -> Iterator[nn.Module]:
+    """Of the outermost modules that name theirs, as those of transformers do."""
+    get = getattr(module, "get_output_embeddings", None)
+    if callable(get) and (head := get()) is not None:
+        yield head
+    else:
+        for child in module.children():
+            yield from _heads(child)
+
+
+class TokenMeter:
+    """Counts tokens, and those whose arg-max is the target, where they are: nothing waits for the device."""
+
+    def __init__(self) -> None:
+        self.step: Tensor | None = None
+        """(right, all) of the step under way, int64."""
+        self.last: Tensor | None = None
+        self.total: Tensor | None = None
+
+    def __call__(self, argmax: Tensor, target: Tensor, ignore_index: int) -> None:
+        counts = target != ignore_index
+        found = torch.stack([((argmax == target) & counts).sum(), counts.sum()])
+        self.step = found if self.step is None else self.step + found.to(self.step.device)
+
+    def end_step(self) -> None:
+        if self.step is not None:
+            self.total = self.step if self.total is None else self.total + self.step
+            self.last, self.step = self.step, None
+
+    def accuracies(self, device: torch.device) -> dict[str, float]:
+        """Of the last step and of all since this was last asked for, over the tokens of all ranks, which all ask."""
+        none = torch.zeros(2, dtype=torch.int64, device=device)
+        counts = torch.cat([none if each is None else each.to(device) for each in (self.last, self.total)])
+        self.last = self.total = None
+        last_right, last, right, every = _over_ranks(counts, distributed.ReduceOp.SUM).tolist()
+        found = {"token_accuracy": (last_right, last), "mean_token_accuracy": (right, every)}
+        return {key: part / whole for key, (part, whole) in found.items() if whole}
+
+
+class Memory:
+    """What forwards leave on a device, and the most that was there; nothing where no allocator counts.
+
+    watches: whether anybody is going to ask.
+    """
+
+    def __init__(self, device: torch.device, *, watches: bool):
+        self._device = device
+        self._before = self._held = 0
+        self._watches = watches and allocated_nbytes(device) is not None
+        if self._watches:
+            start_peak(device)
+
+    def watch(self, model: nn.Module) -> Callable[[], None]:
+        """Look before and after each of the model's forwards in training, until what is returned is called."""
+        if not self._watches:
+            return lambda: None
+        before = model.register_forward_pre_hook(lambda *_: self.look(ends=False))
+        after = model.register_forward_hook(lambda *_: self.look(ends=model.training))
+
+        def stop() -> None:
+            before.remove()
+            after.remove()
+
+        return stop
+
+    def look(self, *, ends: bool) -> None:
+        """ends: whether what was there at the look before and is no more, or the other way round, is a forward's."""
+        found = allocated_nbytes(self._device) if self._watches else None
+        now = 0 if found is None else found[0]
+        if ends:
+            self._held = max(self._held, now - self._before)
+        self._before = now
+
+    def largest(self) -> dict[str, float]:
+        """Of all ranks, which all ask."""
+        found = allocated_nbytes(self._device) if self._watches else None
+        if found is None:
+            return {}
+        nbytes = torch.tensor([self._held, found[1]], device=self._device)
+        held, peak = _over_ranks(nbytes, distributed.ReduceOp.MAX).tolist()
+        self._held = 0
+        return {"recompute_held_nbytes": held, "recompute_peak_nbytes": peak}
+
+
+def _over_ranks(values: Tensor, operation: Any) -> Tensor:
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.all_reduce(values, operation)
+    return values

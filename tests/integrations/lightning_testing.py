@@ -1,0 +1,97 @@
+"""A LightningModule around the Llama of the Trainer's tests, which counts what its training steps hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Trainer as Lightning
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from trainer_testing import ACCUMULATED, BATCH, STEPS, model, texts
+
+from recompute.planning.tracker import StorageTrace
+
+
+class Decoder(LightningModule):
+    """Of each training step: bytes that it leaves, those at its peak, and its loss."""
+
+    def __init__(self, net: nn.Module | None = None):
+        super().__init__()
+        self.model = net or model()
+        self.held: list[int] = []
+        self.peaks: list[int] = []
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with StorageTrace() as trace:
+            loss = self.model(**batch).loss
+            trace.mark("forward")
+        self.held.append(trace.held_nbytes["forward"])
+        self.peaks.append(trace.peak_nbytes)
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Records(DummyLogger):
+    """What a Trainer writes down, a mapping a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.entries.append(dict(metrics))
+
+    def of(self, key: str) -> list[float]:
+        return [entry[key] for entry in self.entries if key in entry]
+
+
+DEFAULTS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "accumulate_grad_batches": ACCUMULATED,
+    "log_every_n_steps": 1,
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def lightning(folder: Path, *callbacks: Callback, **options: Any) -> Lightning:
+    options = {"default_root_dir": folder, "logger": Records(), **DEFAULTS, **options}
+    return Lightning(callbacks=list(callbacks), **options)
+
+
+def batches(epochs: int = 1) -> DataLoader:
+    """The texts, over and over; of each there are as many as one step of two ranks takes."""
+    return DataLoader(texts() * epochs, batch_size=BATCH)
+
+
+def fitted(folder: Path, *callbacks: Callback, of: Any = None, **options: Any) -> Any:
+    """A LightningModule that has been trained, with what its Trainer wrote down as ``records``."""
+    module = of or Decoder()
+    trainer = lightning(folder, *callbacks, **options)
+    trainer.fit(module, batches(4), batches())
+    module.records = trainer.logger
+    return module
+
+
+def assert_same_training(found: Any, expected: Any) -> None:
+    """Losses and weights, bit for bit."""
+    assert found.losses == expected.losses
+    assert len(found.losses) > 1
+    one, other = found.state_dict(), expected.state_dict()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

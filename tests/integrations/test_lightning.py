@@ -1,0 +1,369 @@
+"""Lightning's Trainer under a policy: memory and values, what is logged, what is left behind, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning_testing import (
+    Decoder,
+    assert_same_training,
+    batches,
+    fitted,
+    lightning,
+)
+from tiny import snapshot
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from trainer_testing import ACCUMULATED, MANY, STEPS, in_two_processes, model
+
+from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning, UnsupportedError
+from recompute.integrations import training
+from recompute.integrations.lightning import RecomputeCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+
+LAYERS = {"rules": [{"match": "**.layers.*", "action": "checkpoint"}]}
+OF_MODEL = {"rules": [{"match": "model.layers.*", "action": "checkpoint"}]}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_memory_falls_and_not_a_bit_changes(precision: Any, tmp_path: Path) -> None:
+    plain = fitted(tmp_path, precision=precision)
+    for callback in (RecomputeCallback(), RecomputeCallback(LAYERS), RecomputeCallback(OF_MODEL, module="model")):
+        found = fitted(tmp_path, callback, precision=precision)
+        assert len(found.held) == len(plain.held) == STEPS * ACCUMULATED
+        assert max(found.held) < 0.8 * min(plain.held)
+        assert_same_training(found, plain)
+        assert found.records.of("loss") == plain.records.of("loss")
+
+
+def test_a_training_step_that_calls_the_model_drops_what_the_model_does(tmp_path: Path) -> None:
+    """Norms' outputs are saved outside of what `hook` governs: something around both has to look for them."""
+    found = [fitted(tmp_path, RecomputeCallback("hook", module=module)) for module in (None, "model")]
+    assert found[0].held == found[1].held
+
+
+class Manual(Decoder):
+    automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "full"])
+def test_manual_optimization(policy: str, tmp_path: Path) -> None:
+    plain = fitted(tmp_path, of=Manual(), accumulate_grad_batches=1)
+    found = fitted(tmp_path, RecomputeCallback(policy), of=Manual(), accumulate_grad_batches=1)
+    assert max(found.held) < 0.8 * min(plain.held)
+    assert_same_training(found, plain)
+    assert len(found.records.of("recompute_dropped_nbytes")) == STEPS
+
+
+def test_a_compiled_module_obeys_it_too(tmp_path: Path) -> None:
+    def run(*callbacks: Callback) -> Any:
+        module = Compiled()
+        lightning(tmp_path, *callbacks).fit(torch.compile(module, backend="aot_eager"), batches())
+        return module
+
+    plain, found = run(), run(RecomputeCallback("full"))
+    assert found.saved[-1] < 0.7 * plain.saved[-1]
+    assert found.losses == plain.losses
+    with pytest.raises(UnsupportedError, match="logits=False: the LightningModule is compiled with its loss"):
+        run(RecomputeCallback(logits=False))
+
+
+class Compiled(Decoder):
+    """Of each training step: the bytes of what autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(**batch).loss
+        return self.note(loss)
+
+    @torch.compiler.disable
+    def note(self, loss: Tensor) -> Tensor:
+        pending, sizes = [loss.grad_fn], {}
+        while pending:
+            node: Any = pending.pop()
+            for tensor in getattr(node, "saved_tensors", ()):
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            pending += [each for each, _ in node.next_functions if each is not None]
+        self.saved.append(sum(sizes.values()))
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
+    plain = fitted(tmp_path)
+    found = fitted(tmp_path, RecomputeCallback("elementwise"))
+    dropped, kept = (found.records.of(f"recompute_{fate}_nbytes") for fate in ("dropped", "kept"))
+    assert len(dropped) == len(kept) == STEPS
+    assert len({*dropped}) == len({*kept}) == 1  # of a batch, however many there were
+    assert 0.5 * dropped[0] < plain.held[0] - found.held[0] < 1.5 * dropped[0]
+    assert found.trainer.callback_metrics["recompute_dropped_nbytes"] == dropped[0]
+    assert found.records.of("token_accuracy") == []
+    without = fitted(tmp_path, RecomputeCallback("elementwise", logs=False))
+    assert [entry.keys() for entry in without.records.entries] == [entry.keys() for entry in plain.records.entries]
+
+
+def test_the_logs_come_when_the_trainer_logs(tmp_path: Path) -> None:
+    found = fitted(tmp_path, RecomputeCallback(), max_steps=4, log_every_n_steps=2, accumulate_grad_batches=1)
+    assert len(found.records.of("loss")) == len(found.records.of("recompute_dropped_nbytes")) == 2
+    fitted(tmp_path, RecomputeCallback(), barebones=True, default_root_dir=None, logger=None, log_every_n_steps=None)
+
+
+def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> None:
+    now = iter(range(0, 10_000, 100))  # an allocator that gives 100 bytes away each time it is asked
+    monkeypatch.setattr(training, "allocated_nbytes", lambda device: (next(now), 7_000))
+    started: list[Any] = []
+    monkeypatch.setattr(training, "start_peak", started.append)
+    found = fitted(tmp_path, RecomputeCallback())
+    assert found.records.of("recompute_held_nbytes") == [100] * STEPS
+    assert found.records.of("recompute_peak_nbytes") == [7_000] * STEPS
+    assert started == [torch.device("cpu")]
+
+
+@pytest.mark.gpu
+def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path: Path) -> None:
+    found = []
+    for callback in (RecomputeCallback("none"), RecomputeCallback("auto"), RecomputeCallback("auto", logits=False)):
+        options = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed"}
+        records = fitted(tmp_path, callback, of=Decoder(model(MANY)), **options).records
+        found.append([records.of(key)[-1] for key in ("recompute_held_nbytes", "recompute_peak_nbytes")])
+    none, auto, without = found
+    for policed in (auto, without):
+        assert policed[0] < none[0]
+        assert policed[1] < none[1]
+
+
+class Whole(Decoder):
+    """(right, all) tokens of each batch, from whole logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[tuple[int, int]] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            logits = self.model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]
+        self.model.train()
+        target = batch["labels"][:, 1:]
+        counts = target != -100
+        self.counts.append((int(((logits.argmax(-1) == target) & counts).sum()), int(counts.sum())))
+        return super().training_step(batch, batch_idx)
+
+
+def test_token_accuracy_is_that_of_the_logits(tmp_path: Path) -> None:
+    steps = 6
+    callback = RecomputeCallback("elementwise", logits=False)
+    found = fitted(tmp_path, callback, of=Whole(), max_steps=steps, log_every_n_steps=2)
+    micro = torch.tensor(found.counts).view(steps, ACCUMULATED, 2).sum(1)  # of each step (right, all)
+    assert int(micro[:, 0].sum()) > 0
+    last, pairs = micro[1::2], micro.view(steps // 2, 2, 2).sum(1)
+    assert found.records.of("token_accuracy") == pytest.approx((last[:, 0] / last[:, 1]).tolist())
+    assert found.records.of("mean_token_accuracy") == pytest.approx((pairs[:, 0] / pairs[:, 1]).tolist())
+
+
+def test_without_logits_the_peak_falls_and_a_loss_that_has_them_is_told_of(tmp_path: Path) -> None:
+    plain = fitted(tmp_path, RecomputeCallback("none"), of=Decoder(model(MANY)))
+    found = fitted(tmp_path, RecomputeCallback("none", logits=False), of=Decoder(model(MANY)))
+    assert max(found.peaks) < 0.7 * min(plain.peaks)
+    assert found.losses == pytest.approx(plain.losses, rel=1e-4)
+
+    class Other(Decoder):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.model(input_ids=batch["input_ids"]).logits.logsumexp(-1).mean()
+
+    with pytest.warns(
+        PolicyWarning, match=r"logits=False has no effect.*training_step.*or drop logits=False"
+    ) as caught:
+        fitted(tmp_path, RecomputeCallback(logits=False), of=Other())
+    assert len([each for each in caught if each.category is PolicyWarning]) == 1
+
+
+class Notes(Callback):
+    """Whether the policy was on, in each part of a Trainer's life."""
+
+    def __init__(self, callback: RecomputeCallback):
+        self.of, self.found = callback, dict[str, bool]()
+
+    def _note(self, *given: Any, name: str) -> None:
+        self.found[name] = self.of.handle is not None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and name.endswith("_start"):
+            return lambda *given: self._note(*given, name=name)
+        return super().__getattribute__(name)
+
+
+def states(module: Any) -> dict[str, Any]:
+    found = {path: kind for path, (kind, _) in snapshot(module).items()}
+    return found | {"replaced": [name for name in ("forward", "training_step") if name in vars(module)]}
+
+
+def test_it_is_on_while_fit_runs_and_never_else(tmp_path: Path) -> None:
+    callback = RecomputeCallback("auto", logits=False)
+    notes, module = Notes(callback), Decoder()
+    before = states(module)
+    trainer = lightning(tmp_path, callback, notes, num_sanity_val_steps=1)
+    trainer.fit(module, batches(), batches())
+    assert states(module) == before
+    assert {name: notes.found[name] for name in ("on_fit_start", "on_train_start", "on_validation_start")} == {
+        "on_fit_start": True,
+        "on_train_start": True,
+        "on_validation_start": True,
+    }
+    notes.found.clear()
+    trainer.validate(module, batches(), verbose=False)
+    assert {*notes.found.values()} == {False}
+    trainer.fit_loop.epoch_loop.max_steps = 2 * STEPS
+    trainer.fit(module, batches(4))
+    assert notes.found["on_train_start"]
+    assert len(module.losses) == 2 * STEPS * ACCUMULATED
+    assert states(module) == before
+
+
+@pytest.mark.parametrize(("kind", "raised"), [(ValueError, ValueError), (KeyboardInterrupt, SystemExit)])
+def test_an_exception_takes_it_off(kind: Any, raised: Any, tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_before_backward(self, *_: Any) -> None:
+            raise kind("enough")
+
+    callback, module = RecomputeCallback(), Decoder()
+    before = states(module)
+    with pytest.raises(raised):
+        lightning(tmp_path, callback, Stop()).fit(module, batches())
+    assert callback.handle is None
+    assert states(module) == before
+    fitted(tmp_path, callback, of=module)
+    assert states(module) == before
+
+
+def test_copies_made_while_it_trains_are_without(tmp_path: Path) -> None:
+    class Copies(Callback):
+        found: list[Any]
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.found = [copy.deepcopy(pl_module.model), pickle.loads(pickle.dumps(pl_module.model))]
+            trained, pl_module._trainer = pl_module._trainer, None
+            copied = copy.deepcopy(pl_module)
+            pl_module._trainer = trained
+            copied.log = lambda *_: None
+            before = len(pl_module.losses)
+            copied.training_step(next(iter(batches())), 0)
+            assert len(pl_module.losses) == before
+            assert len(copied.losses) == before + 1
+
+    copies = Copies()
+    fitted(tmp_path, RecomputeCallback(), copies)
+    expected = {path: kind for path, (kind, _) in snapshot(model()).items()}
+    for copied in copies.found:
+        assert {path: kind for path, (kind, _) in snapshot(copied).items()} == expected
+
+
+def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_path: Path) -> None:
+    def run(name: str, *callbacks: Callback, steps: int, resume: Path | None = None) -> Path:
+        folder = tmp_path / name
+        saves = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        torch.manual_seed(3)
+        module = Decoder(model(attention_dropout=0.1))
+        trainer = lightning(folder, *callbacks, saves, max_steps=steps, enable_checkpointing=True)
+        trainer.fit(module, batches(4), ckpt_path=None if resume is None else str(resume))
+        forwards[name] = len(module.losses)
+        return folder
+
+    forwards: dict[str, int] = {}
+
+    def content(folder: Path, step: int) -> Any:
+        found = torch.load(folder / f"step={step}.ckpt", weights_only=False)
+        (saves,) = found["callbacks"].values()  # the callback of a policy has no state
+        assert saves.pop("dirpath") == str(folder)
+        paths = {key: value for key, value in saves.items() if "path" in key or key == "best_k_models"}
+        found["callbacks"] = {key: value for key, value in saves.items() if key not in paths}
+        return pickle.dumps(torch.utils._pytree.tree_map_only(Tensor, lambda each: each.tolist(), found))
+
+    plain = run("plain", steps=4)
+    policed = run("policed", RecomputeCallback(), steps=4)
+    for step in (2, 4):
+        assert content(policed, step) == content(plain, step)
+    on = run("on", RecomputeCallback(), steps=4, resume=plain / "step=2.ckpt")
+    off = run("off", steps=4, resume=policed / "step=2.ckpt")
+    assert content(on, 4) == content(off, 4)
+    assert forwards == {"plain": 8, "policed": 8, "on": 4, "off": 4}
+
+
+def refusal(strategy: Any) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        RecomputeCallback().setup(SimpleNamespace(strategy=strategy), Decoder(), "fit")  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_strategies_that_would_fight_it_are_refused() -> None:
+    """FSDP1 wants a GPU to be tried."""
+    checkpointing = refusal(FSDPStrategy(activation_checkpointing_policy={nn.Linear}))
+    assert "activation_checkpointing_policy of FSDPStrategy" in checkpointing
+    assert "Drop either" in checkpointing
+    assert "Use ModelParallelStrategy and fully_shard" in refusal(FSDPStrategy())
+
+
+def test_models_that_checkpoint_by_themselves_are_refused(tmp_path: Path) -> None:
+    module = Decoder()
+    module.model.gradient_checkpointing_enable()
+    with pytest.raises(UnsupportedError, match=r"its own checkpointing on \(in model.*gradient_checkpointing_disable"):
+        fitted(tmp_path, RecomputeCallback(), of=module)
+    module = Decoder()
+    module.model.model.layers[0] = checkpoint_wrapper(module.model.model.layers[0])
+    with pytest.raises(
+        UnsupportedError, match=r"CheckpointWrapper \(at model.model.layers.0\).*Take checkpoint_wrapper"
+    ):
+        fitted(tmp_path, RecomputeCallback(), of=module)
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"module='modle': .* of Decoder \(did you mean 'model'\?\)"):
+        fitted(tmp_path, RecomputeCallback(module="modle"))
+    with pytest.raises(AlreadyAppliedError):
+        fitted(tmp_path, RecomputeCallback(), RecomputeCallback())
+    with pytest.raises(PolicyError, match="did you mean 'elementwise'"):
+        RecomputeCallback("elementwize")
+    with pytest.raises(PolicyError, match="RecomputeCallback: kernels: expected true or false"):
+        RecomputeCallback(kernels="yes")  # type: ignore[arg-type]
+
+
+def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
+    class Explains(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert callback.handle is not None
+            text = callback.handle.explain()
+            found[kernels] = {note for note in ("kernel: rms_norm", "cheap ops run again") if note in text}
+
+    found: dict[Any, set[str]] = {}
+    for kernels in (None, False):
+        callback = RecomputeCallback("kernel", kernels=kernels)
+        fitted(tmp_path, callback, Explains(), max_steps=1)
+    assert found == {None: {"kernel: rms_norm"}, False: {"cheap ops run again"}}
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Under DDP and FSDP2."""
+    for printed in in_two_processes("two_lightnings.py", str(tmp_path)):
+        assert printed.endswith("two modules agree\n")

@@ -1,0 +1,24 @@
+"""A Trainer in two processes under a policy: with DDP, FSDP2 and DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from trainer_testing import in_two_processes
+
+
+def test_ddp(tmp_path: Path) -> None:
+    """Losses as without, and one accuracy, of the tokens of both."""
+    for printed in in_two_processes("two_trainers.py", str(tmp_path)):
+        assert printed.endswith("two trainers agree\n")
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
+def test_sharded(way: str, tmp_path: Path) -> None:
+    """Losses and norms of gradients as without, and less held."""
+    if way != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    for printed in in_two_processes("two_sharded_trainers.py", way, str(tmp_path), CUDA_VISIBLE_DEVICES=""):
+        assert printed.endswith("two trainers agree\n")

@@ -1,0 +1,85 @@
+"""Run in each of two processes: a Trainer under FSDP2 or DeepSpeed's ZeRO, with a policy and without."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from trainer_testing import ACCUMULATED, STEPS, arguments, logged, model, texts
+from transformers import Trainer
+
+from recompute.integrations.transformers import RecomputeTrainingArguments
+from recompute.planning.tracker import StorageTrace
+
+
+class Counting(Trainer):
+    """Bytes that each forward leaves, by storages: gloo's threads free some where no profiler looks."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given, train_dataset=texts())
+        self.held: list[int] = []
+
+    def compute_loss(self, *given: Any, **options: Any) -> Tensor:
+        with StorageTrace() as trace:
+            loss = super().compute_loss(*given, **options)
+            trace.mark("forward")
+        self.held.append(trace.held_nbytes["forward"])
+        return loss
+
+
+def options(way: str) -> dict[str, Any]:
+    if way == "fsdp2":
+        shards = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        return {"fsdp": True, "fsdp_config": {**shards, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    zero = {"stage": int(way[-1]), "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {"deepspeed": {**config, **dict.fromkeys(sizes, "auto")}}
+
+
+def let_accelerate_shard_on_the_cpu() -> None:
+    """It takes FSDP on accelerators alone, and on the CPU does without, though nothing that it then runs minds."""
+    original = AcceleratorState.__init__
+
+    def init(self: Any, *given: Any, fsdp_plugin: Any = None, **others: Any) -> None:
+        original(self, *given, fsdp_plugin=fsdp_plugin, **others)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init  # type: ignore[method-assign]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    way, folder = sys.argv[1], Path(sys.argv[2])
+    let_accelerate_shard_on_the_cpu()
+    found = []
+    for policy in (None, "full" if way == "zero3" else "elementwise"):  # what reads one of ZeRO-3's weights is kept
+        given = {"max_steps": 2 * STEPS, "ddp_backend": "gloo", "recompute_policy": policy, **options(way)}
+        trainer = Counting(model(), arguments(folder, RecomputeTrainingArguments, **given))
+        trainer.train()
+        assert len(trainer.held) == 2 * STEPS * ACCUMULATED
+        sharded = isinstance(trainer.model, FSDPModule) if way == "fsdp2" else trainer.is_deepspeed_enabled
+        assert sharded, "this is not what it is to show"
+        found.append(trainer)
+    plain, policed = found
+    assert logged(policed, "loss") == logged(plain, "loss")
+    assert logged(policed, "grad_norm") == logged(plain, "grad_norm")
+    assert min(logged(policed, "recompute_dropped_nbytes")) > 0
+    for held, without in zip(policed.held[1:], plain.held[1:], strict=True):  # ZeRO-3 learns from the first
+        assert held < 0.9 * without
+    torch.distributed.destroy_process_group()
+    print("two trainers agree")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    main()
