@@ -44,6 +44,18 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """The model that was written as one: without what compiles it, or wraps it for parallelism or adapters."""
+    while True:
+        model = uncompiled(model)
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif callable(get := getattr(model, "get_base_model", None)):  # of PEFT
+            return get()
+        else:
+            return model
+
+
 class Lowering:
     """A rule, for compiled code. Layers whose rules say the same share one, so that one graph serves them all."""
 

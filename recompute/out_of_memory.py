@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from recompute.attach import policy_on
 from recompute.errors import PolicyWarning, RecomputeError
-from recompute.lowering import uncompiled
+from recompute.lowering import bare
 from recompute.planning.estimate_result import ModuleActivations
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.models import without_packing
@@ -112,8 +112,8 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         hook.remove()  # which a copy would call
-        bare = _bare(model)
-        report = _report(bare, latest, _where(bare, error))
+        inner = bare(model)
+        report = _report(inner, latest, _where(inner, error))
         logger.error("%s", report)
         if hasattr(error, "add_note"):
             error.add_note(f"\n{report}")
@@ -138,15 +138,7 @@ class _Latest:
             self.allocated_nbytes = torch.cuda.memory_allocated(device)
         self.autocast = torch.is_autocast_enabled(device.type)
         args, kwargs = tree_map(_outline, (args, kwargs))
-        self.batch = _arguments(_bare(module), args, kwargs)
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """Without what wraps it to run on several devices, or compiled."""
-    model = uncompiled(model)
-    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        model = uncompiled(model.module)
-    return model
+        self.batch = _arguments(bare(module), args, kwargs)
 
 
 def _outline(value: Any) -> Any:

@@ -87,7 +87,8 @@ def test_train_with_trainer(
         found.append(dict(re.findall(r"^(\w+): ([\d.,]+)$", output, re.MULTILINE)))
     plain, policed = found
     assert float(policed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
-    new = {"recompute_dropped_nbytes", "recompute_kept_nbytes", "token_accuracy", "mean_token_accuracy"}
+    new = {f"recompute_{what}_nbytes" for what in ("dropped", "kept", "regenerated")}
+    new |= {"token_accuracy", "mean_token_accuracy"}
     assert policed.keys() - plain.keys() == new
     dropped, kept = (int(policed[f"recompute_{fate}_nbytes"].replace(",", "")) for fate in ("dropped", "kept"))
     assert dropped > kept

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from recompute.attach import AppliedPolicy, PolicyLike
 from recompute.engine.context import RUNNER
 from recompute.errors import UnsupportedError
-from recompute.integrations.training import Options, PolicyInTraining, bare
+from recompute.integrations.training import Options, PolicyInTraining
+from recompute.lowering import bare
 from recompute.policy.document import nearest, validate
 from recompute.policy.loading import load_policy
 from recompute.runners import RootRunner
@@ -45,9 +46,10 @@ class RecomputeCallback(Callback):
     logits: False to compute the loss without logits, through linear + cross-entropy; True to have them in training;
         None for what the policy says. Without gradients, and in ``eval()`` mode, they are always there.
     logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs, all since the one
-        before: ``recompute_dropped_nbytes`` and ``recompute_kept_nbytes``, of a batch, on average, as ``stats()``
-        counts; ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all of them, over all tokens of a
-        step and of all devices, where the loss goes without logits;
+        before: ``recompute_dropped_nbytes``, ``recompute_kept_nbytes`` and ``recompute_regenerated_nbytes``, of a
+        batch, on average, as ``stats()`` counts;
+        ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all of them, over all tokens of a step and of
+        all devices, where the loss goes without logits;
         ``recompute_held_nbytes``, the most that a ``training_step`` left (less the gradients that it freed, where it
         runs backward itself), and ``recompute_peak_nbytes``, the most since ``fit`` began, both on the device with the
         most; on CUDA alone.

@@ -76,27 +76,15 @@ class PolicyInTraining:
         if not self._forwards:
             return {}
         found: dict[str, float] = {}
-        before, now = self._before, self.handle.stats()
-        if now.frames > before.frames:  # none ran in compiled code, of which the compiler alone knows
-            found["recompute_dropped_nbytes"] = (now.dropped_nbytes - before.dropped_nbytes) // self._forwards
-            found["recompute_kept_nbytes"] = (now.kept_nbytes - before.kept_nbytes) // self._forwards
+        now = self.handle.stats()
+        between = now - self._before
+        if between.frames:  # none ran in compiled code, of which the compiler alone knows
+            for what in ("dropped", "kept", "regenerated"):
+                found[f"recompute_{what}_nbytes"] = getattr(between, f"{what}_nbytes") // self._forwards
         self._forwards, self._before = 0, now
         if self._goes_without_logits:
             found |= self._meter.accuracies(self._device)
         return found | self.memory.largest()
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The model that was written as one: without what wraps it for parallelism or adapters."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
-            model = inner
-        elif callable(get := getattr(model, "get_base_model", None)):  # of PEFT
-            return get()
-        else:
-            return model
 
 
 def _refuse_checkpointing(model: nn.Module) -> None:

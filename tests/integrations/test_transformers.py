@@ -86,6 +86,7 @@ def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
     dropped, kept = logged(found, "recompute_dropped_nbytes"), logged(found, "recompute_kept_nbytes")
     assert len(dropped) == len(kept) == STEPS
     assert len({*dropped}) == len({*kept}) == 1  # of a forward, however many there were
+    assert logged(found, "recompute_regenerated_nbytes")[0] >= dropped[0]  # what is on the way to a dropped one, too
     assert 0.5 * dropped[0] < plain.held[0] - found.held[0] < 1.5 * dropped[0]
     without = trained(tmp_path, RecomputeCallback("elementwise", logs=False))
     assert [entry.keys() for entry in without.state.log_history] == [entry.keys() for entry in plain.state.log_history]
