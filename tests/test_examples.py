@@ -100,7 +100,7 @@ def run_distributed(name: str, *arguments: str) -> subprocess.CompletedProcess[s
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # gloo, wherever this runs
     return subprocess.run(
         [sys.executable, *command, script, *arguments],
-        capture_output=True, text=True, timeout=120, env=environment, check=False,
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
     )  # fmt: skip
 
 
