@@ -212,9 +212,10 @@ def test_replicas_that_copy_what_the_model_returns_are_refused() -> None:
 
 def test_two_processes(tmp_path: Path) -> None:
     """Losses as without, and one accuracy, of the tokens of both."""
+    both = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(Path(__file__).with_name("two_trainers.py")), str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script],
+        [sys.executable, "-W", "ignore", *both, *script],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
