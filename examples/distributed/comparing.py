@@ -1,4 +1,12 @@
-"""What the examples here share: they train a Llama twice, without and with a policy, and compare every rank's steps."""
+"""What the examples here share: they train a Llama twice, without and with a policy, and compare every rank's steps.
+
+Each rank has a batch of its own, of the same size on one GPU as on many; but for tensor parallelism, which shares one.
+Of what they write with --out on one GPU and on more, this makes a table of weak scaling:
+
+torchrun --nproc-per-node 1 examples/distributed/ddp.py --large --out 1.json
+torchrun --nproc-per-node 2 examples/distributed/ddp.py --large --out 2.json
+python examples/distributed/comparing.py 1.json 2.json
+"""
 
 from __future__ import annotations
 
@@ -6,15 +14,18 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -31,6 +42,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "v
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}  # Llama 1B
 SMALL_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LARGE_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+_LONG = ("gradients", "weights")  # compared, and not written down
 
 
 class Collectives(TorchDispatchMode):
@@ -75,20 +87,24 @@ class Run:
         ids = torch.randint(0, 256, self.shape, device=self.device)
         return self.model(input_ids=ids, labels=ids).loss
 
-    def step(self) -> float:
-        loss = self.loss()
-        loss.backward()
+    def step(self) -> None:
+        self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
 
     def results(self, steps: int) -> dict[str, Any]:
-        """Losses and weights, with algorithms that do the same every time; collectives, memory and time of a step."""
+        """Losses, gradients and weights, by algorithms that do the same every time; collectives, memory and time."""
         torch.use_deterministic_algorithms(True, warn_only=True)
-        losses = [self.step() for _ in range(steps)]
+        losses, gradients = [], []
+        for _ in range(steps):
+            loss = self.loss()
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append([_sum_of_bits(parameter.grad) for parameter in self.model.parameters()])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         torch.use_deterministic_algorithms(False)
-        weights = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
-        sums = [weight.detach().double().sum().item() for weight in weights]
+        weights = [_sum_of_bits(parameter) for parameter in self.model.parameters()]
         with Collectives() as collectives:
             self.loss().backward()
         held_nbytes, peak_nbytes = self._memory()
@@ -101,11 +117,12 @@ class Run:
             times.append(time.perf_counter() - start)
         return {
             "losses": losses,
-            "weights": sums,
+            "gradients": gradients,
+            "weights": weights,
             "collectives": dict(collectives.counts),
             "held_bytes": held_nbytes,
             "peak_bytes": peak_nbytes,
-            "step_ms": 1e3 * sorted(times[2:])[len(times[2:]) // 2],
+            "step_ms": 1e3 * statistics.median(times[2:]),
         }
 
     def _memory(self) -> tuple[int, int]:
@@ -126,6 +143,14 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
+
+
+def _sum_of_bits(tensor: torch.Tensor | None) -> int:
+    """Of what this rank has of a tensor: another number if a bit is another."""
+    if tensor is None:
+        return 0
+    part = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+    return int(part.view({2: torch.int16, 4: torch.int32}[part.element_size()]).sum(dtype=torch.int64))
 
 
 def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -> None:
@@ -160,14 +185,18 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
             record = {
                 "command": " ".join(["torchrun", f"--nproc-per-node {len(ranks)}", *sys.argv]),
                 "machine": describe_machine(torch.device(device)),
+                "example": Path(sys.argv[0]).stem,
+                "shape": "Llama 1B, 1 x 4096 tokens, bf16" if options.large else "tiny",
+                "batch": "of all ranks" if shares_batch else "of each rank",
                 "world_size": len(ranks),
                 "policy": options.policy.read_text(encoding="utf-8"),
                 "wrong": wrong,
                 "ranks": [
-                    {name: {k: v for k, v in found.items() if k != "weights"} for name, found in rank.items()}
+                    {name: {k: v for k, v in found.items() if k not in _LONG} for name, found in rank.items()}
                     for rank in ranks
                 ],
             }
+            options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     dist.destroy_process_group()
     sys.exit(1 if wrong else 0)
@@ -175,8 +204,8 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
 
 def _wrong(without: dict[str, Any], under: dict[str, Any]) -> list[str]:
     """What is not as it should be on a rank."""
-    equal = [f"{what} differ" for what in ("losses", "weights", "collectives") if without[what] != under[what]]
-    return equal + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if under[what] >= without[what]]
+    differ = [f"{what} differ" for what in (*_LONG, "losses", "collectives") if without[what] != under[what]]
+    return differ + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if under[what] >= without[what]]
 
 
 def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str]) -> None:
@@ -189,4 +218,40 @@ def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str]) -> None:
         print(f"{what}         {before:.1f} MiB, {after:.1f} MiB ({after / before:.2f}x)")
     print(f"a step       {without['step_ms']:.1f} ms, {under['step_ms']:.1f} ms")
     print(f"collectives  {without['collectives']}, {under['collectives']}")
-    print("wrong: " + "; ".join(wrong) if wrong else "losses, weights and collectives are equal on all ranks")
+    print(
+        "wrong: " + "; ".join(wrong) if wrong else "losses, gradients, weights and collectives are equal on all ranks"
+    )
+
+
+def scaling(records: list[dict[str, Any]]) -> str:
+    """A table of records of one example: times of the slowest rank, the most bytes of any, and weak scaling.
+
+    Efficiency is the step time on the fewest GPUs by that on as many as the row says.
+    """
+    kinds = {(record["example"], record["shape"], record["batch"], record["policy"]) for record in records}
+    if len(kinds) > 1 or not all(record["batch"] == "of each rank" for record in records):
+        raise SystemExit("expected records of one example, shape and policy, in which each rank has its own batch")
+    rows, first = [], {}
+    for record in sorted(records, key=lambda record: record["world_size"]):
+        most = {
+            (name, what): max(rank[name][what] for rank in record["ranks"])
+            for name, what in product(("without", "with"), ("step_ms", "peak_bytes"))
+        }
+        first = first or most
+        plain, under = (first[name, "step_ms"] / most[name, "step_ms"] for name in ("without", "with"))
+        rows.append(
+            (
+                record["world_size"],
+                *(f"{most[name, 'step_ms']:.1f}" for name in ("without", "with")),
+                *(f"{most[name, 'peak_bytes'] / 2**30:.2f}" for name in ("without", "with")),
+                *(f"{ratio:.3f}" for ratio in (plain, under, under / plain)),
+                "; ".join(record["wrong"]) or "no",
+            )
+        )
+    columns = "ranks, ms a step, under the policy, peak GiB, under the policy"
+    headers = f"{columns}, efficiency, under the policy, by that without, wrong".split(", ")
+    return tabulate(rows, headers, "github", disable_numparse=True)
+
+
+if __name__ == "__main__":
+    print(scaling([json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:]]))
