@@ -118,6 +118,14 @@ def test_distributed(name: str, tmp_path: Path) -> None:
         assert rank["with"]["peak_bytes"] < rank["without"]["peak_bytes"]
 
 
+def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
+    done = run_distributed("fsdp2", "--compile", "aot_eager_decomp_partition", "--out", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    assert "losses (to 0.0001) and collectives are equal on all ranks" in done.stdout
+    for rank in json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ranks"]:
+        assert rank["with"]["held_bytes"] < 0.5 * rank["without"]["held_bytes"]
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
     """What weak scaling is measured against."""

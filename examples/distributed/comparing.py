@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,9 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
+from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
@@ -45,25 +47,19 @@ LARGE_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 _LONG = ("gradients", "weights")  # compared, and not written down
 
 
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # so that what it does on this rank comes here
-        if op.namespace in ("c10d", "_c10d_functional") and not op.name().endswith(("wait_tensor", "autograd")):
-            self.counts[op.name().partition("::")[2].strip("_")] += 1
-        return op(*args, **(kwargs or {}))
-
-
 class Run:
     """A model in training on this rank."""
 
-    def __init__(self, wrap: Wrap, mesh: DeviceMesh, policy: Path | None, *, is_large: bool, shares_batch: bool):
+    def __init__(
+        self,
+        wrap: Wrap,
+        mesh: DeviceMesh,
+        policy: Path | None,
+        *,
+        is_large: bool,
+        shares_batch: bool,
+        backend: str | None,
+    ):
         torch.manual_seed(0)
         self.device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
@@ -73,6 +69,9 @@ class Run:
             model = LlamaForCausalLM(config).to(torch.bfloat16 if is_large else torch.float32)
         # Before or after the wrapper is the same: names stay, and so does what a wrapper puts around modules.
         self.handle = None if policy is None else recompute.apply(model, policy)
+        self.is_compiled = backend is not None
+        for layer in model.model.layers if self.is_compiled else ():
+            layer.compile(fullgraph=True, backend=backend)
         self.model = wrap(model, mesh)
         # One group each, as no fused step takes tensors of both kinds.
         kinds: dict[type, list[nn.Parameter]] = {}
@@ -105,8 +104,10 @@ class Run:
             self.optimizer.zero_grad()
         torch.use_deterministic_algorithms(False)
         weights = [_sum_of_bits(parameter) for parameter in self.model.parameters()]
-        with Collectives() as collectives:
+        with profile() as profiled:
             self.loss().backward()
+        names = (event.name().partition("c10d::") for event in profiled.kineto_results.events())
+        collectives = Counter(name.strip("_") for before, found, name in names if found and not before)
         held_nbytes, peak_nbytes = self._memory()
         times = []
         for _ in range(2 + max(steps, 5)):
@@ -119,7 +120,7 @@ class Run:
             "losses": losses,
             "gradients": gradients,
             "weights": weights,
-            "collectives": dict(collectives.counts),
+            "collectives": dict(collectives),
             "held_bytes": held_nbytes,
             "peak_bytes": peak_nbytes,
             "step_ms": 1e3 * statistics.median(times[2:]),
@@ -128,11 +129,13 @@ class Run:
     def _memory(self) -> tuple[int, int]:
         """Bytes held after forward, and at the peak, of the step with the least: gloo's threads let go a little late.
 
-        They free tensors where the profiler of the CPU's allocator does not look, so storages are counted there.
+        They free tensors where the profiler of the CPU's allocator does not look, so storages are counted there; but
+        not of compiled code, which runs op by op where ops are looked at.
         """
+        traces = self.device.type == "cuda" or self.is_compiled
         found = []
         for _ in range(3):
-            with memory_trace(self.device) if self.device.type == "cuda" else StorageTrace() as trace:
+            with memory_trace(self.device) if traces else StorageTrace() as trace:
                 loss = self.loss()
                 trace.mark("forward")
                 loss.backward()
@@ -159,8 +162,11 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
     parser.add_argument("--policy", type=Path, default=policy, help="the path of a policy file")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="the shape of Llama 1B, sequence 4096, bf16")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the decoder layers")
     parser.add_argument("--out", type=Path, help="where to write a JSON record")
     options = parser.parse_args()
+    if options.compile and shares_batch:
+        parser.error("--compile: layers are compiled once they are shared out, and here that is done after the policy")
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,21 +178,26 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     results: dict[str, dict[str, Any]] = {}
     for name, path in (("without", None), ("with", options.policy)):
-        run = Run(wrap, mesh, path, is_large=options.large, shares_batch=shares_batch)
+        if options.compile:
+            torch.compiler.reset()
+        kind = {"is_large": options.large, "shares_batch": shares_batch, "backend": options.compile}
+        run = Run(wrap, mesh, path, **kind)
         results[name] = run.results(options.steps)
         del run
         gc.collect()
+    tolerance = 0.0 if options.compile is None else 1e-2 if options.large else 1e-4
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, results)
-    wrong = sorted({what for rank in ranks for what in _wrong(rank["without"], rank["with"])})
+    wrong = sorted({what for rank in ranks for what in _wrong(rank["without"], rank["with"], tolerance)})
     if dist.get_rank() == 0:
-        _show(ranks, wrong)
+        _show(ranks, wrong, f"losses (to {tolerance})" if tolerance else "losses, gradients, weights")
         if options.out is not None:
             record = {
                 "command": " ".join(["torchrun", f"--nproc-per-node {len(ranks)}", *sys.argv]),
                 "machine": describe_machine(torch.device(device)),
                 "example": Path(sys.argv[0]).stem,
                 "shape": "Llama 1B, 1 x 4096 tokens, bf16" if options.large else "tiny",
+                "compiled": options.compile,
                 "batch": "of all ranks" if shares_batch else "of each rank",
                 "world_size": len(ranks),
                 "policy": options.policy.read_text(encoding="utf-8"),
@@ -202,13 +213,16 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
     sys.exit(1 if wrong else 0)
 
 
-def _wrong(without: dict[str, Any], under: dict[str, Any]) -> list[str]:
-    """What is not as it should be on a rank."""
-    differ = [f"{what} differ" for what in (*_LONG, "losses", "collectives") if without[what] != under[what]]
+def _wrong(without: dict[str, Any], under: dict[str, Any], tolerance: float) -> list[str]:
+    """What is not as it should be on a rank. Gradients and weights are compared where losses are to be equal."""
+    exact = ("collectives",) if tolerance else (*_LONG, "collectives")
+    differ = [f"{what} differ" for what in exact if without[what] != under[what]]
+    if not all(map(partial(math.isclose, rel_tol=tolerance), without["losses"], under["losses"])):
+        differ.append("losses differ")
     return differ + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if under[what] >= without[what]]
 
 
-def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str]) -> None:
+def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str], compared: str) -> None:
     without, under = ranks[0]["without"], ranks[0]["with"]
     print(f"{len(ranks)} ranks; rank 0 without and with the policy:")
     print(f"losses       {' '.join(f'{loss:.6f}' for loss in without['losses'])}")
@@ -218,9 +232,7 @@ def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str]) -> None:
         print(f"{what}         {before:.1f} MiB, {after:.1f} MiB ({after / before:.2f}x)")
     print(f"a step       {without['step_ms']:.1f} ms, {under['step_ms']:.1f} ms")
     print(f"collectives  {without['collectives']}, {under['collectives']}")
-    print(
-        "wrong: " + "; ".join(wrong) if wrong else "losses, gradients, weights and collectives are equal on all ranks"
-    )
+    print("wrong: " + "; ".join(wrong) if wrong else f"{compared} and collectives are equal on all ranks")
 
 
 def scaling(records: list[dict[str, Any]]) -> str:
@@ -228,7 +240,7 @@ def scaling(records: list[dict[str, Any]]) -> str:
 
     Efficiency is the step time on the fewest GPUs by that on as many as the row says.
     """
-    kinds = {(record["example"], record["shape"], record["batch"], record["policy"]) for record in records}
+    kinds = {tuple(map(record.get, ("example", "shape", "compiled", "batch", "policy"))) for record in records}
     if len(kinds) > 1 or not all(record["batch"] == "of each rank" for record in records):
         raise SystemExit("expected records of one example, shape and policy, in which each rank has its own batch")
     rows, first = [], {}
