@@ -36,10 +36,10 @@ COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def decoder(dropout: float = 0.25) -> nn.Module:
+def decoder(dropout: float = 0.25, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, attention_dropout=dropout, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).train()
@@ -298,7 +298,7 @@ class Verified(NamedTuple):
 
 def verified(how: str) -> Verified:
     """A plan for what rank 0 trains on, run where rank 1 has four times as much."""
-    model = shared_out(decoder(dropout=0.0), how)
+    model = shared_out(decoder(dropout=0.0, layers=6), how)
 
     def batch(size: int) -> dict[str, Tensor]:
         ids = torch.randint(0, VOCABULARY, (size, 64))
