@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from recompute import load_policy
 
@@ -94,10 +95,13 @@ def test_the_policies_of_examples_are_sound() -> None:
 DISTRIBUTED = ["ddp", "fsdp2", "tensor_parallel"]
 
 
-def run_distributed(name: str, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def run_distributed(
+    name: str, *arguments: str, ranks: int = 2, on_gpus: bool = False
+) -> subprocess.CompletedProcess[str]:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = str(EXAMPLES / "distributed" / f"{name}.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # gloo, wherever this runs
+    hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # gloo, wherever this runs
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **hidden}
     return subprocess.run(
         [sys.executable, *command, script, *arguments],
         capture_output=True, text=True, timeout=600, env=environment, check=False,
@@ -116,6 +120,17 @@ def test_distributed(name: str, tmp_path: Path) -> None:
         assert rank["with"]["collectives"] == rank["without"]["collectives"] != {}
         assert rank["with"]["held_bytes"] < 0.9 * rank["without"]["held_bytes"]
         assert rank["with"]["peak_bytes"] < rank["without"]["peak_bytes"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_distributed_by_nccl(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    done = run_distributed(name, "--out", str(out), ranks=min(2, torch.cuda.device_count()), on_gpus=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["machine"]["gpu"]
+    assert record["wrong"] == []
 
 
 def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
