@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -212,11 +213,26 @@ def test_replicas_that_copy_what_the_model_returns_are_refused() -> None:
 
 def test_two_processes(tmp_path: Path) -> None:
     """Losses as without, and one accuracy, of the tokens of both."""
-    both = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(Path(__file__).with_name("two_trainers.py")), str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *both, *script],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("two trainers agree\n") == 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("two_trainers.py")), str(tmp_path)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=180) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, error) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, error
+        assert out.endswith("two trainers agree\n")
