@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from recompute import load_policy
 
@@ -115,13 +116,16 @@ def test_the_policies_of_examples_are_sound() -> None:
 DISTRIBUTED = ["ddp", "fsdp2", "tensor_parallel"]
 
 
-def run_distributed(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run_distributed(
+    name: str, *arguments: str, ranks: int = 2, on_gpus: bool = False
+) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = str(EXAMPLES / "distributed" / f"{name}.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # gloo, wherever this runs
+    hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # gloo, wherever this runs
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **hidden}
     return subprocess.run(
         [sys.executable, *command, script, *arguments],
-        capture_output=True, text=True, timeout=120, env=environment, check=False,
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
     )  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def run_distributed(name: str, *arguments: str) -> subprocess.CompletedProcess[s
 def test_distributed(name: str, tmp_path: Path) -> None:
     done = run_distributed(name, "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
-    assert "losses, weights and collectives are equal on all ranks" in done.stdout
+    assert "losses, gradients, weights and collectives are equal on all ranks" in done.stdout
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["world_size"] == len(record["ranks"]) == 2
     for rank in record["ranks"]:
@@ -137,6 +141,57 @@ def test_distributed(name: str, tmp_path: Path) -> None:
         assert rank["with"]["collectives"] == rank["without"]["collectives"] != {}
         assert rank["with"]["held_bytes"] < 0.9 * rank["without"]["held_bytes"]
         assert rank["with"]["peak_bytes"] < rank["without"]["peak_bytes"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_distributed_by_nccl(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    done = run_distributed(name, "--out", str(out), ranks=min(2, torch.cuda.device_count()), on_gpus=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["machine"]["gpu"]
+    assert record["wrong"] == []
+
+
+def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
+    done = run_distributed("fsdp2", "--compile", "aot_eager_decomp_partition", "--out", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    assert "losses (to 0.0001) and collectives are equal on all ranks" in done.stdout
+    for rank in json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ranks"]:
+        assert rank["with"]["held_bytes"] < 0.5 * rank["without"]["held_bytes"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
+    """What weak scaling is measured against."""
+    done = run_distributed(name, "--out", str(tmp_path / "records" / "1.json"), ranks=1)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "records" / "1.json").read_text(encoding="utf-8"))
+    assert (record["world_size"], record["example"], record["wrong"]) == (1, name, [])
+    assert record["ranks"][0]["with"]["peak_bytes"] < record["ranks"][0]["without"]["peak_bytes"]
+
+
+def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four ranks, the slowest counts."""
+
+    def write(ranks: int, plain_ms: float, policed_ms: float, **fields: str) -> str:
+        plain, policed = ({"step_ms": ms, "peak_bytes": 2**30} for ms in (plain_ms, policed_ms))
+        found = [{"without": plain, "with": policed}] * ranks
+        found[0] = {"without": {**plain, "step_ms": 1.0}, "with": policed} if ranks > 1 else found[0]
+        shared = {"example": "ddp", "shape": "tiny", "batch": "of each rank", "policy": "", "wrong": [], **fields}
+        path = tmp_path / f"{ranks}.json"
+        path.write_text(json.dumps({"world_size": ranks, "ranks": found, **shared}), encoding="utf-8")
+        return str(path)
+
+    def table(*records: str) -> str:
+        return output_of("distributed/comparing.py", *records, monkeypatch=monkeypatch, capsys=capsys)
+
+    last = table(write(4, 100.0, 125.0), write(1, 80.0, 90.0)).splitlines()[-1]
+    cells = ["4", "100.0", "125.0", "1.00", "1.00", "0.800", "0.720", "0.900", "no"]
+    assert [cell.strip() for cell in last.strip("|").split("|")] == cells
+    with pytest.raises(SystemExit, match="records of one example"):
+        table(write(1, 80.0, 90.0), write(4, 100.0, 125.0, example="fsdp2"))
 
 
 def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -> None:

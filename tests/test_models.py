@@ -12,9 +12,9 @@ import pytest
 import torch
 from models import FAMILIES, batch, make
 from torch import Tensor
-from torch.autograd.profiler import profile
 
 import recompute
+from recompute.planning.profiling import memory_trace
 
 POLICIES: dict[str, dict[str, Any]] = {  # over whole layers
     "checkpoint": {"action": "checkpoint"},
@@ -44,10 +44,11 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def and_held_nbytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """The loss, and how many bytes more than before are allocated: by the allocator's own events, of all tensors."""
-    with profile(profile_memory=True) as trace:
+    """The loss, and how many bytes it holds: by the allocator's own events, of all tensors."""
+    with memory_trace(torch.device("cpu")) as trace:
         loss = forward()
-    return loss, sum(event.nbytes() for event in trace.kineto_results.events() if event.name() == "[memory]")
+        trace.mark("forward")
+    return loss, trace.held_nbytes["forward"]
 
 
 Trained = tuple[dict[str, Tensor | None], list[int]]

@@ -1,24 +1,37 @@
-"""What the examples here share: they train a Llama twice, without and with a policy, and compare every rank's steps."""
+"""What the examples here share: they train a Llama twice, without and with a policy, and compare every rank's steps.
+
+Each rank has a batch of its own, of the same size on one GPU as on many; but for tensor parallelism, which shares one.
+Of what they write with --out on one GPU and on more, this makes a table of weak scaling:
+
+torchrun --nproc-per-node 1 examples/distributed/ddp.py --large --out 1.json
+torchrun --nproc-per-node 2 examples/distributed/ddp.py --large --out 2.json
+python examples/distributed/comparing.py 1.json 2.json
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import json
+import math
 import os
+import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 from torch import nn
+from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
@@ -31,27 +44,22 @@ SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "v
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}  # Llama 1B
 SMALL_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LARGE_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # so that what it does on this rank comes here
-        if op.namespace in ("c10d", "_c10d_functional") and not op.name().endswith(("wait_tensor", "autograd")):
-            self.counts[op.name().partition("::")[2].strip("_")] += 1
-        return op(*args, **(kwargs or {}))
+_LONG = ("gradients", "weights")  # compared, and not written down
 
 
 class Run:
     """A model in training on this rank."""
 
-    def __init__(self, wrap: Wrap, mesh: DeviceMesh, policy: Path | None, *, is_large: bool, shares_batch: bool):
+    def __init__(
+        self,
+        wrap: Wrap,
+        mesh: DeviceMesh,
+        policy: Path | None,
+        *,
+        is_large: bool,
+        shares_batch: bool,
+        backend: str | None,
+    ):
         torch.manual_seed(0)
         self.device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
@@ -61,6 +69,9 @@ class Run:
             model = LlamaForCausalLM(config).to(torch.bfloat16 if is_large else torch.float32)
         # Before or after the wrapper is the same: names stay, and so does what a wrapper puts around modules.
         self.handle = None if policy is None else recompute.apply(model, policy)
+        self.is_compiled = backend is not None
+        for layer in model.model.layers if self.is_compiled else ():
+            layer.compile(fullgraph=True, backend=backend)
         self.model = wrap(model, mesh)
         # One group each, as no fused step takes tensors of both kinds.
         kinds: dict[type, list[nn.Parameter]] = {}
@@ -75,22 +86,28 @@ class Run:
         ids = torch.randint(0, 256, self.shape, device=self.device)
         return self.model(input_ids=ids, labels=ids).loss
 
-    def step(self) -> float:
-        loss = self.loss()
-        loss.backward()
+    def step(self) -> None:
+        self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
 
     def results(self, steps: int) -> dict[str, Any]:
-        """Losses and weights, with algorithms that do the same every time; collectives, memory and time of a step."""
+        """Losses, gradients and weights, by algorithms that do the same every time; collectives, memory and time."""
         torch.use_deterministic_algorithms(True, warn_only=True)
-        losses = [self.step() for _ in range(steps)]
+        losses, gradients = [], []
+        for _ in range(steps):
+            loss = self.loss()
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append([_sum_of_bits(parameter.grad) for parameter in self.model.parameters()])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         torch.use_deterministic_algorithms(False)
-        weights = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
-        sums = [weight.detach().double().sum().item() for weight in weights]
-        with Collectives() as collectives:
+        weights = [_sum_of_bits(parameter) for parameter in self.model.parameters()]
+        with profile() as profiled:
             self.loss().backward()
+        names = (event.name().partition("c10d::") for event in profiled.kineto_results.events())
+        collectives = Counter(name.strip("_") for before, found, name in names if found and not before)
         held_nbytes, peak_nbytes = self._memory()
         times = []
         for _ in range(2 + max(steps, 5)):
@@ -101,21 +118,24 @@ class Run:
             times.append(time.perf_counter() - start)
         return {
             "losses": losses,
-            "weights": sums,
-            "collectives": dict(collectives.counts),
+            "gradients": gradients,
+            "weights": weights,
+            "collectives": dict(collectives),
             "held_bytes": held_nbytes,
             "peak_bytes": peak_nbytes,
-            "step_ms": 1e3 * sorted(times[2:])[len(times[2:]) // 2],
+            "step_ms": 1e3 * statistics.median(times[2:]),
         }
 
     def _memory(self) -> tuple[int, int]:
         """Bytes held after forward, and at the peak, of the step with the least: gloo's threads let go a little late.
 
-        They free tensors where the profiler of the CPU's allocator does not look, so storages are counted there.
+        They free tensors where the profiler of the CPU's allocator does not look, so storages are counted there; but
+        not of compiled code, which runs op by op where ops are looked at.
         """
+        traces = self.device.type == "cuda" or self.is_compiled
         found = []
         for _ in range(3):
-            with memory_trace(self.device) if self.device.type == "cuda" else StorageTrace() as trace:
+            with memory_trace(self.device) if traces else StorageTrace() as trace:
                 loss = self.loss()
                 trace.mark("forward")
                 loss.backward()
@@ -128,14 +148,28 @@ class Run:
         dist.barrier()
 
 
+def _sum_of_bits(tensor: torch.Tensor | None) -> int:
+    """Of what this rank has of a tensor: another number if a bit is another."""
+    if tensor is None:
+        return 0
+    part = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+    return int(part.view({2: torch.int16, 4: torch.int32}[part.element_size()]).sum(dtype=torch.int64))
+
+
 def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -> None:
     """Train under the policy and without, print what differs, and exit with 1 if it is not what it should be."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--policy", type=Path, default=policy, help="the path of a policy file")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="the shape of Llama 1B, sequence 4096, bf16")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the decoder layers")
+    parser.add_argument(
+        "--tolerance", type=float, help="relative, of losses; else bits are compared, gradients' and weights' too"
+    )
     parser.add_argument("--out", type=Path, help="where to write a JSON record")
     options = parser.parse_args()
+    if options.compile and shares_batch:
+        parser.error("--compile: layers are compiled once they are shared out, and here that is done after the policy")
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,39 +181,53 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     results: dict[str, dict[str, Any]] = {}
     for name, path in (("without", None), ("with", options.policy)):
-        run = Run(wrap, mesh, path, is_large=options.large, shares_batch=shares_batch)
+        if options.compile:
+            torch.compiler.reset()
+        kind = {"is_large": options.large, "shares_batch": shares_batch, "backend": options.compile}
+        run = Run(wrap, mesh, path, **kind)
         results[name] = run.results(options.steps)
         del run
         gc.collect()
+    tolerance = options.tolerance
+    if tolerance is None:  # compiled code rounds as it pleases
+        tolerance = 0.0 if options.compile is None else 1e-2 if options.large else 1e-4
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, results)
-    wrong = sorted({what for rank in ranks for what in _wrong(rank["without"], rank["with"])})
+    wrong = sorted({what for rank in ranks for what in _wrong(rank["without"], rank["with"], tolerance)})
     if dist.get_rank() == 0:
-        _show(ranks, wrong)
+        _show(ranks, wrong, f"losses (to {tolerance})" if tolerance else "losses, gradients, weights")
         if options.out is not None:
             record = {
                 "command": " ".join(["torchrun", f"--nproc-per-node {len(ranks)}", *sys.argv]),
                 "machine": describe_machine(torch.device(device)),
+                "example": Path(sys.argv[0]).stem,
+                "shape": "Llama 1B, 1 x 4096 tokens, bf16" if options.large else "tiny",
+                "compiled": options.compile,
+                "batch": "of all ranks" if shares_batch else "of each rank",
                 "world_size": len(ranks),
                 "policy": options.policy.read_text(encoding="utf-8"),
                 "wrong": wrong,
                 "ranks": [
-                    {name: {k: v for k, v in found.items() if k != "weights"} for name, found in rank.items()}
+                    {name: {k: v for k, v in found.items() if k not in _LONG} for name, found in rank.items()}
                     for rank in ranks
                 ],
             }
+            options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     dist.destroy_process_group()
     sys.exit(1 if wrong else 0)
 
 
-def _wrong(without: dict[str, Any], under: dict[str, Any]) -> list[str]:
-    """What is not as it should be on a rank."""
-    equal = [f"{what} differ" for what in ("losses", "weights", "collectives") if without[what] != under[what]]
-    return equal + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if under[what] >= without[what]]
+def _wrong(without: dict[str, Any], under: dict[str, Any], tolerance: float) -> list[str]:
+    """What is not as it should be on a rank. Gradients and weights are compared where losses are to be equal."""
+    exact = ("collectives",) if tolerance else (*_LONG, "collectives")
+    differ = [f"{what} differ" for what in exact if without[what] != under[what]]
+    if not all(map(partial(math.isclose, rel_tol=tolerance), without["losses"], under["losses"])):
+        differ.append("losses differ")
+    return differ + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if under[what] >= without[what]]
 
 
-def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str]) -> None:
+def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str], compared: str) -> None:
     without, under = ranks[0]["without"], ranks[0]["with"]
     print(f"{len(ranks)} ranks; rank 0 without and with the policy:")
     print(f"losses       {' '.join(f'{loss:.6f}' for loss in without['losses'])}")
@@ -189,4 +237,38 @@ def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str]) -> None:
         print(f"{what}         {before:.1f} MiB, {after:.1f} MiB ({after / before:.2f}x)")
     print(f"a step       {without['step_ms']:.1f} ms, {under['step_ms']:.1f} ms")
     print(f"collectives  {without['collectives']}, {under['collectives']}")
-    print("wrong: " + "; ".join(wrong) if wrong else "losses, weights and collectives are equal on all ranks")
+    print("wrong: " + "; ".join(wrong) if wrong else f"{compared} and collectives are equal on all ranks")
+
+
+def scaling(records: list[dict[str, Any]]) -> str:
+    """A table of records of one example: times of the slowest rank, the most bytes of any, and weak scaling.
+
+    Efficiency is the step time on the fewest GPUs by that on as many as the row says.
+    """
+    kinds = {tuple(map(record.get, ("example", "shape", "compiled", "batch", "policy"))) for record in records}
+    if len(kinds) > 1 or not all(record["batch"] == "of each rank" for record in records):
+        raise SystemExit("expected records of one example, shape and policy, in which each rank has its own batch")
+    rows, first = [], {}
+    for record in sorted(records, key=lambda record: record["world_size"]):
+        most = {
+            (name, what): max(rank[name][what] for rank in record["ranks"])
+            for name, what in product(("without", "with"), ("step_ms", "peak_bytes"))
+        }
+        first = first or most
+        plain, under = (first[name, "step_ms"] / most[name, "step_ms"] for name in ("without", "with"))
+        rows.append(
+            (
+                record["world_size"],
+                *(f"{most[name, 'step_ms']:.1f}" for name in ("without", "with")),
+                *(f"{most[name, 'peak_bytes'] / 2**30:.2f}" for name in ("without", "with")),
+                *(f"{ratio:.3f}" for ratio in (plain, under, under / plain)),
+                "; ".join(record["wrong"]) or "no",
+            )
+        )
+    columns = "ranks, ms a step, under the policy, peak GiB, under the policy"
+    headers = f"{columns}, efficiency, under the policy, by that without, wrong".split(", ")
+    return tabulate(rows, headers, "github", disable_numparse=True)
+
+
+if __name__ == "__main__":
+    print(scaling([json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:]]))

@@ -18,7 +18,7 @@
 - Random numbers of a region are drawn again from the state that it drew them from, on each rank its own: what ranks
   draw alike without a policy they draw alike with one.
 
-A plan comes from measured times, which no two ranks measure alike: use ``agree``.
+A plan comes from measured times, which no two ranks measure alike: use ``agree``, and ``verify_plan`` to run the plan.
 
 DeepSpeed: put the policy on the model before ``deepspeed.initialize``. Losses under ZeRO-1, 2 and 3 are those without
 the policy (tried with DeepSpeed 0.19 on CPUs; pipelines, offloading and its own activation checkpointing were not).
@@ -28,12 +28,22 @@ is kept, and less is saved than under FSDP2. ``checkpoint`` drops there what it 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from recompute.errors import PlanError
+from recompute.planning import plan_runs
+from recompute.planning.plan_runs import Measured, MeasuredPlace
+from recompute.planning.plans import Plan
 from recompute.planning.profile_table import Profile
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from recompute.planning.rehearsal import OptimizerFactory
+    from recompute.verification import Loss
 
 _OF_THE_RANK = ("model", "machine")
 
@@ -49,10 +59,9 @@ def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:
     Returns ``profile`` itself where there is but one process. Raises ``PlanError`` on every rank if the ranks' models
     have other regions, or other ways to run them.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
+    tables = _gathered(profile.model_dump(), group)
+    if len(tables) == 1:
         return profile
-    tables: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(tables, profile.model_dump(), group=group)
     for rank, table in enumerate(tables):
         table.update({key: tables[0][key] for key in _OF_THE_RANK})
         if (where := _difference(tables[0], table, "profile")) is not None:
@@ -63,6 +72,78 @@ def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:
     capacities = [table["capacity_nbytes"] for table in tables]
     merged = _most(tables)
     return Profile(**{**merged, "capacity_nbytes": None if None in capacities else min(capacities)})
+
+
+def verify_plan(
+    plan: Plan,
+    model: nn.Module,
+    batch: Any,
+    *,
+    group: dist.ProcessGroup | None = None,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    steps: int = 3,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Plan:
+    """Run the plan on all ranks, and plan again as long as its peak is over the budget on one of them, or off by 2%.
+
+    What ``recompute.plan(..., verify=True)`` does on one rank. Of each peak and each time that is measured, the most of
+    any rank counts; so all ranks end with the same plan, and it fits each of them. Call it on all ranks of ``group``,
+    with the plan of an agreed profile, the wrapped model, and the batch of the rank, which may be larger than others'::
+
+        profile = agree(recompute.profile(model, batch))
+        plan = verify_plan(recompute.plan(profile, budget="40GiB"), model, batch)
+
+    Returns the plan with ``rounds``, the same on every rank; the model is afterwards as before.
+
+    model, batch, loss, optimizer: as ``recompute.profile`` took them.
+    steps: that are timed, of each policy.
+    progress: called with what is being done, how far it is, and of how much.
+
+    Raises ``PlanError`` on every rank if the ranks' plans differ, and ``BudgetError`` on every rank where what was
+    measured leaves no plan.
+    """
+    profile = plan.profile.model_dump(exclude=set(_OF_THE_RANK))
+    parts = {"budget": plan.budget_nbytes, "choices": plan.assignment, "profile": profile}
+    of_ranks = _gathered(parts, group)
+    for rank, found in enumerate(of_ranks):
+        for part in parts:
+            if found[part] != of_ranks[0][part]:
+                raise PlanError(
+                    f"expected one plan on all ranks; found that rank {rank} of the group has a plan with another "
+                    f"{part} than rank 0. Plan there for what agree() returns, and for the same budget."
+                )
+    return plan_runs.verify_plan(
+        plan,
+        model,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        steps=steps,
+        progress=progress,
+        agree=lambda measured: _most_measured(_gathered(measured, group)),
+    )
+
+
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each rank of the group has given, by rank: ``value`` alone where there is but one process."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _most_measured(ranks: list[Measured]) -> Measured:
+    """The most that any rank has measured; no places if some rank could not tell them apart."""
+    places = [one.places for one in ranks]
+    return Measured(
+        max(one.peak_nbytes for one in ranks),
+        max(one.step_seconds for one in ranks),
+        tuple(MeasuredPlace(*map(max, zip(*alike, strict=True))) for alike in zip(*places, strict=True))
+        if len({len(each) for each in places}) == 1
+        else (),
+    )
 
 
 def _is_measured(value: Any) -> bool:

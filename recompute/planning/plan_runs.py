@@ -51,12 +51,16 @@ def verify_plan(
     optimizer: OptimizerFactory | None = None,
     steps: int = 3,
     progress: Callable[[str, int, int], None] | None = None,
+    agree: Callable[[Measured], Measured] | None = None,
 ) -> Plan:
     """Run the plan's policy, and plan again as long as its peak is over the budget or off by more than 2%.
 
     Returns the plan with ``rounds``, predicted and measured; after three of them with a note, if it still is not in the
     budget. The model is afterwards as before. model, batch, loss, optimizer: what the plan's profile was made of.
-    steps: that are timed, of each policy. Raises ``BudgetError`` where the measured profile leaves no plan.
+    steps: that are timed, of each policy.
+    agree: is given what each policy took here, and returns what to go by: what it took on all ranks, say.
+
+    Raises ``BudgetError`` where the measured profile leaves no plan.
     """
     from recompute.planning.rehearsal import rehearsal
 
@@ -65,7 +69,8 @@ def verify_plan(
         def measure(policy: Policy) -> Measured:
             if progress is not None:
                 progress(f"verifying: {policy.name}", 0, 0)
-            return _measure(run, plan.profile, policy, steps)
+            measured = _measure(run, plan.profile, policy, steps)
+            return measured if agree is None else agree(measured)
 
         return checked(plan, measure)
 

@@ -7,14 +7,16 @@ import os
 import platform
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 
 
@@ -115,22 +117,35 @@ class _CpuTrace(MemoryTrace):
         results = self._profile.kineto_results
         assert results is not None, "a profile that ended without an exception has results"
         alive = span_peak = 0
-        for event in sorted(results.events(), key=lambda event: event.start_ns()):
-            if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
-                alive += event.nbytes()  # type: ignore[attr-defined]  # torch's stub leaves it out
+        sizes: dict[int, int] = {}
+        for event in sorted(_flat(results.experimental_event_tree()), key=lambda event: event.start_time_ns):
+            fields = event.extra_fields
+            if event.tag == _EventType.Allocation and fields.device.type == "cpu":
+                # What a trace before saw made is reported when it is freed here, by the garbage collector for one.
+                before = sizes.pop(fields.ptr, 0)
+                if fields.alloc_size > 0:
+                    sizes[fields.ptr] = fields.alloc_size
+                alive += sizes.get(fields.ptr, 0) - before
                 span_peak = max(span_peak, alive)
                 self.peak_nbytes = max(self.peak_nbytes, alive)
-            elif event.name().startswith(self._MARK):
-                name = event.name().removeprefix(self._MARK)
+            elif event.name.startswith(self._MARK):
+                name = event.name.removeprefix(self._MARK)
                 self.held_nbytes[name], self.span_peak_nbytes[name] = alive, span_peak
                 span_peak = alive
+
+
+def _flat(events: Iterable[Any]) -> Iterator[Any]:
+    """The events and all that are inside of them."""
+    for event in events:
+        yield event
+        yield from _flat(event.children)
 
 
 def memory_trace(device: torch.device) -> MemoryTrace:
     """Count the tensor memory of `device` (a CUDA device or the CPU) during a ``with`` block.
 
-    On the CPU it profiles, which slows what runs inside and does not nest; and freeing a tensor from before
-    the block is counted only if another trace saw it made: the profiler does not know its size otherwise.
+    On the CPU it profiles, which slows what runs inside and does not nest; freeing a tensor from before the block does
+    not count there, and what another thread frees counts until its memory is used again.
     """
     return _CudaTrace(device) if device.type == "cuda" else _CpuTrace()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, assert_as_without, governing
 from engine_testing import Stack, loss_of, tokens
-from two_parts import Trained, disagreement, kept_nbytes, plans_of_this_rank, refusals, train
+from two_parts import Trained, disagreements, kept_nbytes, plans_of_this_rank, refusals, train, verified
 from two_processes import TwoProcesses
 
 WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
@@ -110,9 +110,21 @@ def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_
     assert held[0] < held[1] == held[2]
 
 
-def test_ranks_with_other_models_are_told_so(two_processes: TwoProcesses) -> None:
-    for message in two_processes.run(disagreement):
-        assert "rank 1 of the group has another profile.regions[0].choices[0].name" in message
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes: TwoProcesses, how: str) -> None:
+    first, second = two_processes.run(verified, how)
+    assert first.own_peaks[0] < first.budget_nbytes < second.own_peaks[0]  # alone, rank 0 would have been content
+    assert first[:-1] == second[:-1]
+    assert "action" in first.policy
+    most = list(map(max, first.own_peaks, second.own_peaks))
+    assert sorted(found.measured_peak_nbytes for found in first.rounds) == sorted(most)
+    assert len(most) == len(first.own_peaks) == len(second.own_peaks) >= 2
+
+
+def test_ranks_with_other_models_or_plans_are_told_so(two_processes: TwoProcesses) -> None:
+    for profiles, plans in two_processes.run(disagreements):
+        assert "rank 1 of the group has another profile.regions[0].choices[0].name" in profiles
+        assert "rank 1 of the group has a plan with another budget than rank 0" in plans
 
 
 @every_policy

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,19 +26,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
-from recompute.integrations.distributed import agree
+from recompute.integrations.distributed import agree, verify_plan
+from recompute.planning import plan_runs
 from recompute.planning.profile_table import Choice, Place, Profile, RegionCosts
-from recompute.planning.profiling import step_memory
+from recompute.planning.tracker import StorageTrace
 
 VOCABULARY, STEPS = 40, 3
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def decoder(dropout: float = 0.25) -> nn.Module:
+def decoder(dropout: float = 0.25, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, attention_dropout=dropout, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).train()
@@ -154,17 +157,29 @@ def train(how: str, rules: dict[str, Any] | str | None, first: str = "policy") -
     random = bits(torch.get_rng_state())
     ids = torch.randint(0, VOCABULARY, (8, 64))
     wrapped(input_ids=ids, labels=ids).loss.backward()  # so that there are gradients, and what else is made once
-    memory = step_memory(lambda: wrapped(input_ids=ids, labels=ids).loss, torch.device("cpu"))
+    held_nbytes, peak_nbytes = step_memory(lambda: wrapped(input_ids=ids, labels=ids).loss)
     return Trained(
         values,
         random,
         (forward, seen.counts),
-        memory.activation_bytes_held,
-        memory.peak_bytes,
+        held_nbytes,
+        peak_nbytes,
         handle.stats().dropped_nbytes if handle else 0,
         gathered,
         {path: _structure(plan) for path, plan in handle.plans().items()} if handle else {},
     )
+
+
+def step_memory(forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """Bytes held after forward, and at the peak: of the least of three steps, as gloo's threads let go late."""
+    found = []
+    for _ in range(3):
+        with StorageTrace() as trace:
+            loss = forward()
+            trace.mark("forward")
+            loss.backward()
+        found.append((trace.held_nbytes["forward"], trace.peak_nbytes))
+    return min(found)
 
 
 def _structure(plan: Any) -> Any:
@@ -270,19 +285,66 @@ def plans_of_this_rank(is_agreed: bool) -> tuple[str, str]:
     return recompute.plan(profile, budget="1GiB").to_yaml(), profile.model_dump_json()
 
 
-def disagreement() -> str:
-    """What is said where ranks have profiled other models."""
+class Verified(NamedTuple):
+    """What a rank is told of a plan that was run on all of them."""
+
+    policy: str
+    profile: str
+    rounds: tuple[Any, ...]
+    budget_nbytes: int
+    own_peaks: list[int]
+    """Of the policies in the order in which they ran, what this rank has measured."""
+
+
+def verified(how: str) -> Verified:
+    """A plan for what rank 0 trains on, run where rank 1 has four times as much."""
+    model = shared_out(decoder(dropout=0.0, layers=6), how)
+
+    def batch(size: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, VOCABULARY, (size, 64))
+        return {"input_ids": ids, "labels": ids}
+
+    tables: list[Any] = [None, None]
+    dist.all_gather_object(tables, recompute.profile(model, batch(4), steps=1))
+    profile = tables[0]
+    held = recompute.plan(profile, budget="1GiB").predicted_peak_bytes - profile.static_nbytes
+    own_peaks = []
+    measure = plan_runs._measure
+
+    def measured(*arguments: Any) -> Any:
+        found = measure(*arguments)
+        own_peaks.append(found.peak_nbytes)
+        return found
+
+    plan = recompute.plan(profile, budget=profile.static_nbytes + 3 * held)
+    with mock.patch.object(plan_runs, "_measure", measured):
+        plan = verify_plan(plan, model, batch(16 if dist.get_rank() else 4), steps=1)
+    return Verified(plan.to_yaml(), plan.profile.model_dump_json(), plan.rounds, plan.budget_nbytes, own_peaks)
+
+
+def disagreements() -> tuple[str, str]:
+    """What is said where ranks have profiled other models, and where they have plans for other budgets."""
+    found = []
+    for name, ask in (
+        (f"of rank {dist.get_rank()}", agree),
+        ("keep", lambda profile: verify_plan(recompute.plan(profile, budget=100 + dist.get_rank()), nn.Module(), None)),
+    ):
+        try:
+            ask(_profile(name))
+            found.append("nothing")
+        except recompute.errors.PlanError as error:
+            found.append(str(error))
+    return found[0], found[1]
+
+
+def _profile(name: str) -> Profile:
+    """Of a model that has one way to run, called ``name``."""
     choice = Choice(
-        name=f"of rank {dist.get_rank()}", rule=None, forward_seconds=1.0, backward_seconds=1.0, held_nbytes=1,
+        name=name, rule=None, forward_seconds=1.0, backward_seconds=1.0, held_nbytes=1,
         forward_peak_nbytes=1, backward_peak_nbytes=1,
     )  # fmt: skip
     region = RegionCosts(name="Block", choices=(choice,), gradient_nbytes=0)
-    profile = Profile(
+    return Profile(
         model="a model", machine={"rank": dist.get_rank()}, source="measured", static_nbytes=1, regions=(region,),
         places=(Place(path="block", region=0),), optimizer_seconds=1.0, optimizer_peak_nbytes=1,
     )  # fmt: skip
-    try:
-        agree(profile)
-    except recompute.errors.PlanError as error:
-        return str(error)
-    return "nothing"

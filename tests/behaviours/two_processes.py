@@ -36,7 +36,7 @@ class TwoProcesses:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What ``function(*arguments)`` returns in each, by rank."""
         futures = [self._pool.submit(_together, function, *arguments) for _ in range(2)]
-        results = dict(future.result(timeout=60) for future in futures)
+        results = dict(future.result(timeout=600) for future in futures)
         return [results[rank] for rank in range(2)]
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class TwoProcesses:
 
 def _join(ranks: Any, store: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=ranks.get(), world_size=2, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", init_method=store, rank=ranks.get(), world_size=2, timeout=timedelta(seconds=300))
 
 
 def _together(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:

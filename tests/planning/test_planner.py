@@ -247,9 +247,9 @@ PATTERNS = {
 def test_80_layers_by_12_choices_take_no_time(pattern: list[int]) -> None:
     profile = random_profile(np.random.default_rng(0), pattern, 12, kinds=max(pattern) + 1)
     least = floor(profile).prediction.peak_nbytes
-    start = time.perf_counter()
+    start = time.process_time()
     solution = solve(profile, least + 4 * 2**30)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert solution.prediction.peak_nbytes <= least + 4 * 2**30
 
 

