@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,28 +93,13 @@ def assert_same_weights(found: Any, expected: Any) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def in_two_processes(script: str, *arguments: str, **environment: str) -> list[str]:
-    """What each of them prints that run ``script``, a file beside this one, as the ranks of one group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), *arguments]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **shared, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, error
-    return [out for out, _ in outputs]
+def in_two_processes(script: str, *arguments: str, **environment: str) -> str:
+    """What both of them print that run ``script``, a file beside this one, as the ranks of one group."""
+    both = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *both, str(Path(__file__).with_name(script)), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
