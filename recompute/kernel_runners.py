@@ -292,7 +292,7 @@ class KernelActivationRunner(KernelRunner):
         from recompute.kernels.swiglu import geglu, swiglu
 
         gate = _only_argument(args, kwargs)
-        if not is_active(module):
+        if not is_active(module) or torch.compiler.is_compiling():  # whose code fuses what it can
             return forward(*args, **kwargs)
         owner, activation = self.owner, self.activation
 
@@ -318,6 +318,9 @@ class KernelHeadRunner(KernelRunner):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.linears import autocast
 
+        if is_lowered(module):
+            _warn_of_logits(self.owner.name)
+            return forward(*args, **kwargs)
         if not is_active(module) or (is_fake() and not local.imagines_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         self.owner.frames += 1
@@ -327,6 +330,18 @@ class KernelHeadRunner(KernelRunner):
         # Cast here and now: whoever asks for values later may do so under another autocast, or none.
         hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
         return Logits.of(hidden, weight, bias, self.observe)  # type: ignore[arg-type]  # the first two are tensors
+
+
+def _warn_of_logits(name: str) -> None:
+    warn(
+        f"{name} is compiled: logits are made, and held for backward, though its rule has a kernel compute the loss "
+        "without them. Compile the layers alone (`layer.compile()` for each), so that head and loss run as they are; "
+        "or give the head no rule, or `action: keep`."
+    )
+
+
+# As torch._dynamo.assume_constant_result does, which would load the compiler: it is called when code is compiled.
+_warn_of_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_transformed() -> bool:

@@ -119,18 +119,18 @@ def _function_of(code: CodeType) -> Any:
     return None
 
 
-def capture(args: Iterable[Any], kwargs: dict[str, Any]) -> RngState | None:
-    """The state of the generator that an op is about to draw from."""
+def capture(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> RngState | None:
+    """The state of the generator that an op of the module called ``name`` is about to draw from."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return None
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):
-            return RngState.of(value)
+            return RngState.of(value, name)
     tensors = tensors_in(args)
     device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
     if device.type == "cpu":
-        return RngState.of(torch.default_generator)
+        return RngState.of(torch.default_generator, name)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return RngState.of(torch.cuda.default_generators[index])
+        return RngState.of(torch.cuda.default_generators[index], name)
     raise Unfit(f"it draws from the generator of a {device.type} device")

@@ -183,7 +183,7 @@ class Frame(Recipe):
         self._rng: RngState | None = None
         if not is_fake():
             sources = filter(is_source, self._inputs.others)
-            self._rng = RngState([*region.sources, *(region.generators or ()), *sources])
+            self._rng = RngState([*region.sources, *(region.generators or ()), *sources], name=region.owner.name)
         self._autocast = Autocast()
         self._expected: dict[int, _Expected] = {}
         self._originals: dict[int, Tensor] = {}  # copies, to compare with

@@ -56,9 +56,10 @@ class _CudaSource:
             return self.generator.initial_seed(), self.generator.get_offset()
         except RuntimeError as error:  # torch refuses to read a generator while a CUDA graph is captured
             raise RngError(
-                f"the state of the random generator of {self.generator.device} cannot be read: a region under a policy "
-                "ran while a CUDA graph was being captured, where what it draws cannot be drawn again. Capture the "
-                f"graph without the policy. ({error})"
+                f"the state of the random generator of {self.generator.device} cannot be read: the module ran under "
+                "its rule while a CUDA graph was being captured, where what it draws cannot be drawn again. Compile "
+                'it, with `mode="reduce-overhead"`, which has CUDA graphs of its own; or give it a rule with `action: '
+                f"recompute` and no dropout; or capture the graph without the policy. ({error})"
             ) from error
 
     def restore(self, state: tuple[int, int]) -> None:
@@ -155,25 +156,33 @@ def is_source(value: Any) -> bool:
     return _source(value) is not None
 
 
+def _read(source: Source, name: str) -> Any:
+    try:
+        return source.state()
+    except RngError as error:
+        raise RngError(f"{name}: {error}") from error
+
+
 class RngState:
     """The states of the CPU's and every CUDA device's default generator, and of the sources among ``extra``."""
 
     __slots__ = ("_states",)
 
-    def __init__(self, extra: Iterable[Any] = ()):
+    def __init__(self, extra: Iterable[Any] = (), *, name: str = "a region"):
+        """name: of the module that is going to draw, for errors."""
         sources: list[Source] = [_CPU]
         if torch.cuda.is_initialized():
             sources += map(_CudaSource, torch.cuda.default_generators)
-        self._states: list[tuple[Source, Any]] = [(source, source.state()) for source in sources]
+        self._states: list[tuple[Source, Any]] = [(source, _read(source, name)) for source in sources]
         for value in extra:
             self.include(value)
 
     @staticmethod
-    def of(generator: torch.Generator) -> RngState:
+    def of(generator: torch.Generator, name: str) -> RngState:
         """The state of one generator alone."""
         captured = object.__new__(RngState)
         source = _CudaSource(generator) if generator.device.type == "cuda" else _CpuSource(generator)
-        captured._states = [(source, source.state())]
+        captured._states = [(source, _read(source, name))]
         return captured
 
     def include(self, value: Any) -> None:

@@ -297,7 +297,7 @@ class Tape(TorchDispatchMode):
         if reason:
             return None, tuple(inputs)
         writes = self._in_copy(known, template) if known.kind is Kind.IN_PLACE else None
-        rng = capture(args, kwargs) if known.kind is Kind.RANDOM else None
+        rng = capture(args, kwargs, self.owner.name) if known.kind is Kind.RANDOM else None
         return Rerun(op, template, keywords, rng, writes), tuple(inputs)
 
     def _made(

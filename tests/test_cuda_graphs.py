@@ -1,0 +1,128 @@
+"""CUDA graphs under a policy: of compiled code, of a module, of a whole step, and what is refused in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import rule, rules
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recompute
+from recompute.engine import rng
+from recompute.errors import RngError
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x))).exp().sin()), self.dropout)
+
+
+def blocks(device: str = "cuda", dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(dropout), Block(dropout)).to(device)
+
+
+def inputs(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(32, WIDTH, generator=generator).cuda().requires_grad_()
+
+
+def step(model: Any, x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The loss and the gradients, copies of them."""
+    loss = model(x).square().mean()
+    return [each.detach().clone() for each in (loss, *torch.autograd.grad(loss, [x, *parameters]))]
+
+
+DRAWS_NOTHING = {
+    "hooks": rules(rule("Block", "recompute", via="hook")),
+    "gemms again": rules(rule("Block", "recompute", via="hook", rerun="gemm", price=1e12)),
+}
+
+
+def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Generator:
+        device = "cuda:0"
+
+        def initial_seed(self) -> int:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    monkeypatch.setattr(rng._CpuSource, "state", lambda _: rng._CudaSource(Generator()).state())
+    model = blocks("cpu", dropout=0.5)
+    recompute.apply(model, rules(rule("Block")))
+    with pytest.raises(RngError, match=r'^0 \(Block\): .* CUDA graph .*`mode="reduce-overhead"`.* no dropout'):
+        model(torch.randn(4, WIDTH, requires_grad=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", [*DRAWS_NOTHING.values(), rules(rule("Block"))], ids=[*DRAWS_NOTHING, "checkpoint"])
+def test_compiled_code_has_cuda_graphs_under_a_policy(policy: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    skips = torch._dynamo.utils.counters["inductor"]
+    skips.clear()
+    outcomes = []
+    for given in (None, policy):
+        model = blocks()
+        if given is not None:
+            recompute.apply(model, given)
+        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        found = []
+        for seed in range(5):  # it warms up, captures, and replays
+            torch.compiler.cudagraph_mark_step_begin()
+            found.append(step(compiled, inputs(seed), list(model.parameters())))
+        outcomes.append(found)
+    torch.testing.assert_close(*outcomes)
+    assert skips["cudagraph_skips"] == 0
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", DRAWS_NOTHING.values(), ids=DRAWS_NOTHING)
+def test_a_graphed_module_regenerates_in_its_graph(policy: dict[str, Any]) -> None:
+    plain, model = blocks(), blocks()
+    recompute.apply(model, policy)
+    graphed = torch.cuda.make_graphed_callables(model[0], (inputs(9),))
+    for seed in range(3):
+        found = step(graphed, inputs(seed), list(model[0].parameters()))
+        torch.testing.assert_close(found, step(plain[0], inputs(seed), list(plain[0].parameters())), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", DRAWS_NOTHING.values(), ids=DRAWS_NOTHING)
+def test_a_captured_step_regenerates_in_its_graph(policy: dict[str, Any]) -> None:
+    plain, model, x = blocks(), blocks(), inputs(9)
+    recompute.apply(model, policy)
+    parameters = list(model.parameters())
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step(model, x, parameters)
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(model, x, parameters)
+    for seed in range(3):
+        with torch.no_grad():
+            x.copy_(inputs(seed))
+        graph.replay()
+        torch.testing.assert_close(found, step(plain, inputs(seed), list(plain.parameters())), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+def test_a_region_that_draws_is_refused_by_name_in_a_capture(action: str) -> None:
+    model, x = blocks(dropout=0.5), inputs(9)
+    recompute.apply(model, rules(rule("Block", action)))
+    step(model, x, list(model.parameters()))
+    with pytest.raises(RngError, match=r"^0 \(Block\): .*captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(x)

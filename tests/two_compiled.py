@@ -1,0 +1,105 @@
+"""Two processes with a gloo group between them that share a decoder out, whose layers are compiled, or not."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from functorch.compile import min_cut_rematerialization_partition
+from models import held
+from tiny import decoder, next_token_loss, rule, rules, token_ids
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx import GraphModule
+
+import recompute
+
+WAYS = {"fsdp": (2, 1), "tensor parallel, then fsdp": (1, 2)}
+"""The sizes of the mesh: data, tensor."""
+LAYER = "TinyDecoderLayer"
+POLICIES = {
+    "none": None,
+    "hooks": rules(rule(LAYER, "recompute", via="hook")),
+    "a price": rules(rule(LAYER, "recompute", via="hook", rerun="gemm", price=1e11)),
+}
+_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_ROWS = ("self_attn.o_proj", "mlp.down_proj")
+
+
+class Seen(NamedTuple):
+    """What one process saw."""
+
+    values: list[Tensor]
+    """The loss, and what it has of each gradient."""
+    held_nbytes: int
+    collectives: list[int]
+    """In each graph: forward's and backward's."""
+
+
+def seen_by_two(folder: Path) -> list[dict[tuple[str, str, bool], Seen]]:
+    """By rank: what each way was, compiled or not, under each policy, and compiled without one."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(_all, rank, f"file://{folder / 'store'}") for rank in range(2)]
+        return [future.result(timeout=900) for future in futures]
+
+
+def _all(rank: int, store: str) -> dict[tuple[str, str, bool], Seen]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=10))
+    try:
+        cases = [
+            (way, name, compiled)
+            for way in WAYS
+            for name in POLICIES
+            for compiled in (False, True)
+            if compiled or name != "none"
+        ]
+        return {case: _train(*case) for case in cases}
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(way: str, name: str, compiled: bool) -> Seen:
+    """Tensor parallel, policy, compile, fully_shard: in the order of torchtitan."""
+    torch.compiler.reset()
+    model = decoder()
+    mesh = init_device_mesh("cpu", WAYS[way], mesh_dim_names=("data", "tensor"))
+    layers: list[Any] = list(model.layers)
+    if "tensor" in way:
+        plan = {**dict.fromkeys(_COLUMNS, ColwiseParallel()), **dict.fromkeys(_ROWS, RowwiseParallel())}
+        for layer in layers:
+            parallelize_module(layer, mesh["tensor"], plan)
+    if (policy := POLICIES[name]) is not None:
+        recompute.apply(model, policy)
+    graphs: list[GraphModule] = []
+    if compiled:
+        backend = aot_autograd(
+            fw_compiler=lambda graph, _: graphs.append(graph) or graph,  # type: ignore[func-returns-value]
+            bw_compiler=lambda graph, _: graphs.append(graph) or graph,  # type: ignore[func-returns-value]
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        for layer in layers:
+            layer.compile(fullgraph=True, backend=backend)
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh["data"])
+    losses = []
+    for _ in range(2):  # the first one compiles
+        model.zero_grad()
+        losses.append(next_token_loss(model, token_ids()))
+        losses[-1].backward()
+    gradients = [parameter.grad._local_tensor for parameter in model.parameters()]  # type: ignore[union-attr]
+    held_nbytes = held(model, lambda: next_token_loss(model, token_ids()))
+    return Seen([losses[-1].detach(), *gradients], held_nbytes, [_collectives(graph) for graph in graphs])
+
+
+def _collectives(graph: GraphModule) -> int:
+    targets = [str(node.target) for node in graph.graph.nodes]
+    return sum("c10d" in target and "wait" not in target for target in targets)
