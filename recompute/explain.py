@@ -31,16 +31,16 @@ class Attachment:
 class Stats:
     """Totals over the modules that a policy governs. ``later - earlier``: of what was between."""
 
-    frames: int
+    frames: int = 0
     """Forward runs of a region."""
-    dropped_tensors: int
+    dropped_tensors: int = 0
     """Saved tensors dropped, each storage counted once."""
-    dropped_nbytes: int
-    kept_nbytes: int
+    dropped_nbytes: int = 0
+    kept_nbytes: int = 0
     """Bytes saved in regions that could not be dropped."""
-    regenerations: int
+    regenerations: int = 0
     """Times that backward ran something again: an op of a tape, a checkpoint, what a kernel recorded."""
-    regenerated_nbytes: int
+    regenerated_nbytes: int = 0
     """Bytes that came back so, with what had to come back on the way; not what kernels regenerate in registers."""
     regenerating_seconds: float | None = None
     """How long that took, on CUDA the device; None where ``time_regeneration()`` was not asked for."""

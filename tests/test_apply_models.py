@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LAYERS_BY_KERNELS, LENGTH, SHAPE, VOCABULARY, held
-from tiny import assert_same, snapshot, train
+from tiny import assert_same, of_one_more, snapshot, train
 from torch import Tensor, nn
 
 import recompute
@@ -160,14 +160,6 @@ def norm_nbytes(rows: int, width: int, size: int) -> int:
 
 def mlp_nbytes(size: int) -> int:
     return 2 * TOKENS * INTERMEDIATE * size  # the activation's output and the product
-
-
-def of_one_more(run: Callable[[], Any], handle: Any) -> Any:
-    """The stats of a run in which every region knows its plan: before it may have begun with another region's."""
-    before = vars(handle.stats())
-    run()
-    after = handle.stats()
-    return type(after)(**{name: value - before[name] for name, value in vars(after).items()})
 
 
 every_size = pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])

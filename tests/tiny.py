@@ -163,3 +163,10 @@ def counted_ops() -> Iterator[dict[str, int]]:
 
     with Count():
         yield counts
+
+
+def of_one_more(run: Callable[[], Any], handle: Any) -> Any:
+    """The stats of a run in which every region knows its plan: before it may have begun with another region's."""
+    before = handle.stats()
+    run()
+    return handle.stats() - before
