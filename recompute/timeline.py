@@ -27,7 +27,9 @@ Phase = Literal["forward", "backward", "regeneration"]
 
 _MADE = {"forward": "made in forward", "backward": "made in backward", "regeneration": "regenerated"}
 _SMALL = 4096  # of the peak, what is too small a part to be shown by itself
-_GROUPS = 8
+_OTHERS = "other modules"
+_COLORS = {_OTHERS: "0.8", _MADE["backward"]: "0.5", _MADE["regeneration"]: "crimson"}
+_DISTINCT = (0, 1, 2, 4, 5, 6, 8, 9)  # of matplotlib's ten: neither red nor grey
 
 
 @dataclass(slots=True)
@@ -225,14 +227,16 @@ class Timeline(AbstractContextManager["Timeline"]):
             made.setdefault(name, []).append(held)
         largest = sorted(made, key=lambda name: -sum(self._byte_seconds(held) for held in made[name]))
         last = [name for name in _MADE.values() if name in made]
-        shown = [name for name in largest if name not in last][:_GROUPS]
+        shown = [name for name in largest if name not in last][: len(_DISTINCT)]
         rest = [held for name in made if name not in (*shown, *last) for held in made[name]]
-        groups = {name: made[name] for name in shown} | {"other modules": rest} | {name: made[name] for name in last}
+        groups = {name: made[name] for name in shown} | {_OTHERS: rest} | {name: made[name] for name in last}
         times, rows = self._alive({name: members for name, members in groups.items() if members})
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        axes.stackplot(times * 1e3, *(row / 2**20 for row in rows.values()), labels=list(rows), step="post")
+        colors = [_COLORS.get(name) or f"C{_DISTINCT[shown.index(name)]}" for name in rows]
+        bands = [row / 2**20 for row in rows.values()]
+        axes.stackplot(times * 1e3, *bands, labels=list(rows), colors=colors, step="post")
         if self.backward is not None:
             axes.axvline(self.backward * 1e3, color="black", linestyle="--", linewidth=1)
             axes.annotate("backward", (self.backward * 1e3, 0), (3, 3), textcoords="offset points")
