@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
 import warnings
@@ -151,8 +152,12 @@ def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> Any:
     """As ``recompute.estimate`` takes a batch: either all by position or all by name."""
     if not args or not kwargs:
         return args or kwargs
-    names = list(module.forward.__code__.co_varnames[1:]) if hasattr(module.forward, "__code__") else []
-    return dict(zip(names, args, strict=False)) | kwargs
+    signature = inspect.signature(module.forward)
+    named = signature.bind(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -146,20 +146,23 @@ def test_what_is_around_the_model_is_seen_through(caplog: pytest.LogCaptureFixtu
     assert '- {match: "layers.*", action: checkpoint}' in report
 
 
-def test_keywords_and_positions_are_both_understood(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("rules", [[], [{"type": "Scaled", "action": "checkpoint"}]])
+def test_keywords_and_positions_are_both_understood(rules: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(HIDDEN, HIDDEN)
 
-        def forward(self, x: Tensor, by: float, *, cache: Any = None) -> Tensor:
+        def forward(self, x: Tensor, by: float, *, cache: Any = None, **others: Any) -> Tensor:
             assert cache is None
+            assert others.keys() <= {"other"}
             return torch.tanh(self.linear(x) * by)
 
     model = Scaled()
+    recompute.apply(model, {"name": "one", "rules": rules})
 
     def run() -> None:
-        model(torch.ones(8, HIDDEN), by=2.0, cache=None)
+        model(torch.ones(8, HIDDEN), by=2.0, cache=None, other=1)
         run_out()
 
     assert "A step on this batch takes" in report_of(model, run, caplog)

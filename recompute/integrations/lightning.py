@@ -20,10 +20,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch import Tensor, nn
 
-from recompute.attach import AppliedPolicy, PolicyLike
+from recompute.attach import PolicyLike
 from recompute.engine.context import RUNNER
 from recompute.errors import UnsupportedError
-from recompute.integrations.training import Options, PolicyInTraining
+from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
 from recompute.lowering import bare
 from recompute.policy.document import nearest, validate
 from recompute.policy.loading import load_policy
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _ADVICE = "Have training_step compute the loss by F.cross_entropy or the model's own `labels`, from the head's output"
 
 
-class RecomputeCallback(Callback):
+class RecomputeCallback(HoldsPolicy, Callback):
     """Puts the Trainer's LightningModule under ``policy`` while ``fit`` runs.
 
     policy: what ``recompute.apply`` takes: a preset's name, a path, a mapping or a ``Policy``. Its paths are those of
@@ -71,19 +71,7 @@ class RecomputeCallback(Callback):
         self.module = module
         given = {"kernels": kernels, "logits": logits, "logs": logs}
         self._options = validate(Options, given, label=type(self).__name__)
-        self._training: PolicyInTraining | None = None
         self._has_stepped = False
-
-    @property
-    def handle(self) -> AppliedPolicy | None:
-        """Of the policy, while it is on the model."""
-        return None if self._training is None else self._training.handle
-
-    def remove(self) -> None:
-        """Take the policy off the model, if it is on one."""
-        if self._training is not None:
-            self._training.remove()
-            self._training = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":  # before the strategy wraps anything

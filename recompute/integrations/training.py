@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, distributed, nn
 
-from recompute.attach import apply, module_entries
+from recompute.attach import AppliedPolicy, apply, module_entries
 from recompute.errors import UnsupportedError, warn
 from recompute.kernel_runners import is_plain_linear
 from recompute.planning.profiling import allocated_nbytes, start_peak
@@ -85,6 +85,23 @@ class PolicyInTraining:
         if self._goes_without_logits:
             found |= self._meter.accuracies(self._device)
         return found | self.memory.largest()
+
+
+class HoldsPolicy:
+    """A callback that puts a policy on a model, and takes it off again."""
+
+    _training: PolicyInTraining | None = None
+
+    @property
+    def handle(self) -> AppliedPolicy | None:
+        """Of the policy, while it is on the model."""
+        return None if self._training is None else self._training.handle
+
+    def remove(self) -> None:
+        """Take the policy off the model, if it is on one."""
+        if self._training is not None:
+            self._training.remove()
+            self._training = None
 
 
 def _refuse_checkpointing(model: nn.Module) -> None:

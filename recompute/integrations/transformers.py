@@ -18,9 +18,9 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
-from recompute.attach import AppliedPolicy, PolicyLike
+from recompute.attach import PolicyLike
 from recompute.errors import UnsupportedError
-from recompute.integrations.training import Options, PolicyInTraining
+from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
 from recompute.lowering import bare
 from recompute.policy.document import validate
 from recompute.policy.loading import load_policy
@@ -36,7 +36,7 @@ _ADVICE = (
 )
 
 
-class RecomputeCallback(TrainerCallback):
+class RecomputeCallback(HoldsPolicy, TrainerCallback):
     """Puts the Trainer's model under ``policy`` while it trains.
 
     policy: what ``recompute.apply`` takes: a preset's name, a path, a mapping or a ``Policy``.
@@ -73,18 +73,6 @@ class RecomputeCallback(TrainerCallback):
         given = {"kernels": kernels, "logits": logits, "logs": logs}
         self._options = validate(Options, given, label=type(self).__name__)
         self._is_in_arguments = False
-        self._training: PolicyInTraining | None = None
-
-    @property
-    def handle(self) -> AppliedPolicy | None:
-        """Of the policy, while it is on the model."""
-        return None if self._training is None else self._training.handle
-
-    def remove(self) -> None:
-        """Take the policy off the model, if it is on one."""
-        if self._training is not None:
-            self._training.remove()
-            self._training = None
 
     def __enter__(self) -> RecomputeCallback:
         return self
