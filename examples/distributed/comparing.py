@@ -37,6 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import recompute
 from recompute.planning.profiling import describe_machine, memory_trace
 from recompute.planning.tracker import StorageTrace
+from recompute.verification import deterministic
 
 Wrap = Callable[[LlamaForCausalLM, DeviceMesh], nn.Module]
 
@@ -93,16 +94,15 @@ class Run:
 
     def results(self, steps: int) -> dict[str, Any]:
         """Losses, gradients and weights, by algorithms that do the same every time; collectives, memory and time."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
         losses, gradients = [], []
-        for _ in range(steps):
-            loss = self.loss()
-            loss.backward()
-            losses.append(loss.item())
-            gradients.append([_sum_of_bits(parameter.grad) for parameter in self.model.parameters()])
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        torch.use_deterministic_algorithms(False)
+        with deterministic(self.device.type == "cuda"):
+            for _ in range(steps):
+                loss = self.loss()
+                loss.backward()
+                losses.append(loss.item())
+                gradients.append([_sum_of_bits(parameter.grad) for parameter in self.model.parameters()])
+                self.optimizer.step()
+                self.optimizer.zero_grad()
         weights = [_sum_of_bits(parameter) for parameter in self.model.parameters()]
         with profile() as profiled:
             self.loss().backward()
@@ -171,7 +171,6 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
     if options.compile and shares_batch:
         parser.error("--compile: layers are compiled once they are shared out, and here that is done after the policy")
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
