@@ -76,14 +76,10 @@ class OutOfMemory:
         held = [
             (each.path or "outside of all modules", each.modules, humanize(each.nbytes)) for each in self.activations
         ]
-        align = ("left", "right", "right")
-        blocks.append(
-            tabulate(held, ("holds for backward", "modules", "together"), colalign=align, disable_numparse=True)
-        )
+        blocks.append(_table(("holds for backward", "modules", "together"), held))
         if self.rules:
             rows = [(each.rule, humanize(each.nbytes)) for each in self.rules]
-            headers = ("one of these rules, before any others", "lowers the peak by")
-            blocks.append(tabulate(rows, headers, colalign=align[:2], disable_numparse=True))
+            blocks.append(_table(("one of these rules, before any others", "lowers the peak by"), rows))
         else:
             blocks.append("No rule lowers the peak: a smaller batch, shorter sequences or more devices would.")
         return "\n\n".join(blocks)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import recompute
 from recompute.engine.frontier import Point, frontier
 from recompute.errors import PolicyWarning, UnsupportedError
+from recompute.planning.planner import floor
 
 BACKEND = "aot_eager_decomp_partition"  # inductor's cut between forward and backward, without its code
 LAYER = "TinyDecoderLayer"
@@ -323,6 +324,20 @@ def test_layers_have_prices_of_their_own_as_a_plan_gives_them() -> None:
     eager = held_under(policy, compiled=False, layers=4)
     assert 0.98 * eager <= held_under(policy, compiled=True, layers=4) <= eager
     model = decoder(layers=4)
+    recompute.apply(model, policy)
+    close(train(compile_layers(model)), train(decoder(layers=4)))
+
+
+def test_a_plan_serves_compiled_layers() -> None:
+    """Where it leaves layers as they are, the compiler holds less of them than eager code does."""
+    model = decoder(layers=4)
+    profile = recompute.profile(model, token_ids(), loss=lambda logits: logits.square().mean(), steps=1)
+    least = floor(profile).prediction.peak_nbytes
+    for budget in (int(1.05 * least), least):
+        policy = recompute.plan(profile, budget=budget).policy.model_dump()
+        compiled = held_under(policy, compiled=True, layers=4)
+        assert compiled <= held_under(policy, compiled=False, layers=4)
+    assert compiled < 0.8 * held_under({"name": "none", "rules": []}, compiled=True, layers=4)
     recompute.apply(model, policy)
     close(train(compile_layers(model)), train(decoder(layers=4)))
 

@@ -14,6 +14,7 @@ import torch
 from tiny import HIDDEN, INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
 from recompute.out_of_memory import explain_out_of_memory
@@ -183,6 +184,46 @@ def test_what_cannot_be_estimated_is_said(caplog: pytest.LogCaptureFixture) -> N
         run_out()
 
     assert "What the step takes is not known: ModelError: " in report_of(asking, run, caplog)
+
+
+@pytest.mark.gpu
+def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **shape)).bfloat16()
+        ids = torch.randint(256, (1, 8192))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    step()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((0.6 * peak + 0.4 * before) / total)
+    try:
+        with (
+            caplog.at_level(logging.ERROR, "recompute.out_of_memory"),
+            pytest.raises(torch.OutOfMemoryError),
+            explain_out_of_memory(model),
+        ):
+            step()
+        (report,) = caplog.messages
+        assert re.search(r"out of memory in the (forward of model\.layers\.\d|backward)", report)
+        estimated = re.search(r"takes ([\d.]+) GiB more at its peak", report)
+        assert estimated is not None
+        assert float(estimated[1]) * 2**30 == pytest.approx(peak - before, rel=0.05)
+        rule = re.search(r'^- \{match: "(\S+)", action: (\w+)\} ', report, re.MULTILINE)
+        assert rule is not None
+        recompute.apply(model, {"name": "advised", "rules": [{"match": rule[1], "action": rule[2]}]})
+        model.zero_grad()  # the failed step's
+        torch.cuda.empty_cache()
+        step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_other_errors_pass_and_the_hook_goes(caplog: pytest.LogCaptureFixture) -> None:

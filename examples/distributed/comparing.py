@@ -60,6 +60,7 @@ class Run:
         is_large: bool,
         shares_batch: bool,
         backend: str | None,
+        shape: tuple[int, int],
     ):
         torch.manual_seed(0)
         self.device = torch.device(
@@ -79,7 +80,7 @@ class Run:
         for parameter in self.model.parameters():
             kinds.setdefault(DTensor if isinstance(parameter, DTensor) else nn.Parameter, []).append(parameter)
         self.optimizer = torch.optim.AdamW([{"params": parameters} for parameters in kinds.values()], lr=1e-4)
-        self.shape = (1, 4096) if is_large else (4, 128)
+        self.shape = shape
         # Ranks with parts of one model see one batch, and draw the same random numbers; others have their own.
         torch.manual_seed(1 if shares_batch else 1 + dist.get_rank())
 
@@ -161,13 +162,15 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--policy", type=Path, default=policy, help="the path of a policy file")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--large", action="store_true", help="the shape of Llama 1B, sequence 4096, bf16")
+    parser.add_argument("--large", action="store_true", help="the shape of Llama 1B, bf16")
+    parser.add_argument("--sequence", type=int, help="tokens; by default 4096 with --large, else 128, of four each")
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the decoder layers")
     parser.add_argument(
         "--tolerance", type=float, help="relative, of losses; else bits are compared, gradients' and weights' too"
     )
     parser.add_argument("--out", type=Path, help="where to write a JSON record")
     options = parser.parse_args()
+    shape = (1, options.sequence or 4096) if options.large else (4, options.sequence or 128)
     if options.compile and shares_batch:
         parser.error("--compile: layers are compiled once they are shared out, and here that is done after the policy")
 
@@ -182,7 +185,7 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
     for name, path in (("without", None), ("with", options.policy)):
         if options.compile:
             torch.compiler.reset()
-        kind = {"is_large": options.large, "shares_batch": shares_batch, "backend": options.compile}
+        kind = {"is_large": options.large, "shares_batch": shares_batch, "backend": options.compile, "shape": shape}
         run = Run(wrap, mesh, path, **kind)
         results[name] = run.results(options.steps)
         del run
@@ -200,7 +203,7 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
                 "command": " ".join(["torchrun", f"--nproc-per-node {len(ranks)}", *sys.argv]),
                 "machine": describe_machine(torch.device(device)),
                 "example": Path(sys.argv[0]).stem,
-                "shape": "Llama 1B, 1 x 4096 tokens, bf16" if options.large else "tiny",
+                "shape": ("Llama 1B, {} x {} tokens, bf16" if options.large else "tiny, {} x {} tokens").format(*shape),
                 "compiled": options.compile,
                 "batch": "of all ranks" if shares_batch else "of each rank",
                 "world_size": len(ranks),
