@@ -308,7 +308,8 @@ def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_pat
     on = run("on", RecomputeCallback(), steps=4, resume=plain / "step=2.ckpt")
     off = run("off", steps=4, resume=policed / "step=2.ckpt")
     assert content(on, 4) == content(off, 4)
-    assert forwards == {"plain": 8, "policed": 8, "on": 4, "off": 4}
+    assert forwards["policed"] == forwards["plain"] == 8
+    assert forwards["on"] == forwards["off"] <= 4
 
 
 def refusal(strategy: Any) -> str:
