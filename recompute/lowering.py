@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from recompute.engine.kept import kept
 from recompute.engine.ops import FACTORY, STATISTICS, Kind, facts_of_call
-from recompute.engine.traced import Again, Traced
+from recompute.engine.traced import Again, Traced, join
 from recompute.errors import UnsupportedError
 from recompute.policy.model import FAMILIES, PRICE, Rule
 
@@ -175,9 +175,11 @@ def _tracing(mode: Any) -> type:
             is_outermost = all(judge.action == "keep" for judge in _Tracing.judges)
             _Tracing.judges.append(self.judge)
             self.traced, proxies = None, get_proxy_mode()
+            graph = None if proxies is None else proxies.tracer.graph
             if is_outermost and self.judge.has_tape:
-                graph = None if proxies is None else proxies.tracer.graph
                 self.traced = _Tracing.traced = Traced(graph, self.judge.price)
+            self.graph = graph if is_outermost and self.judge.action != "keep" else None
+            self.start = 0 if graph is None else len(graph.nodes)
             self.sees_saves = proxies is None and _Tracing.traced is not None
             self.respect_saved_tensors_hooks = False  # torch 2.15 would ask whether it should: they are ours
             if self.sees_saves:
@@ -191,19 +193,24 @@ def _tracing(mode: Any) -> type:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
                 torch._C._autograd._saved_tensors_hooks_set_tracing(self.calls_hooks)
             _Tracing.judges.pop()
-            if self.traced is None:
-                return
-            traced, self.traced, _Tracing.traced = self.traced, None, None
+            traced, self.traced = self.traced, None
+            graph, self.graph = self.graph, None
+            if traced is not None:
+                _Tracing.traced = None
             if kind is not None:
                 return
-            if self.sees_saves:
-                traced.learn()
+            if graph is None:
+                if traced is not None:
+                    traced.learn()
                 return
-            held = traced.held()
-            if held is None and self.judge.price > PRICE:
-                raise UnsupportedError(_UNLEARNED)
+            held = None
+            if traced is not None:
+                held = traced.held()
+                if held is None and self.judge.price > PRICE:
+                    raise UnsupportedError(_UNLEARNED)
             for node in held or ():
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            join(graph, self.start, is_cut=held is not None)
 
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if self.traced is None:

@@ -157,6 +157,26 @@ class Traced:
         return number
 
 
+def join(graph: Graph, start: int, *, is_cut: bool) -> None:
+    """Have torch take the region whose nodes begin at ``start`` for a part of the last one before it, if that is a cut.
+
+    At the border of two regions torch saves what goes from one to the other. Where a cut has decided on the first one,
+    that is saved or comes back as the cut says.
+    """
+    nodes = iter(reversed(graph.nodes))
+    own = [node for node in islice(nodes, len(graph.nodes) - start) if _REGION in node.meta]
+    last = next((node for node in nodes if _REGION in node.meta), None)
+    joined = None if last is None else last.meta.get(_CUT)
+    for node in reversed(own):
+        joined = node.meta[_REGION] if joined is None else joined
+        node.meta[_REGION] = joined
+        if is_cut:
+            node.meta[_CUT] = joined
+
+
+_REGION, _CUT = "ac_graph_id", "recompute_cut"
+"""In a node's meta: torch's number of the region that it is in; and the same where that is a cut."""
+
 _demands: dict[Hashable, frozenset[int]] = {}
 """What autograd saves in the regions that were seen a first time."""
 _MOST = 1024
