@@ -170,7 +170,11 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
     )
     parser.add_argument("--out", type=Path, help="where to write a JSON record")
     options = parser.parse_args()
-    shape = (1, options.sequence or 4096) if options.large else (4, options.sequence or 128)
+    if options.sequence is None:
+        options.sequence = 4096 if options.large else 128
+    if options.sequence < 2:
+        parser.error(f"--sequence: expected 2 tokens or more, to predict one from another; got {options.sequence}")
+    shape = (1 if options.large else 4, options.sequence)
     if options.compile and shares_batch:
         parser.error("--compile: layers are compiled once they are shared out, and here that is done after the policy")
 

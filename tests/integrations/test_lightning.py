@@ -309,7 +309,8 @@ def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_pat
     off = run("off", steps=4, resume=policed / "step=2.ckpt")
     assert content(on, 4) == content(off, 4)
     assert forwards["policed"] == forwards["plain"] == 8
-    assert forwards["on"] == forwards["off"] <= 4
+    assert forwards["on"] == forwards["off"]
+    assert forwards["off"] in (3, 4)  # without a policy: Lightning 2.4 resumes with a forward less
 
 
 def refusal(strategy: Any) -> str:
