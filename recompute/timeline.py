@@ -67,9 +67,8 @@ class Timeline(AbstractContextManager["Timeline"]):
         timeline.plot().savefig("step.png")
 
     What was there before the block counts nothing, nor do freeing it and what an op takes and gives back while it runs.
-    Seconds are the host's, who takes memory when
-    it launches an op and not when the device runs it; showing each op to Python slows it down. For eager code: of
-    compiled code it sees only what goes in and out. Also on fake tensors.
+    Seconds are the host's, who takes memory when it launches an op and not when the device runs it; showing each op to
+    Python slows it down. For eager code: of compiled code it sees only what goes in and out. Also on fake tensors.
     """
 
     def __init__(self, model: nn.Module):
