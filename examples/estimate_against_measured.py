@@ -73,6 +73,33 @@ def gemma() -> transformers.GemmaConfig:
     )
 
 
+OTHERS: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "mistral-7b, 8 layers": (lambda: transformers.MistralConfig(num_hidden_layers=8), 1, 8192),
+    "phi-3-mini, 16 layers": (lambda: transformers.Phi3Config(num_hidden_layers=16), 1, 4096),
+    "gpt2-xl, 24 layers": (lambda: transformers.GPT2Config(n_embd=1600, n_head=25, n_layer=24), 8, 1024),
+    "mixtral, 1024 wide, 8 layers": (
+        lambda: transformers.MixtralConfig(
+            hidden_size=1024,
+            intermediate_size=3584,
+            num_hidden_layers=8,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+        ),
+        1,
+        4096,
+    ),
+    "gemma-2-2b, 13 layers": (lambda: transformers.Gemma2Config(num_hidden_layers=13), 1, 4096),
+    "gpt-neox, 2560 wide, 16 layers": (
+        lambda: transformers.GPTNeoXConfig(
+            hidden_size=2560, intermediate_size=10240, num_hidden_layers=16, num_attention_heads=32
+        ),
+        2,
+        2048,
+    ),
+}
+"""Of each family a configuration, the batch size and the sequence length."""
+
+
 def tiny() -> transformers.LlamaConfig:
     return transformers.LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
@@ -98,7 +125,11 @@ def cases() -> list[Case]:
     found += [Case("qwen3-0.6b", qwen3, length, policy) for length in (2048, 8192) for policy in ("none", "auto")]
     found += [Case("gemma-2b", gemma, 4096, policy) for policy in ("none", "full")]
     found.append(Case(*llama_8b, 4096, "none"))
-    return found + [Case(*llama_8b, 4096, "full", optimizer) for optimizer in OPTIMIZERS]
+    found += [Case(*llama_8b, 4096, "full", optimizer) for optimizer in OPTIMIZERS]
+    for name, (make, batch_size, length) in OTHERS.items():
+        for policy in ("none", "elementwise", "auto"):
+            found.append(Case(name, make, length, policy, "adamw-fused", batch_size))
+    return found
 
 
 def tiny_cases() -> list[Case]:

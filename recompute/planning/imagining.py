@@ -19,6 +19,7 @@ from recompute.engine.recipe import local
 
 _aten = torch.ops.aten
 _torchs_attention = F.scaled_dot_product_attention
+_torchs_dropout = F.dropout
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -27,6 +28,7 @@ def as_on_cuda(*, autocast: torch.dtype | None = None) -> Iterator[None]:
     """Inside, in this thread, ops on fake CPU tensors choose as on CUDA. autocast: run forward and loss under it."""
     before, local.imagines_cuda = local.imagines_cuda, True
     attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention_here
+    dropout, F.dropout = F.dropout, _dropout_here
     try:
         with ExitStack() as stack:
             if autocast is not None:
@@ -36,6 +38,17 @@ def as_on_cuda(*, autocast: torch.dtype | None = None) -> Iterator[None]:
     finally:
         local.imagines_cuda = before
         F.scaled_dot_product_attention = attention
+        F.dropout = dropout
+
+
+def _dropout_here(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """On CUDA dropout is one kernel that saves a mask of bools; on the CPU it saves a mask in the input's dtype.
+
+    ``is_fused_kernel_acceptable`` in ATen/native/Dropout.cpp.
+    """
+    if local.imagines_cuda and training and not inplace and 0.0 < p < 1.0 and input.numel():
+        return torch.native_dropout(input, p, True)[0]
+    return _torchs_dropout(input, p, training, inplace)
 
 
 def _attention_here(*args: Any, **kwargs: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import recompute
 from recompute.errors import EstimateError, ModelError, PolicyError
-from recompute.planning import study
+from recompute.planning import imagining, study
 from recompute.planning.estimate_result import Estimate
 
 GIB = 2**30
@@ -228,6 +228,23 @@ def test_encoders_of_torch_call_attention_past_modes() -> None:
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     found = estimate(layer, batch=torch.empty(1, 1000, 64, dtype=torch.bfloat16))
     assert found.activation_bytes < 4 * 1000 * 1000 * 2
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
+def test_dropout_saves_a_mask_of_bools_as_on_cuda(p: float) -> None:
+    """One byte an element, also where a function of torch's calls dropout; the CPU saves factors in the input's dtype.
+
+    A dropout of nothing saves nothing. One of everything is not fused on CUDA either, and saves factors.
+    """
+    x = torch.empty(1, 1024, 64, dtype=torch.bfloat16)
+    without, dropping = (
+        estimate(nn.TransformerEncoderLayer(64, 4, 128, dropout=rate, batch_first=True), batch=x).activation_bytes
+        for rate in (0.0, p)
+    )
+    elements = 1024 * (64 + 128 + 64)  # after attention, after the activation, after the second Linear
+    output = 1024 * 128 * 2  # of the second one, which the second Linear saves; the activation saves its own
+    assert dropping - without == {0.0: 0, 0.1: elements + output, 1.0: 2 * elements + output}[p]
+    assert F.dropout is imagining._torchs_dropout
 
 
 def test_modules_are_left_as_they_are_and_may_be_on_meta() -> None:
