@@ -118,11 +118,14 @@ def _attention(
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """What is added to the scores: a mask of bools becomes numbers, and rows begin at multiples of 16 bytes."""
+    """What is added to the scores: a mask of bools becomes numbers, and rows begin at multiples of 16 bytes.
+
+    By the ops of ``convert_boolean_attn_mask`` in ATen/native/transformers/attention.cpp: a tape drops the same then.
+    """
     if mask is None:
         return None
     if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=mask.device))
     if mask.shape[-1] % 8:
         mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
     return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ from recompute.planning.transients import transient_nbytes
 
 _aten = torch.ops.aten
 _is_made_of_tensors = functools.cache(is_traceable_wrapper_subclass_type)
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_WRAPPERS = ("inner", "_fn")  # of torch._compile, by which no dispatch mode is compiled
 _DEVICE = torch.ops.prim.device.default  # asked of every fake tensor, many times an op
 
 BLOCK_NBYTES = 512
@@ -75,8 +78,11 @@ class StorageTrace(MemoryTrace):
         """Count the storage of ``tensor`` no longer, as another's to count. Returns what it counted as."""
         return self._drop(tensor.untyped_storage()._cdata)
 
-    def made(self, output: Any, args: Any, transient_nbytes: int) -> None:
-        """An op has run: its new storages live from now on."""
+    def made(self, output: Any, args: Any, transient_nbytes: int, *, replaces_input: bool = False) -> None:
+        """An op has run: its new storages live from now on.
+
+        replaces_input: whether an input dies just after it, so that the two never take memory together.
+        """
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if transient_nbytes:
             self._grown(self._rounded(transient_nbytes) + sum(self._rounded(_nbytes(tensor)) for tensor in tensors))
@@ -93,7 +99,8 @@ class StorageTrace(MemoryTrace):
             # The entry goes when the storage does, and its address can be another's only after that.
             self._alive[key] = weakref.ref(storage, partial(self._died, key)), nbytes, self.label(tensor, nbytes)
             self.alive_nbytes += nbytes
-        self._grown(0)
+        if not replaces_input:
+            self._grown(0)
 
     def _grown(self, for_a_moment: int) -> None:
         alive = self.alive_nbytes + for_a_moment
@@ -135,8 +142,21 @@ class _Mode(TorchDispatchMode):
             return kwargs["out"]
         output = op(*args, **kwargs)
         extra = transient_nbytes(op, args, output) if local.imagines_cuda else 0
-        self._trace.made(output, (args, kwargs), extra)
+        replaces_input = op is _aten.add.Tensor and local.imagines_cuda and _is_called_by_autograd()
+        self._trace.made(output, (args, kwargs), extra, replaces_input=replaces_input)
         return output
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether autograd itself calls an op: an addition sums the gradients that a tensor gets from two readers.
+
+    ``accumulate`` in torch/csrc/autograd/input_buffer.cpp adds in place to the sum so far, if nobody else has that. On
+    fake tensors it makes a new sum and then lets go of the old one. If somebody has it, the next op counts both.
+    """
+    frame = sys._getframe(2)
+    while frame.f_code.co_name in _WRAPPERS and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is _RUN_BACKWARD
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -234,6 +234,33 @@ def test_cuda_backward_of_attention_sums_in_float32() -> None:
     assert transient_nbytes(torch.ops.aten.mm.default, (q, k), None) == 0
 
 
+def test_autograd_sums_gradients_in_place() -> None:
+    """A weight that is read twice has two gradients at once, and never a third one for their sum."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient.expand(1000, 1000) * 2 + torch.ones(1000, 1000)
+
+    def peak(run: Callable[[Tensor], Tensor]) -> int:
+        step = simulate(nn.Module(), lambda: (loss := run(weight), loss), on_cuda=True)
+        return max(nbytes for moment in step.moments for nbytes in moment.alive.values())
+
+    weight_nbytes = 4 * 1000 * 1000
+    with fake_mode():
+        weight, x = nn.Parameter(torch.empty(1000, 1000)), torch.empty(10, 1000)
+        once = peak(lambda weight: (x @ weight).sum())
+        twice = peak(lambda weight: (x @ weight).sum() + (x @ weight.sin()).sum())
+        user = peak(Sum.apply)
+    assert once < 1.1 * weight_nbytes
+    assert 2 * weight_nbytes <= twice - weight_nbytes < 2.2 * weight_nbytes  # and the sine
+    assert 3 * weight_nbytes <= user  # what a user adds makes a third one
+
+
 def test_embeddings_sum_in_float32_where_there_are_many_tokens() -> None:
     backward = torch.ops.aten.embedding_dense_backward.default
     gradient = torch.empty(4096, 256, dtype=torch.bfloat16)
