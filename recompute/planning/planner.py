@@ -144,8 +144,8 @@ def is_fastest(profile: Profile, solution: Solution) -> bool:
     return _picoseconds_of(profile, solution) == sum(least[place.region] for place in profile.places)
 
 
-def best_uniform(profile: Profile, budget_nbytes: int) -> Uniform | None:
-    """The fastest within the budget of the policies that run every region in the one way; None if none fits."""
+def uniforms(profile: Profile, budget_nbytes: int) -> list[Uniform]:
+    """The policies within the budget that run every region in the one way, the fastest first."""
     names = dict.fromkeys(choice.name for region in profile.regions for choice in region.choices)
     found = []
     for name in names:
@@ -154,7 +154,7 @@ def best_uniform(profile: Profile, budget_nbytes: int) -> Uniform | None:
         assignment = tuple(of_region[place.region] for place in profile.places)
         found.append(Uniform(name, Solution(assignment, predict(profile, assignment))))
     fitting = [uniform for uniform in found if uniform.solution.prediction.peak_nbytes <= budget_nbytes]
-    return min(fitting, key=lambda uniform: _order(uniform.solution), default=None)
+    return sorted(fitting, key=lambda uniform: _order(uniform.solution))
 
 
 def frontier(

@@ -159,6 +159,9 @@ def plan(
 ) -> Plan:
     """Choose, for each region of a model, how to run it: the fastest training step whose memory stays in ``budget``.
 
+    The plan of a model is run, and so is each uniform policy that fits and may be as fast: if one of them is faster, it
+    is the plan. The plan of a ``Profile`` is what the profile predicts.
+
     model: what to train, which is profiled on ``example_batch`` first; or a ``Profile``, which takes milliseconds.
     example_batch, loss, optimizer: as ``recompute.profile`` takes them.
     budget: of the whole step, with parameters, gradients and optimizer states: bytes, "40GiB", "40GB", or "80%" of the
@@ -166,7 +169,8 @@ def plan(
     allowed: which of "keep" (as it is), "hook", "kernel" and "checkpoint" a region may run by; all of them unless
         given. A region that has none of them stays as it is.
     frontier: solve for other budgets as well.
-    verify: run the plan; if its peak is over the budget, or off by more than 2%, correct the profile and plan again.
+    verify: if the plan's peak is over the budget when it runs, or off by more than 2%, correct the profile and plan
+        again.
     progress: called with what is being done, how far it is, and of how much.
 
     Raises ``BudgetError`` for a budget that cannot be read or met, and ``PlanError`` for what else is given wrong.
@@ -187,10 +191,12 @@ def plan(
         profile = measure(model, example_batch, loss=loss, optimizer=optimizer, kernels=kernels, progress=progress)
     profile = restricted(profile, allowed)
     found = planned(profile, parse_budget(budget, profile.capacity_nbytes))
-    if verify and not isinstance(model, Profile):
+    if not isinstance(model, Profile):
         from recompute.planning.plan_runs import verify_plan
 
-        found = verify_plan(found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress)
+        found = verify_plan(
+            found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress, replan=verify
+        )
     return with_frontier(found, progress) if frontier else found
 
 
@@ -213,24 +219,26 @@ def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None =
 
 def planned(profile: Profile, budget_nbytes: int) -> Plan:
     """The plan for a profile and a budget. Raises ``BudgetError``."""
-    solution = planner.solve(profile, budget_nbytes)
-    uniform = planner.best_uniform(profile, budget_nbytes)
-    prediction = solution.prediction
+    return plan_of(profile, budget_nbytes, planner.solve(profile, budget_nbytes))
+
+
+def plan_of(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
+    """The plan that does what ``solution`` says."""
+
+    def policy(of: Solution, name: str) -> Policy:
+        return policy_of(profile, of.assignment, _description(profile, of.prediction, budget_nbytes), name)
+
+    uniform = next(iter(planner.uniforms(profile, budget_nbytes)), None)
     return Plan(
-        policy=policy_of(profile, solution.assignment, _description(profile, prediction, budget_nbytes)),
+        policy=policy(solution, "plan"),
         budget_nbytes=budget_nbytes,
-        predicted_peak_bytes=prediction.peak_nbytes,
-        predicted_step_seconds=prediction.step_seconds,
-        peak_moment=prediction.peak_moment,
+        predicted_peak_bytes=solution.prediction.peak_nbytes,
+        predicted_step_seconds=solution.prediction.step_seconds,
+        peak_moment=solution.prediction.peak_moment,
         uniform=uniform
         and UniformPolicy(
             uniform.choice,
-            policy_of(
-                profile,
-                uniform.solution.assignment,
-                _description(profile, uniform.solution.prediction, budget_nbytes),
-                name="uniform",
-            ),
+            policy(uniform.solution, "uniform"),
             uniform.solution.prediction.peak_nbytes,
             uniform.solution.prediction.step_seconds,
         ),
@@ -250,7 +258,7 @@ def restricted(profile: Profile, allowed: Collection[str] | None) -> Profile:
     _check_allowed(allowed)
 
     def of(region: RegionCosts) -> RegionCosts:
-        left = [choice for choice in region.choices if _way(choice) in allowed]
+        left = [choice for choice in region.choices if way_of(choice) in allowed]
         return region.model_copy(update={"choices": tuple(left) or region.choices[:1]})
 
     return profile.model_copy(update={"regions": tuple(map(of, profile.regions))})
@@ -295,7 +303,7 @@ def _spans(numbers: Iterable[int]) -> list[str]:
     return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
 
 
-def _way(choice: Choice) -> str:
+def way_of(choice: Choice) -> str:
     """Which of ``ALLOWED`` it is. What may be either, ``via: auto``, counts as a kernel: it may round otherwise."""
     rule = choice.rule or {"action": "keep"}
     if rule["action"] != "recompute":

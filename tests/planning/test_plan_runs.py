@@ -9,9 +9,9 @@ import tables
 
 from recompute.errors import BudgetError
 from recompute.planning import planner
-from recompute.planning.plan_runs import Measured, MeasuredPlace, checked, corrected
+from recompute.planning.plan_runs import Measured, MeasuredPlace, checked, corrected, not_outrun
 from recompute.planning.planner import predict
-from recompute.planning.plans import plan, policy_of
+from recompute.planning.plans import Plan, plan, policy_of
 from recompute.planning.profile_table import Profile
 from recompute.policy.model import Policy
 
@@ -131,3 +131,76 @@ def test_the_correction_of_a_choice_is_what_its_places_took() -> None:
     backward_of_the_head = 11 + 2 * 12 + 2 * 100 + 80
     assert after.static_nbytes == 1400 - backward_of_the_head
     assert predict(after, assignment).peak_nbytes == 1400
+
+
+BUDGET = 1490
+
+
+def checkpointed(found: Plan) -> Policy:
+    """The uniform policy by which each layer is checkpointed."""
+    (uniform,) = [one for one in planner.uniforms(found.profile, BUDGET) if one.choice == "checkpoint"]
+    return policy_of(found.profile, uniform.solution.assignment)
+
+
+def slowed(policy: Policy, factor: float) -> Machine:
+    """A machine on which all but ``policy`` takes ``factor`` times what was predicted, as where the host is slow."""
+
+    class Slowed(Machine):
+        def __call__(self, other: Policy) -> Measured:
+            measured = super().__call__(other)
+            if other.rules == policy.rules:
+                return measured
+            return measured._replace(step_seconds=measured.step_seconds * factor)
+
+    return Slowed(PROFILE)
+
+
+def test_a_uniform_policy_that_runs_faster_is_the_plan() -> None:
+    before = plan(PROFILE, budget=BUDGET)
+    uniform = checkpointed(before)
+    machine = slowed(uniform, 2.0)
+    after = not_outrun(checked(before, machine), machine)
+    assert after.policy.rules == uniform.rules
+    assert after.rounds[-1].measured_step_seconds == after.predicted_step_seconds < 2 * before.predicted_step_seconds
+    assert after.rounds[0].measured_step_seconds == pytest.approx(2 * before.predicted_step_seconds)
+    assert "all regions run alike: checkpoint" in after.note
+
+
+def test_a_plan_that_is_not_outrun_stays_and_little_is_run() -> None:
+    before = plan(PROFILE, budget=BUDGET)
+    machine = Machine(PROFILE)
+    after = not_outrun(checked(before, machine), machine)
+    assert (after.policy, after.note, len(after.rounds)) == (before.policy, before.note, 1)
+    assert len(machine.ran) <= 5  # itself, and by each way to run a region one uniform policy
+
+
+def test_a_uniform_policy_over_the_budget_is_no_plan() -> None:
+    before = plan(PROFILE, budget=BUDGET)
+    uniform = checkpointed(before)
+
+    def measure(policy: Policy) -> Measured:
+        return Measured(BUDGET + 1, 0.1) if policy.rules == uniform.rules else Measured(BUDGET, 99.0)
+
+    after = not_outrun(checked(before, measure, replan=False), measure)
+    assert after.rounds[-1].measured_peak_nbytes <= BUDGET
+    assert after.policy.rules != uniform.rules
+
+
+def test_a_plan_that_was_slow_for_a_moment_stays() -> None:
+    before = plan(PROFILE, budget=BUDGET)
+    machine = Machine(PROFILE)
+
+    def measure(policy: Policy) -> Measured:
+        measured = machine(policy)
+        return measured._replace(step_seconds=99.0) if len(machine.ran) == 1 else measured
+
+    after = not_outrun(checked(before, measure), measure)
+    assert after.policy == before.policy
+    assert after.rounds[-1].measured_step_seconds == pytest.approx(before.predicted_step_seconds)
+
+
+def test_a_plan_that_misses_is_left_as_it_is_unless_it_is_to_be_made_again() -> None:
+    machine = Machine(scaled(PROFILE, 1.3))
+    after = checked(plan(PROFILE, budget=BUDGET), machine, replan=False)
+    assert (len(machine.ran), len(after.rounds)) == (1, 1)
+    assert after.rounds[0].measured_peak_nbytes > BUDGET
