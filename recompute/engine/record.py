@@ -12,7 +12,7 @@ from torch import Tensor
 from recompute.engine.operands import parameter_of
 from recompute.engine.ops import is_defined
 from recompute.engine.plan import Plan, PlanCache, Ref, Step, ValueFacts, solve
-from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, is_verifying, local, open_book
+from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, asking, is_verifying, local, open_book
 from recompute.engine.rng import RngState
 from recompute.engine.saved import (
     Alive,
@@ -77,6 +77,8 @@ class Record:
         self.saves: list[tuple[int, int]] = []  # what autograd saved, and the step that was next then
         self.handles: list[weakref.ref[Handle]] = []
         self.undetached: list[Kept] = []
+        self._asked: weakref.WeakKeyDictionary[Handle, Handle] | None = None
+        """The handles that ``autograd.grad``, say, has asked while the frame runs, and what stands in for each."""
         self.holds_alone = _ends_with_us(self.outer)
         """Whether what was made in this frame concerns no hooks around it."""
         self.begun = False
@@ -103,24 +105,14 @@ class Record:
         """Go on without the plan: take back what it has let go of, so that nothing depends on what it foresaw."""
         plan = self.plan
         assert plan is not None
-        recipes = self.recipes(plan, self.as_it_is)
+        with asking():
+            for handle, stand_in in self._stand_ins():
+                handle.tensor = stand_in.get()
+                handle.version = version_of(handle.tensor)
+                self.held.setdefault(handle.slot, seen_as(handle.tensor, plan.facts[handle.slot].layout))
         for reference in self.handles:
             handle = reference()
-            if handle is None:
-                continue
-            if handle.tensor is None:
-                known = plan.facts[handle.slot]
-                assert known.step is not None
-                assert known.slot is not None
-                recipe = recipes[known.step]
-                seen, whole = (
-                    recipe.handle(known.slot, handle.view),
-                    recipe.handle(known.slot),
-                )  # which it does not hold
-                handle.tensor = seen.get()
-                handle.version = version_of(handle.tensor)
-                self.held.setdefault(handle.slot, whole.get())
-            elif handle.slot not in self.stale:
+            if handle is not None and handle.tensor is not None and handle.slot not in self.stale:
                 self.held.setdefault(handle.slot, handle.tensor)
         self._steps = list(plan.steps[: self.count])
         size = max([number + 1 for step in self._steps for number in step.made], default=0)
@@ -128,6 +120,29 @@ class Record:
         self._facts = list(plan.facts[:size])
         self.plan = None
         self._departed = True
+        self._asked = None
+
+    def _stand_ins(self) -> list[tuple[Handle, Handle]]:
+        """Each handle of what the plan has let go of, and one that gives its value back while the frame still runs.
+
+        Recipes that none of these needs die here, so that no value waits for them.
+        """
+        plan = self.plan
+        assert plan is not None
+        recipes = self.recipes(plan, self.as_it_is)
+        found = []
+        for reference in self.handles:
+            handle = reference()
+            if handle is not None and handle.tensor is None:
+                step, slot = plan.origin(handle.slot)
+                found.append((handle, recipes[step].handle(slot, handle.view)))
+        return found
+
+    def give_back(self, handle: Handle) -> Tensor:
+        """What a handle stands for that the plan has let go of, while the frame still runs."""
+        if self._asked is None or handle not in self._asked:
+            self._asked = weakref.WeakKeyDictionary(self._stand_ins())
+        return self._asked[handle].get()
 
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Note of which DTensors it is that the tape sees the parts."""
@@ -278,7 +293,8 @@ class Record:
 
     def as_it_is(self, ref: Ref) -> Saved:
         """What stands for a value that is kept while the frame still runs."""
-        return Kept(seen_as(aliased(self.held[ref.value]), ref.layout), self.owner.name)
+        version = None if ref.value in self.parameters else self.versions[ref.value]
+        return Kept(seen_as(aliased(self.held[ref.value]), ref.layout), self.owner.name, version)
 
     def recipes(self, plan: Plan, source: Source) -> dict[int, OpRecipe]:
         """For each step that runs again, and has been taken, how."""
@@ -385,7 +401,7 @@ class Record:
         self.sharded.clear()
         self._wholes.clear()
         self._steps, self._facts, self.handles, self.saves, self.undetached = [], [], [], [], []
-        self.versions, self._originals = {}, None
+        self.versions, self._originals, self._asked = {}, None, None
 
 
 def aliased(tensor: Tensor, *, copy: bool = False) -> Tensor:

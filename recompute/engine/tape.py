@@ -497,12 +497,7 @@ class Tape(TorchDispatchMode):
 
     def take(self, handle: Handle) -> Tensor:
         """A value that is asked for while the frame still runs, as by ``autograd.grad`` inside of it."""
-        record = self.record
-        plan = record.plan
-        assert plan is not None  # else it would have its tensor
-        step, slot = plan.origin(handle.slot)
-        wanted = record.recipes(plan, record.as_it_is)[step].handle(slot)  # which the recipe does not hold
-        return wanted.get()
+        return self.record.give_back(handle)
 
 
 def _agree(made: list[Made], layouts: tuple[Layout, ...]) -> bool:
