@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recompute.engine.operands import parameter_of
+from recompute.engine.operands import copied, parameter_of
 from recompute.engine.ops import is_defined
 from recompute.engine.plan import Plan, PlanCache, Ref, Step, ValueFacts, solve
 from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, asking, is_verifying, local, open_book
@@ -90,6 +91,7 @@ class Record:
         self._steps: list[Step] = []
         self._facts: list[ValueFacts] = []
         self._sources: dict[Ref, Saved | Unpacking] = {}
+        self._copies: dict[int, Kept] = {}
         self._originals: dict[int, Tensor] | None = {} if is_verifying() else None  # copies, to compare with
         self._group = Group()
 
@@ -216,13 +218,12 @@ class Record:
         outputs: of the region, which the scope around may drop too. source: otherwise as the hooks around have it.
         Returns the plan for the next frame, if there is one.
         """
-        source = source or self._source
         try:
             values = [(tensor, self.current.get(tensor.untyped_storage()._cdata)) for tensor in outputs]
             results = {number: tensor for tensor, number in values if number is not None} if self._book else {}
             plan = self._decide(results)
-            recipes = self.recipes(plan, source)
-            self._settle(plan, recipes, source)
+            recipes = self.recipes(plan, source or functools.partial(self._unchanged, plan.lent))
+            self._settle(plan, recipes, source or self._source)
             for number in plan.outputs.intersection(results):
                 (step, slot), counted = plan.origin(number), number in plan.demanded
                 assert self._book is not None
@@ -293,8 +294,7 @@ class Record:
 
     def as_it_is(self, ref: Ref) -> Saved:
         """What stands for a value that is kept while the frame still runs."""
-        version = None if ref.value in self.parameters else self.versions[ref.value]
-        return Kept(seen_as(aliased(self.held[ref.value]), ref.layout), self.owner.name, version)
+        return Kept(seen_as(aliased(self.held[ref.value]), ref.layout), self.owner.name)
 
     def recipes(self, plan: Plan, source: Source) -> dict[int, OpRecipe]:
         """For each step that runs again, and has been taken, how."""
@@ -324,6 +324,21 @@ class Record:
             for number, slot in slots.items()
             if slot is not None and is_defined(step.op, slot)
         }
+
+    def _unchanged(self, lent: Collection[int], ref: Ref) -> Saved:
+        """What holds a kept value for the steps that run again: of what is ``lent``, and takes no gradients, a copy.
+
+        A buffer may so change between forward and backward, as in plain PyTorch. What autograd itself saved does not
+        come from here: it is refused if it has changed, as in plain PyTorch too.
+        """
+        number, layout = ref
+        if number not in lent or self.held[number].requires_grad:
+            return self._source(ref)
+        copy = self._copies.get(number)
+        if copy is None:
+            whole = self.known(number).layout
+            copy = self._copies[number] = Kept(copied(seen_as(self.held[number].detach(), whole)), self.owner.name)
+        return View(copy, layout)
 
     def _source(self, ref: Ref) -> Saved:
         """What holds a kept value for backward, as the hooks around the region would have it (invariant 9)."""
@@ -396,7 +411,7 @@ class Record:
         for reference in self.weak:
             torch.UntypedStorage._free_weak_ref(reference)
         self.weak, self.plan = [], None
-        for container in (self.current, self.held, self.parameters, self.reruns, self._sources):
+        for container in (self.current, self.held, self.parameters, self.reruns, self._sources, self._copies):
             container.clear()
         self.sharded.clear()
         self._wholes.clear()

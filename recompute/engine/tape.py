@@ -208,7 +208,7 @@ class Tape(TorchDispatchMode):
             if record.plan is not None:
                 record.leave()
             return self._run(op, known, reason, args, kwargs, guide.dark)
-        output = op(*args, **kwargs)
+        output = self._call(op, known, args, kwargs)
         made = self._made(known, reason, guide.dark, args, kwargs, output, guide.layouts)
         if made is None or (rerun is not None and rerun.has_not_drawn()) or not _agree(made, guide.layouts):
             record.leave()
@@ -234,7 +234,7 @@ class Tape(TorchDispatchMode):
             reason = reason or str(unfit)
         if known.statistics and rerun is not None:
             reason = ""
-        output = op(*args, **kwargs)
+        output = self._call(op, known, args, kwargs)
         made = self._made(known, reason, dark, args, kwargs, output)
         if made is None:
             made, rerun, reason = [], None, reason or "its output shares memory with another tensor"
@@ -242,6 +242,14 @@ class Tape(TorchDispatchMode):
             rerun, reason = None, "it draws random numbers, and not from the generator that it should"
         costs = 0.0 if reason else seconds(op, args, kwargs, output)
         self._note(op, known, reason, inputs, made, rerun, dark, costs)
+        return output
+
+    def _call(self, op: Any, known: OpFacts, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a step, and count its writes to lists of tensors, which torch does not under a mode."""
+        output = op(*args, **kwargs)
+        for value in at(known.writes, args, kwargs) if known.writes else ():
+            if type(value) in LISTS:
+                torch.autograd.graph.increment_version(value)
         return output
 
     def _note(
