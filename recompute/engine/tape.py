@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recompute.engine.autocast import CASTS_INSIDE, in_force, left_out
 from recompute.engine.operands import (
     LISTS,
     PLAIN,
@@ -152,6 +153,9 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
+        if (op in CASTS_INSIDE or torch.is_inference_mode_enabled()) and (keys := left_out()):
+            with in_force(keys, op, kwargs, self.owner.name):
+                return self.__torch_dispatch__(op, types, args, kwargs)
         if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
             self.record.see(tensors_in((args, kwargs)))
             return NotImplemented
