@@ -86,6 +86,15 @@ def fits(layout: Layout, tensor: Tensor) -> bool:
     return is_dense(layout, tensor.untyped_storage().nbytes())
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """The same view of a copy of all the memory that ``tensor`` is a view of."""
+    layout, nbytes = Layout.of(tensor), tensor.untyped_storage().nbytes()
+    if is_dense(layout, nbytes):
+        return tensor.clone()
+    memory = tensor.as_strided((nbytes // layout.dtype.itemsize,), (1,), 0)
+    return memory.clone().as_strided(layout.shape, layout.stride, layout.offset)
+
+
 _IN_SIGHT = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
 """Modules whose custom Functions do nothing but ops that the dispatcher sees."""
 

@@ -91,6 +91,13 @@ class Guide(NamedTuple):
 KEEP = "recompute.keep"
 """In the place of an op."""
 
+LARGEST_COPY = 1 << 16
+"""Bytes of what is copied, where it takes no gradients, so that it may change before backward as buffers do.
+
+They are those of 16384 float32. Averages, statistics and counters of any hidden size fit, and a copy of one takes no
+longer than its launch. The tables of angles and the masks that every layer reads do not fit, once sequences are long.
+"""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -132,6 +139,12 @@ class Plan:
     @cached_property
     def dropped_nbytes(self) -> int:
         return sum(self.facts[number].nbytes for number in self.dropped)
+
+    @cached_property
+    def lent(self) -> frozenset[int]:
+        """The values that it keeps where others may write to them, and that are small enough to be copied."""
+        facts = self.facts
+        return frozenset(n for n in self.kept if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY)
 
     @cached_property
     def again(self) -> frozenset[int]:

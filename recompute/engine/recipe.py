@@ -153,10 +153,13 @@ class Group:
         self._task = -1
 
     def filled(self, recipe: Recipe) -> None:
-        """Have the recipe's values freed when the backward that runs ends."""
+        """Have the recipe's values freed when the backward, or the span of ``asking``, that runs ends."""
         self._filled.append(weakref.ref(recipe))
         task = torch._C._current_graph_task_id()
-        if task not in (-1, self._task):
+        if task == -1:
+            assert local.asked is not None, "a recipe ran in neither"
+            local.asked.add(self)
+        elif task != self._task:
             self._task = task
             release = weakref.WeakMethod(self.release)  # a strong one would hold every region's inputs to the end
             torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := release()) and method())
@@ -174,8 +177,8 @@ class Recipe(ABC):
     """Regenerates a group of values, numbered by slot, and shares them among the handles that stand for them.
 
     The first handle that asks makes the recipe run; every other live handle then finds its value ready. A value is
-    freed when the last handle that stands for it has had it, at the latest when the backward pass ends. A second
-    backward pass runs the recipe again.
+    freed when the last handle that stands for it has had it, at the latest when the backward pass ends, or the span of
+    ``asking``. A second backward pass runs the recipe again.
     """
 
     __slots__ = ("__weakref__", "_values", "group", "handles", "name", "owner")
@@ -199,6 +202,9 @@ class Recipe(ABC):
         return [handle for handle in alive if handle.tensor is None and handle.kept is None]
 
     def take(self, handle: Handle) -> Tensor:
+        if local.asked is None and not in_backward():  # somebody looks at a saved tensor
+            with asking():
+                return self.take(handle)
         with self.group.lock:
             if not handle.due:
                 self._fill_all()
@@ -211,8 +217,6 @@ class Recipe(ABC):
                     break
             else:
                 del self._values[slot]
-            if not in_backward():  # somebody looks at a saved tensor: nobody else is about to ask
-                self.group.release()
             return saved.get()
 
     def _fill_all(self) -> None:
@@ -417,10 +421,27 @@ class _Local(threading.local):
         self.owner = Owner("an op outside of any region")
         self.spans: list[Any] = []  # the tapes and frames being run, and replays, innermost last
         self.regenerating = 0  # how many recipes are running, one inside of the other
+        self.asked: set[Group] | None = None  # those of the recipes that ran in the span of ``asking``, if there is one
         self.imagines_cuda = False  # fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU
 
 
 local = _Local()
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """The span in which values that are asked for outside of a backward are shared by all who ask, as in a backward.
+
+    Without one each question is a span of its own.
+    """
+    asked: set[Group] = set()
+    before, local.asked = local.asked, asked
+    try:
+        yield
+    finally:
+        local.asked = before
+        for group in asked:
+            group.release()
 
 
 def open_book() -> RecipeBook | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, NamedTuple
@@ -9,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recompute.engine.operands import parameter_of
+from recompute.engine.operands import copied, parameter_of
 from recompute.engine.ops import is_defined
 from recompute.engine.plan import Plan, PlanCache, Ref, Step, ValueFacts, solve
-from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, is_verifying, local, open_book
+from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, asking, is_verifying, local, open_book
 from recompute.engine.rng import RngState
 from recompute.engine.saved import (
     Alive,
@@ -77,6 +78,8 @@ class Record:
         self.saves: list[tuple[int, int]] = []  # what autograd saved, and the step that was next then
         self.handles: list[weakref.ref[Handle]] = []
         self.undetached: list[Kept] = []
+        self._asked: weakref.WeakKeyDictionary[Handle, Handle] | None = None
+        """The handles that ``autograd.grad``, say, has asked while the frame runs, and what stands in for each."""
         self.holds_alone = _ends_with_us(self.outer)
         """Whether what was made in this frame concerns no hooks around it."""
         self.begun = False
@@ -88,6 +91,7 @@ class Record:
         self._steps: list[Step] = []
         self._facts: list[ValueFacts] = []
         self._sources: dict[Ref, Saved | Unpacking] = {}
+        self._copies: dict[int, Kept] = {}
         self._originals: dict[int, Tensor] | None = {} if is_verifying() else None  # copies, to compare with
         self._group = Group()
 
@@ -103,24 +107,14 @@ class Record:
         """Go on without the plan: take back what it has let go of, so that nothing depends on what it foresaw."""
         plan = self.plan
         assert plan is not None
-        recipes = self.recipes(plan, self.as_it_is)
+        with asking():
+            for handle, stand_in in self._stand_ins():
+                handle.tensor = stand_in.get()
+                handle.version = version_of(handle.tensor)
+                self.held.setdefault(handle.slot, seen_as(handle.tensor, plan.facts[handle.slot].layout))
         for reference in self.handles:
             handle = reference()
-            if handle is None:
-                continue
-            if handle.tensor is None:
-                known = plan.facts[handle.slot]
-                assert known.step is not None
-                assert known.slot is not None
-                recipe = recipes[known.step]
-                seen, whole = (
-                    recipe.handle(known.slot, handle.view),
-                    recipe.handle(known.slot),
-                )  # which it does not hold
-                handle.tensor = seen.get()
-                handle.version = version_of(handle.tensor)
-                self.held.setdefault(handle.slot, whole.get())
-            elif handle.slot not in self.stale:
+            if handle is not None and handle.tensor is not None and handle.slot not in self.stale:
                 self.held.setdefault(handle.slot, handle.tensor)
         self._steps = list(plan.steps[: self.count])
         size = max([number + 1 for step in self._steps for number in step.made], default=0)
@@ -128,6 +122,29 @@ class Record:
         self._facts = list(plan.facts[:size])
         self.plan = None
         self._departed = True
+        self._asked = None
+
+    def _stand_ins(self) -> list[tuple[Handle, Handle]]:
+        """Each handle of what the plan has let go of, and one that gives its value back while the frame still runs.
+
+        Recipes that none of these needs die here, so that no value waits for them.
+        """
+        plan = self.plan
+        assert plan is not None
+        recipes = self.recipes(plan, self.as_it_is)
+        found = []
+        for reference in self.handles:
+            handle = reference()
+            if handle is not None and handle.tensor is None:
+                step, slot = plan.origin(handle.slot)
+                found.append((handle, recipes[step].handle(slot, handle.view)))
+        return found
+
+    def give_back(self, handle: Handle) -> Tensor:
+        """What a handle stands for that the plan has let go of, while the frame still runs."""
+        if self._asked is None or handle not in self._asked:
+            self._asked = weakref.WeakKeyDictionary(self._stand_ins())
+        return self._asked[handle].get()
 
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Note of which DTensors it is that the tape sees the parts."""
@@ -201,13 +218,12 @@ class Record:
         outputs: of the region, which the scope around may drop too. source: otherwise as the hooks around have it.
         Returns the plan for the next frame, if there is one.
         """
-        source = source or self._source
         try:
             values = [(tensor, self.current.get(tensor.untyped_storage()._cdata)) for tensor in outputs]
             results = {number: tensor for tensor, number in values if number is not None} if self._book else {}
             plan = self._decide(results)
-            recipes = self.recipes(plan, source)
-            self._settle(plan, recipes, source)
+            recipes = self.recipes(plan, source or functools.partial(self._unchanged, plan.lent))
+            self._settle(plan, recipes, source or self._source)
             for number in plan.outputs.intersection(results):
                 (step, slot), counted = plan.origin(number), number in plan.demanded
                 assert self._book is not None
@@ -309,6 +325,21 @@ class Record:
             if slot is not None and is_defined(step.op, slot)
         }
 
+    def _unchanged(self, lent: Collection[int], ref: Ref) -> Saved:
+        """What holds a kept value for the steps that run again: of what is ``lent``, and takes no gradients, a copy.
+
+        A buffer may so change between forward and backward, as in plain PyTorch. What autograd itself saved does not
+        come from here: it is refused if it has changed, as in plain PyTorch too.
+        """
+        number, layout = ref
+        if number not in lent or self.held[number].requires_grad:
+            return self._source(ref)
+        copy = self._copies.get(number)
+        if copy is None:
+            whole = self.known(number).layout
+            copy = self._copies[number] = Kept(copied(seen_as(self.held[number].detach(), whole)), self.owner.name)
+        return View(copy, layout)
+
     def _source(self, ref: Ref) -> Saved:
         """What holds a kept value for backward, as the hooks around the region would have it (invariant 9)."""
         number, layout = ref
@@ -380,12 +411,12 @@ class Record:
         for reference in self.weak:
             torch.UntypedStorage._free_weak_ref(reference)
         self.weak, self.plan = [], None
-        for container in (self.current, self.held, self.parameters, self.reruns, self._sources):
+        for container in (self.current, self.held, self.parameters, self.reruns, self._sources, self._copies):
             container.clear()
         self.sharded.clear()
         self._wholes.clear()
         self._steps, self._facts, self.handles, self.saves, self.undetached = [], [], [], [], []
-        self.versions, self._originals = {}, None
+        self.versions, self._originals, self._asked = {}, None, None
 
 
 def aliased(tensor: Tensor, *, copy: bool = False) -> Tensor:

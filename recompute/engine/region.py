@@ -8,7 +8,8 @@ The invariants of the engine; code that depends on one cites its number.
 4. What is not provably regenerable is kept.
 5. Versions are checked: a tensor mutated after it was saved is kept as it was, or refused with an error that names it.
 6. Random state is captured when, and only when, a region draws, for every generator it draws from, and put back.
-7. Parameters, buffers and inputs that live anyway are neither copied nor counted as savings.
+7. Parameters, buffers and inputs that live anyway are neither copied nor counted as savings. But a tape copies what is
+   small and takes no gradients, since buffers may change before backward (``plan.LARGEST_COPY``).
 8. Memory is released by reference count: nothing here forms a cycle.
 9. Regions compose: nested, inside or around other saved-tensor hooks and torch's checkpoint, on several threads.
 10. The cost is bounded: microseconds a region and a saved tensor.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recompute.engine.autocast import CASTS_INSIDE, in_force, left_out
 from recompute.engine.operands import (
     LISTS,
     PLAIN,
@@ -152,6 +153,9 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
+        if (op in CASTS_INSIDE or torch.is_inference_mode_enabled()) and (keys := left_out()):
+            with in_force(keys, op, kwargs, self.owner.name):
+                return self.__torch_dispatch__(op, types, args, kwargs)
         if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
             self.record.see(tensors_in((args, kwargs)))
             return NotImplemented
@@ -208,7 +212,7 @@ class Tape(TorchDispatchMode):
             if record.plan is not None:
                 record.leave()
             return self._run(op, known, reason, args, kwargs, guide.dark)
-        output = op(*args, **kwargs)
+        output = self._call(op, known, args, kwargs)
         made = self._made(known, reason, guide.dark, args, kwargs, output, guide.layouts)
         if made is None or (rerun is not None and rerun.has_not_drawn()) or not _agree(made, guide.layouts):
             record.leave()
@@ -234,7 +238,7 @@ class Tape(TorchDispatchMode):
             reason = reason or str(unfit)
         if known.statistics and rerun is not None:
             reason = ""
-        output = op(*args, **kwargs)
+        output = self._call(op, known, args, kwargs)
         made = self._made(known, reason, dark, args, kwargs, output)
         if made is None:
             made, rerun, reason = [], None, reason or "its output shares memory with another tensor"
@@ -242,6 +246,14 @@ class Tape(TorchDispatchMode):
             rerun, reason = None, "it draws random numbers, and not from the generator that it should"
         costs = 0.0 if reason else seconds(op, args, kwargs, output)
         self._note(op, known, reason, inputs, made, rerun, dark, costs)
+        return output
+
+    def _call(self, op: Any, known: OpFacts, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a step, and count its writes to lists of tensors, which torch does not under a mode."""
+        output = op(*args, **kwargs)
+        for value in at(known.writes, args, kwargs) if known.writes else ():
+            if type(value) in LISTS:
+                torch.autograd.graph.increment_version(value)
         return output
 
     def _note(
@@ -497,12 +509,7 @@ class Tape(TorchDispatchMode):
 
     def take(self, handle: Handle) -> Tensor:
         """A value that is asked for while the frame still runs, as by ``autograd.grad`` inside of it."""
-        record = self.record
-        plan = record.plan
-        assert plan is not None  # else it would have its tensor
-        step, slot = plan.origin(handle.slot)
-        wanted = record.recipes(plan, record.as_it_is)[step].handle(slot)  # which the recipe does not hold
-        return wanted.get()
+        return self.record.give_back(handle)
 
 
 def _agree(made: list[Made], layouts: tuple[Layout, ...]) -> bool:

@@ -1,0 +1,192 @@
+"""However many read a value, it is regenerated once: in a backward, and in a frame that leaves its plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import HIDDEN, bits, holding, policy, tokens, weak
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import recompute
+from recompute.engine.recipe import verifying
+
+TAPE = policy(("inside", "recompute"))
+
+
+class Counted(TorchDispatchMode):
+    """Counts the ops, but copies, views and comparisons, whoever runs them, and knows what memory they made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+        self._made: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.ops += not any(
+            word in str(function) for word in ("detach", "alias", "clone", "equal", "view", "reshape", "as_strided")
+        )
+        if isinstance(result, Tensor):
+            self._made[result.untyped_storage()._cdata] = weak(result), result.untyped_storage().nbytes()
+        return result
+
+    def alive_nbytes(self) -> int:
+        return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
+
+
+def _diamonds(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = x.sin() * x.tanh()
+    return x
+
+
+def _wide(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = torch.stack([x.sin(), x.cos(), x.tanh(), x.sigmoid()]).mean(0)
+    return x
+
+
+def _chain(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = x.sin().exp()
+    return x
+
+
+def _all_before(x: Tensor, count: int) -> Tensor:
+    values = [x]
+    for _ in range(count):
+        values.append(torch.stack(values).sin().sum(0))
+    return values[-1]
+
+
+def _views(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = x.t().sin().t() * x[:].tanh()
+    return x
+
+
+def _in_place(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = (x.sin() * 2).add_(x.cos()).tanh()
+    return x
+
+
+SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "diamonds": _diamonds,
+    "four branches": _wide,
+    "a chain": _chain,
+    "all that came before": _all_before,
+    "views": _views,
+    "in place": _in_place,
+}
+ENDINGS: dict[str, Sequence[Callable[[Tensor], Tensor]]] = {
+    "another op": (lambda y: y.sigmoid() * y, lambda y: y.exp() * y),
+    "more ops": (lambda y: y.sin(), lambda y: y.sin().exp() * y),
+    "fewer ops": (lambda y: y.sin().exp() * y, lambda y: y.sin()),
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+verified = pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+
+
+def branching(shape: Callable[[Tensor, int], Tensor], endings: Sequence[Callable[[Tensor], Tensor]]) -> nn.Module:
+    """A model whose region goes on as ``model.inside.turn`` says."""
+    return holding(lambda self, x: endings[self.turn](shape(self.linear(x), 5)), linear=nn.Linear(HIDDEN, HIDDEN))
+
+
+def run(model: nn.Module, turn: int, x: Tensor) -> tuple[Tensor, Counted]:
+    model.inside.turn = turn
+    with Counted() as counted:
+        result = model(x)
+    return result, counted
+
+
+def gradients(model: nn.Module, result: Tensor, x: Tensor) -> tuple[list[Any], int]:
+    with Counted() as counted:
+        found = torch.autograd.grad(result.sum(), [x, *model.parameters()], retain_graph=True)
+    return [bits(grad) for grad in found], counted.ops
+
+
+@every_shape
+@verified
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_a_frame_that_leaves_its_plan_and_each_backward_run_every_op_again_at_most_once(
+    shape: Callable[[Tensor, int], Tensor], ending: Sequence[Callable[[Tensor], Tensor]], verify: bool
+) -> None:
+    plain = branching(shape, ending)
+    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+    handle = recompute.apply(model, TAPE)
+    with verifying() if verify else nullcontext():
+        for turn in (0, 1, 0, 1):
+            expected, forward = run(plain, turn, x)
+            expected_gradients, backward = gradients(plain, expected, x)
+            result, counted = run(model, turn, x)
+            assert counted.ops <= 2 * forward.ops
+            if not verify:
+                assert counted.alive_nbytes() <= forward.alive_nbytes(), "what came back on the way is not held"
+            assert bits(result) == bits(expected)
+            for _ in range(2):
+                found, ops = gradients(model, result, x)
+                assert found == expected_gradients
+                assert ops <= backward + forward.ops
+    assert handle.stats().dropped_nbytes > 0
+
+
+@every_shape
+@verified
+def test_a_graph_that_nobody_wants_costs_nothing(shape: Callable[[Tensor, int], Tensor], verify: bool) -> None:
+    """One result is abandoned before the frame leaves its plan, another one after the frame."""
+
+    def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        shape(y, 4)
+        other = shape(y + 1, 5)
+        return (other.exp() * other if self.turn else other.sin()), shape(y + 2, 4)
+
+    plain = holding(body, linear=nn.Linear(HIDDEN, HIDDEN))
+    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+    recompute.apply(model, TAPE)
+    with verifying() if verify else nullcontext():
+        for turn in (0, 0, 1, 1):
+            (expected, _), forward = run(plain, turn, x)
+            expected_gradients, backward = gradients(plain, expected, x)
+            (result, _), counted = run(model, turn, x)
+            assert counted.ops <= 2 * forward.ops
+            found, ops = gradients(model, result, x)
+            assert found == expected_gradients
+            assert ops <= backward + forward.ops
+
+
+def test_a_gradient_taken_inside_of_a_frame_that_follows_its_plan_runs_every_op_again_at_most_once() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = _diamonds(self.linear(x), 5)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.exp() * slope
+
+    plain = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
+    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+    recompute.apply(model, TAPE)
+    for _ in range(3):
+        expected, ops = run(plain, 0, x)
+        result, counted = run(model, 0, x)
+        assert counted.ops <= 2 * ops.ops
+        assert gradients(model, result, x)[0] == gradients(plain, expected, x)[0]
+
+
+def test_looking_at_saved_tensors_outside_of_backward_holds_nothing() -> None:
+    model, x = branching(_diamonds, ENDINGS["another op"]), tokens(HIDDEN, HIDDEN)
+    recompute.apply(model, TAPE)
+    for _ in range(2):
+        result, counted = run(model, 0, x)
+    held = counted.alive_nbytes()
+    with Counted() as looked:
+        looks = [result.grad_fn._saved_self, result.grad_fn._saved_other]
+        assert looked.ops <= 2 * counted.ops
+        del looks
+        assert looked.alive_nbytes() == 0
+    assert counted.alive_nbytes() == held
