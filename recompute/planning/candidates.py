@@ -11,20 +11,21 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from recompute.attach import AppliedPolicy, apply, module_entries
+from recompute.attach import AppliedPolicy, apply
 from recompute.engine.context import base_of
 from recompute.engine.frontier import frontier
 from recompute.engine.ops import facts
 from recompute.engine.plan import Plan, solve
 from recompute.engine.setting import PRICE
+from recompute.entries import module_entries
 from recompute.errors import ModelError, warn
 from recompute.kernel_runners import KernelRunner, is_plain_linear
 from recompute.planning.rehearsal import Rehearsal
 from recompute.policy.matching import assign
-from recompute.policy.model import Family, Policy, Rule
+from recompute.policy.model import BLOCK, NO_RULES, Family, Policy, Rule
 from recompute.recognize import find_norm
 
-LAYERS = ("*Layer", "*Block", "Bottleneck")
+LAYERS = (BLOCK, "*Layer", "*Block")
 """The classes of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
 
 _RERUN: tuple[Family, ...] = ("gemm", "convolution", "attention")
@@ -174,7 +175,8 @@ def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
     for path, fields in rules.items():
         if fields is not None:
             alike.setdefault(repr(sorted(fields.items())), (fields, []))[1].append(path)
-    return Policy(name="profile", rules=[Rule(match=paths, **fields) for fields, paths in alike.values()])
+    found = [Rule(match=paths, **fields) for fields, paths in alike.values()]
+    return Policy(name="profile", rules=found or NO_RULES)
 
 
 def _recomputing(via: str) -> dict[str, Any]:
