@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import heapq
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from recompute.policy.model import BLOCK, Policy, Rule
 
@@ -119,15 +119,22 @@ class _Selector:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._classes = tuple(glob for glob in rule.type if glob != BLOCK)
+
+    @cached_property
+    def _path(self) -> re.Pattern[str] | None:
+        return _compile(self._rule.match)
+
+    @cached_property
+    def _class(self) -> re.Pattern[str] | None:
+        return _compile([glob for glob in self._rule.type if glob != BLOCK])
 
     def has_path(self, module: ModuleEntry) -> bool:
-        return not self._rule.match or _matches(self._rule.match, module.path)
+        return not self._rule.match or _matches(self._path, module.path)
 
     def has_type(self, module: ModuleEntry) -> bool:
         if not self._rule.type or (module.is_block and BLOCK in self._rule.type):
             return True
-        return bool(self._classes) and _matches(self._classes, module.type)
+        return _matches(self._class, module.type)
 
     def has_layer(self, module: ModuleEntry) -> bool:
         if self._rule.layers is None:
@@ -137,14 +144,13 @@ class _Selector:
         return any(span.selects(module.layer, module.layer_count) for span in self._rule.layers)
 
 
-def _matches(globs: tuple[str, ...], name: str) -> bool:
-    return _compile(globs).fullmatch(f"{name}." if name else "") is not None
+def _matches(pattern: re.Pattern[str] | None, name: str) -> bool:
+    return pattern is not None and pattern.fullmatch(f"{name}." if name else "") is not None
 
 
-@functools.lru_cache(maxsize=4096)
-def _compile(globs: tuple[str, ...]) -> re.Pattern[str]:
-    """One pattern for all ``globs``, over paths whose every part ends with a dot."""
-    return re.compile("|".join(map(_regex, globs)))
+def _compile(globs: Sequence[str]) -> re.Pattern[str] | None:
+    """One pattern for all ``globs``, over paths whose every part ends with a dot; None for none."""
+    return re.compile("|".join(map(_regex, globs))) if globs else None
 
 
 def _regex(glob: str) -> str:

@@ -197,7 +197,7 @@ def test_elementwise_and_auto_govern_a_vision_tower_too(preset):
 def test_elementwise_and_auto_know_a_layer_by_its_class_wherever_it_is(preset, path):
     """Also as the root: a decorated class, or one layer alone under the policy."""
     layers = ["Block", "TransformerBlock", "EncoderBlock", "BasicBlock", "TransformerEncoderLayer"]
-    layers += ["LayerNorm", "LlamaRMSNorm", "GroupNorm"]
+    layers += ["LayerNorm", "LlamaRMSNorm", "NemotronLayerNorm1P"]
     others = ["BatchNorm2d", "T5LayerFF", "ModuleList", "MLP", "Attention", "LlamaModel", "LayerDrop", "BlockList"]
     for name in layers + others:
         assert assign(load_policy(preset), [ModuleEntry(path, name)]) == ({path: 0} if name in layers else {})
