@@ -331,7 +331,7 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     instances get the policy when they first run; module paths in the policy start at the decorated module, whose own
     path is empty. A function is to a policy one module of an empty path whose class name is the function's name.
 
-    Raises ``PolicyError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
+    Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
     """
     if target is None:
         return functools.partial(recompute, policy=policy)

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import transformers
-from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LAYERS_BY_KERNELS, LENGTH, SHAPE, VOCABULARY, held
+from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LAYERS_BY_KERNELS, LENGTH, SHAPE, VOCABULARY, held, image_batch
 from tiny import assert_same, of_one_more, snapshot, train
 from torch import Tensor, nn
 
@@ -343,3 +344,33 @@ def test_an_explained_llama() -> None:
         "model.layers.*.mlp": ("2", "LlamaMLP"),
         "model.norm": ("1", "LlamaRMSNorm"),
     }
+
+
+MAMBA = {"state_size": 4, "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
+BART = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "ffn_dim", "attention_heads")}
+SWIN = {"image_size": 24, "patch_size": 3, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4}
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "opt": ("OPTForCausalLM", "OPTConfig", SHAPE | {"ffn_dim": INTERMEDIATE, "word_embed_proj_dim": HIDDEN}),
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", SHAPE | {"embedding_size": 8}),
+    "mamba": ("MambaForCausalLM", "MambaConfig", MAMBA),
+    "bart": ("BartForConditionalGeneration", "BartConfig", SHAPE | BART | {"d_model": HIDDEN}),
+    "swin": ("SwinForImageClassification", "SwinConfig", SWIN),
+}
+
+
+@pytest.mark.parametrize("preset", ["full", "alternate", "hook", "elementwise"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "whisper", "t5", "convnet", "mixtral", *OTHERS])
+def test_a_preset_does_something_to_each_architecture_and_changes_no_bit(name: str, preset: str) -> None:
+    if name in OTHERS:
+        model_class, config, options = OTHERS[name]
+        torch.manual_seed(0)
+        model = getattr(transformers, model_class)(getattr(transformers, config)(**options)).train()
+        batch = (
+            image_batch(torch.Generator().manual_seed(0), 2, 0) if name == "swin" else {"input_ids": IDS, "labels": IDS}
+        )
+    else:
+        model, batch = models.make(name), models.batch(name)
+    found = recompute.verify(model, batch, policy=preset)
+    assert found.bitwise
+    share = found.dropped_nbytes / (found.dropped_nbytes + found.kept_nbytes)
+    assert share == 1.0 if preset in ("full", "alternate") else share > (0.0 if name == "convnet" else 0.15)

@@ -26,7 +26,7 @@ from recompute.policy.model import BLOCK, NO_RULES, Family, Policy, Rule
 from recompute.recognize import find_norm
 
 LAYERS = (BLOCK, "*Layer", "*Block")
-"""The classes of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
+"""The types of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
 
 _RERUN: tuple[Family, ...] = ("gemm", "convolution", "attention")
 _MOST_POINTS = 8  # of a frontier, hooks' or kernels'
@@ -82,7 +82,7 @@ class Layout:
 
 
 def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """The outermost modules, ``model`` itself left out, at paths that ``match`` lists, or whose classes are layers'.
+    """The outermost modules, ``model`` itself left out, at paths that ``match`` lists, or that are layers.
 
     Raises ``ModelError`` if there are none, and ``PolicyError`` for a glob that is none.
     """
@@ -91,7 +91,7 @@ def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[st
     found = assign(Policy(rules=[rule]), entries).keys() - {""}
     outermost = [path for path in modules if path in found and not any(around in found for around in _around(path))]
     if not outermost:
-        what = f"matches {match!r}" if match is not None else f"has a class like {', '.join(LAYERS)}"
+        what = f"matches {match!r}" if match is not None else "repeats, or is of a class *Layer or *Block"
         raise ModelError(
             f"{type(model).__name__}: expected regions to choose for; no module inside of it {what}. Pass match=, "
             "globs over module paths such as 'blocks.*'"
