@@ -72,8 +72,7 @@ def cross_entropy(
 
     Args:
         logits: (..., V), float16, bfloat16, float32 or float64, of any strides.
-        target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient. Any other value gives
-            a loss of nan, and gradients of nan: to raise an error here would need to wait for the device.
+        target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient.
         ignore_index, label_smoothing: as PyTorch's.
         z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of every token that counts, before the reduction.
         softcap: logits are first capped to ``softcap * tanh(logits / softcap)``, as in Gemma's models.
@@ -86,6 +85,8 @@ def cross_entropy(
 
     Raises:
         KernelError: for other dtypes, shapes or options, or tensors on several devices.
+        IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
+            device fails, as PyTorch's own does, which the next wait for the device reports.
     """
     launch.check("cross_entropy", logits=logits, class_weights=class_weights)
     if logits.dim() == 0 or logits.shape[-1] == 0:

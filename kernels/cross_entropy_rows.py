@@ -104,6 +104,7 @@ def _loss_kernel(
     weights,
     max_logit,
     argmax,
+    in_bounds,
     M,
     slots,
     slot_stride,
@@ -135,6 +136,7 @@ def _loss_kernel(
     lse = m + tl.log(z)
     y = tl.load(target + rows, mask=mask, other=0)
     counts, in_range = y != ignore_index, (y >= 0) & (y < vocabulary)
+    tl.store(in_bounds + 0 * rows, 0, mask=mask & counts & ~in_range)
     s = tl.load(target_logits + rows, mask=mask & in_range, other=float("nan"))
     s = tl.where(in_range, s, float("nan"))
     weight = tl.where(in_range, 1.0, float("nan"))
@@ -309,7 +311,11 @@ def conclude(
     max_logit: bool,
     argmax: bool,
 ) -> Losses:
-    """The loss of every row whose blocks were all observed."""
+    """The loss of every row whose blocks were all observed.
+
+    Raises ``IndexError`` on the CPU for a target that is neither a class nor ignored, as PyTorch does; on CUDA, where
+    nothing waits for the device, an assertion there fails.
+    """
     blocks, tokens = statistics.maxima.shape
     new = statistics.target_logits.new_empty
     losses = Losses(
@@ -317,15 +323,34 @@ def conclude(
         new(tokens, dtype=torch.int64) if argmax else None,
     )
     if not launch.uses_triton(losses.loss):
+        _refuse_unless(_are_in_bounds(target, vocabulary, options).all(), target, vocabulary, options)
         return _conclude_reference(statistics, target, class_weights, vocabulary, options, max_logit, argmax)
+    in_bounds = target.new_ones(())
     launch.run(
         _loss_kernel,
         -(-tokens // LOSS_SETTINGS["BLOCK"]),
-        *(target, class_weights, _weight_sum_for(class_weights, options), *statistics, *losses),
+        *(target, class_weights, _weight_sum_for(class_weights, options), *statistics, *losses, in_bounds),
         *(tokens, blocks, statistics.maxima.stride(0), vocabulary, *options[:3]),
         **LOSS_SETTINGS,
     )
+    _refuse_unless(in_bounds, target, vocabulary, options)
     return losses
+
+
+def _are_in_bounds(target: Tensor, vocabulary: int, options: Options) -> Tensor:
+    """Which targets are classes, or ignored."""
+    return ((target >= 0) & (target < vocabulary)) | (target == options.ignore_index)
+
+
+def _refuse_unless(in_bounds: Tensor, target: Tensor, vocabulary: int, options: Options) -> None:
+    """Raise for a target that is no class, where ``in_bounds``, 0-dimensional, is 0."""
+    if type(in_bounds) is not Tensor:  # a fake tensor, which has no value
+        return
+    if in_bounds.device.type != "cpu":
+        torch._assert_async(in_bounds, "cross_entropy: a target is out of bounds: neither a class nor ignore_index")
+    elif not in_bounds:
+        wrong = target[~_are_in_bounds(target, vocabulary, options)][0].item()
+        raise IndexError(f"Target {wrong} is out of bounds.")
 
 
 def differentiate(

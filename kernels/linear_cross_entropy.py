@@ -184,8 +184,7 @@ def linear_cross_entropy(
     Args:
         hidden: (..., H), float16, bfloat16, float32 or float64, of any strides.
         weight: (V, H), of the dtype of ``hidden`` (any of these under autocast).
-        target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient. Any other value gives
-            a loss of nan, and gradients of nan: to raise an error here would need to wait for the device.
+        target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient.
         bias: (V,), of the dtype of ``hidden``.
         ignore_index, label_smoothing, z_loss, softcap, class_weights: as of ``cross_entropy``.
         reduction: ``mean``, ``sum`` or ``none``. Divide a sum by what you like: gradients do not suffer by it.
@@ -206,6 +205,8 @@ def linear_cross_entropy(
 
     Raises:
         KernelError: for other shapes, dtypes or options, mixed dtypes, or tensors on several devices.
+        IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
+            device fails, as PyTorch's own does, which the next wait for the device reports.
     """
     _check(hidden, weight, target, bias, class_weights)
     options = make_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction)

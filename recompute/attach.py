@@ -17,20 +17,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from recompute.deferred import LossObserver
+from recompute.effect import check_effect, listed
 from recompute.engine.context import RUNNER, reachable
-from recompute.engine.ops import is_op
 from recompute.engine.plan import Plan, PlanCache
 from recompute.engine.region import Region, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.stopwatch import Stopwatch
 from recompute.engine.tape import TapeRegion
+from recompute.entries import module_entries
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.explain import Attachment, Stats, explanation, stats
 from recompute.kernel_runners import KernelHeadRunner, kernel_of
 from recompute.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
-from recompute.policy.loading import is_preset, load_policy
-from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
-from recompute.policy.model import Policy, Rule, is_op_name
+from recompute.policy.loading import load_policy
+from recompute.policy.matching import ModuleEntry, assign
+from recompute.policy.model import Policy, Rule
 from recompute.recognize import is_decorated
 from recompute.runners import Forward, RootRunner, Runner, around, inside_of, setting_of
 from recompute.selection import choose
@@ -38,7 +39,7 @@ from recompute.selection import choose
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def apply(model: nn.Module, policy: PolicyLike = "elementwise") -> AppliedPolicy:
+def apply(model: nn.Module, policy: PolicyLike = "elementwise", *, strict: bool = True) -> AppliedPolicy:
     """Put ``model`` under ``policy``, in place.
 
     Module names, ``state_dict``, and copies and pickles of the model are as without it. So is the model itself where
@@ -47,17 +48,20 @@ def apply(model: nn.Module, policy: PolicyLike = "elementwise") -> AppliedPolicy
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
     any gradient.
+    strict: whether a policy is refused that governs no module of ``model`` at all. One without a rule that drops
+        anything (all ``keep``, or none) is meant so, and is not refused.
     Returns a handle with ``explain()``, ``stats()`` and ``remove()``, which is also a context manager that removes the
     policy at its end.
-    Raises ``PolicyError`` for a bad policy, ``AlreadyAppliedError`` where a module is already under one,
-    ``UnsupportedError`` where a module cannot be put under one. Warns with ``PolicyWarning`` of rules without effect.
+    Raises ``PolicyError`` for a bad policy, ``NoEffectError`` for one that governs nothing, ``AlreadyAppliedError``
+    where a module is already under one, ``UnsupportedError`` where a module cannot be put under one. Warns with
+    ``PolicyWarning`` of rules without effect.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
     policy = load_policy(policy)
     model = uncompiled(model)
     _refuse_governed(model)
-    attachments = _attachments(model, policy)
+    attachments = _attachments(model, policy, strict=strict)
     _attach(attachments)
     _policies[model] = policy
     return AppliedPolicy(policy, attachments, model)
@@ -144,34 +148,42 @@ class AppliedPolicy:
 
 
 def _attachments(
-    model: nn.Module, policy: Policy, name: str | None = None, openings: PlanCache | None = None
+    model: nn.Module,
+    policy: Policy,
+    name: str | None = None,
+    openings: PlanCache | None = None,
+    *,
+    strict: bool = True,
 ) -> list[Attachment]:
     """What the policy does to which module; nothing is changed yet.
 
     name: stands for the model's class's. openings: the plans of regions like these, if others share them.
+    strict: as ``apply`` takes it.
     """
     openings = PlanCache() if openings is None else openings
-    entries, modules = module_entries(model, name or type(model).__name__)
+    name = name or type(model).__name__
+    entries, modules = module_entries(model, name)
     rules = assign(policy, entries)
-    unmatched = unmatched_rules(policy, entries, rules)
-    if len(unmatched) == len(policy.rules) or not is_preset(policy):  # a preset has rules for many models
-        for message in unmatched:
-            warn(f"policy {policy.name}: {message}")
+    check_effect(policy, name, entries, rules, strict=strict)
+    without_kernel: dict[int, dict[str, None]] = {}
     chosen: dict[int, Attachment] = {}
     joined = {
         path for path, i in rules.items() if policy.rules[i].action == "recompute" and _governor(path, rules) == i
     }
+    governed = rules.keys() - joined
     for path, index in rules.items():
         if path in joined:  # a part of that module's tape
             continue
         rule = policy.rules[index]
-        found = list(choose(path, modules[path], rule, rules.keys() - joined, openings))
+        found = list(choose(path, modules[path], rule, governed, openings))
         for inside, module, runner in found:
             chosen.setdefault(id(module), Attachment(inside, module, index, runner))
         if rule.via == "kernel" and all(kernel_of(runner) is None for _, _, runner in found):
-            name = type(modules[path]).__name__
-            warn(f"policy {policy.name}: rules[{index}]: no kernel computes what {name} does; hooks regenerate it")
-    _warn_of_unknown_ops(policy)
+            without_kernel.setdefault(index, {})[type(modules[path]).__name__] = None
+    for index, classes in without_kernel.items():
+        does = "does" if len(classes) == 1 else "do"
+        what = f"no kernel computes what {listed(list(classes))} {does}; hooks regenerate it"
+        warn(f"policy {policy.name}: rules[{index}]: {what}")
     if any(policy.rules[index].action == "recompute" for index in rules.values()):
         root = chosen.get(id(model))
         inner, index_of_root = (None, None) if root is None else (root.runner, root.rule)
@@ -187,33 +199,6 @@ def _governor(path: str, rules: Mapping[str, int]) -> int | None:
         if path in rules:
             return rules[path]
     return None
-
-
-def _warn_of_unknown_ops(policy: Policy) -> None:
-    for index, rule in enumerate(policy.rules):
-        for word in filter(is_op_name, rule.keep):
-            if not is_op(word):
-                warn(
-                    f"policy {policy.name}: rules[{index}]: keep: no op is called {word}; a region's explain() names "
-                    "those that it runs, as they are below autograd ('aten._softmax', not 'aten.softmax')"
-                )
-
-
-def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
-    """The modules that a policy on ``model`` may govern: those with a forward, not in a decorated class's."""
-    entries: list[ModuleEntry] = []
-    modules: dict[str, nn.Module] = {}
-    pending: list[tuple[str, nn.Module, tuple[int | None, int | None]]] = [("", model, (None, None))]
-    while pending:
-        path, parent, around = pending.pop()
-        for key, module in reversed(parent._modules.items()):
-            if module is not None and not is_decorated(module := uncompiled(module)):
-                layer = (int(key), len(parent)) if isinstance(parent, nn.ModuleList) and key.isdigit() else around
-                pending.append((f"{path}.{key}" if path else key, module, layer))
-        if type(parent).forward is not nn.Module.forward or "forward" in vars(parent):  # unlike a ModuleList
-            entries.append(ModuleEntry(path, type(parent).__name__ if path else name, *around))
-            modules[path] = parent
-    return entries, modules
 
 
 def _attach(attachments: list[Attachment]) -> None:
@@ -346,7 +331,7 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     instances get the policy when they first run; module paths in the policy start at the decorated module, whose own
     path is empty. A function is to a policy one module of an empty path whose class name is the function's name.
 
-    Raises ``PolicyError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
+    Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
     """
     if target is None:
         return functools.partial(recompute, policy=policy)
@@ -418,10 +403,12 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     name = _function_name(function)
     if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
-    index = assign(policy, [ModuleEntry("", name)]).get("")
-    if index is None:
-        warn(f"policy {policy.name}: no rule matches the function {name}: a module of an empty path and that class")
+    entries = [ModuleEntry("", name)]
+    rules = assign(policy, entries)
+    check_effect(policy, f"the function {name}, one of an empty path and that class", entries, rules, strict=True)
+    if not rules:
         return function
+    (index,) = rules.values()
     rule = policy.rules[index]
     if rule.via == "kernel":
         raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")

@@ -20,7 +20,7 @@ from rich.progress import Progress, track
 from rich.table import Table
 from typer.core import TyperGroup
 
-from recompute.errors import GradientMismatch, PolicyWarning, RecomputeError, RegenerationError
+from recompute.errors import GradientMismatch, NoEffectError, PolicyWarning, RecomputeError, RegenerationError
 
 if TYPE_CHECKING:
     from recompute.planning.plans import Plan
@@ -237,7 +237,7 @@ def verify(
 ) -> None:
     """Check that a model with random weights has the same gradients with a policy as without it.
 
-    Exits with 1 if it has not.
+    Exits with 1 if it has not, or if the policy drops nothing of the model, so that there is nothing to check.
     """
     import recompute
 
@@ -249,7 +249,7 @@ def verify(
     typer.echo(describe(network, batch))
     try:
         typer.echo(str(recompute.verify(network, batch, policy=rules)))
-    except (GradientMismatch, RegenerationError) as error:
+    except (GradientMismatch, NoEffectError, RegenerationError) as error:
         typer.echo(f"recompute: {error}", err=True)
         raise typer.Exit(1) from error
 

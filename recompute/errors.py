@@ -15,6 +15,10 @@ class PolicyError(RecomputeError):
     """A policy, or a file read by the same loader, is not valid. Names the file, the line and the key."""
 
 
+class NoEffectError(PolicyError):
+    """A policy is valid, but does nothing to this model: its rules govern no module of it, or drop nothing."""
+
+
 class PolicyWarning(UserWarning):
     """A policy is valid, but does not do to this model what its author seems to expect."""
 

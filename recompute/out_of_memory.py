@@ -209,7 +209,9 @@ def _studied(model: nn.Module, latest: _Latest, device: torch.device, found: Out
     policy = policy_on(model)
     with without_packing(name), fake_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
-        study = Study(Subject(fake_copy(model), fake_batch(latest.batch), name), on_cuda=device.type == "cuda")
+        study = Study(
+            Subject(fake_copy(model), fake_batch(latest.batch), name), on_cuda=device.type == "cuda", strict=False
+        )
         now = study.step(policy, latest.autocast)
         peak_nbytes, moment = _peak(now)
         freed = []

@@ -17,12 +17,14 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from recompute.attach import AppliedPolicy, PolicyLike, apply
+from recompute.effect import listed, means_to_drop
 from recompute.engine.context import ModuleState, map_leaves, snapshot, surroundings
 from recompute.engine.recipe import count_different, verifying
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import describe
-from recompute.errors import GradientMismatch, MutationError, UnsupportedError
+from recompute.errors import GradientMismatch, MutationError, NoEffectError, UnsupportedError
 from recompute.kernel_runners import kernel_of
+from recompute.lowering import uncompiled
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor | None]
@@ -68,7 +70,9 @@ class Verification:
         return f"policy {self.policy}: {verdict}; {memory}"
 
 
-def verify(model: nn.Module, batch: Any, *, policy: PolicyLike, loss: Loss | None = None) -> Verification:
+def verify(
+    model: nn.Module, batch: Any, *, policy: PolicyLike = "elementwise", loss: Loss | None = None
+) -> Verification:
     """Run forward and backward of ``model`` on ``batch`` under ``policy`` and without it, and compare the two.
 
     Compared are the loss and the outputs, the gradient of each parameter and of each input that requires one, the
@@ -82,11 +86,12 @@ def verify(model: nn.Module, batch: Any, *, policy: PolicyLike, loss: Loss | Non
     raises. What forward does to Python objects beyond these it does twice.
 
     batch: a mapping of keyword arguments, a tuple of arguments, or the only argument. The model gets copies of it.
-    policy: as ``recompute.apply`` takes it; the model must not be under a policy yet.
+    policy: as ``recompute.apply`` takes it, with the same default; the model must not be under a policy yet.
     loss: makes a scalar of the output. Without one it is the output's own ``loss``; if there is none either, backward
     starts from every tensor in the output, with a gradient of fixed signs.
 
-    Raises ``GradientMismatch`` that names what differs; ``RegenerationError`` with the module and the op that did not
+    Raises ``NoEffectError`` if the policy is to drop something, and governs nothing of the model or drops nothing here;
+    ``GradientMismatch`` that names what differs; ``RegenerationError`` with the module and the op that did not
     give back what was dropped; ``MutationError`` where the run itself changes a parameter, as an optimizer in a hook
     does; ``UnsupportedError`` where a kernel's rounding cannot be judged, as the model does not run in a wider dtype;
     and what ``recompute.apply`` and the model raise.
@@ -98,6 +103,7 @@ def verify(model: nn.Module, batch: Any, *, policy: PolicyLike, loss: Loss | Non
         with verifying():
             found = trial.run()
         name, stats, is_exact = handle.policy.name, handle.stats(), _is_exact(handle, model)
+        _refuse_idle(handle, model, is_exact)
     expected = trial.run()
     differing = {kind: _differing(found.tensors[kind], tensors) for kind, tensors in expected.tensors.items()}
     bitwise = not any(differing.values())
@@ -323,6 +329,27 @@ def _is_exact(handle: AppliedPolicy, model: nn.Module) -> bool:
     kernels = [kernel for one in handle._attachments if (kernel := kernel_of(one.runner)) is not None]
     on_cuda = any(parameter.is_cuda for parameter in model.parameters())
     return not any(on_cuda or kernel.fallback is None for kernel in kernels)
+
+
+def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> None:
+    """Raise if the run was one without a policy: comparing it with one would say that all is well, whatever is."""
+    stats, policy = handle.stats(), handle.policy
+    # What a kernel saves less is not dropped, and of compiled code the compiler alone knows.
+    kernels = [] if is_exact else [kernel_of(each.runner) for each in handle._attachments]
+    if stats.dropped_tensors or any(kernel is not None and kernel.owner.frames for kernel in kernels):
+        return
+    if not means_to_drop(policy) or any(map(_is_compiled, (model, *model.modules()))):
+        return
+    paths = [each.path or type(model).__name__ for each in handle._attachments if each.rule is not None]
+    found = "which ran and dropped nothing" if stats.frames else "none of which ran with gradients"
+    raise NoEffectError(
+        f"policy {policy.name} governs {listed(paths)}, {found} on this batch: there is nothing to verify. "
+        "handle.explain(), after a forward under recompute.apply(), says why each tensor is kept"
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def _differing(found: Tensors, expected: Tensors) -> list[str]:

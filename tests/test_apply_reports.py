@@ -277,10 +277,10 @@ def test_a_module_list_may_have_other_children() -> None:
     assert_same(gradients(model, x), gradients(plain, x))
 
 
-def caught(policy: Any) -> list[warnings.WarningMessage]:
+def caught(policy: Any, *, strict: bool = True, model: nn.Module | None = None) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        recompute.apply(decoder(), policy)
+        recompute.apply(decoder() if model is None else model, policy, strict=strict)
     assert all(message.category is PolicyWarning for message in messages)
     assert all(message.filename == __file__ for message in messages)  # where the user's call stands
     return messages
@@ -297,7 +297,7 @@ def test_a_preset_that_fits_warns_of_nothing(preset: str) -> None:
         ({"match": "layer.*.mlp", "action": "checkpoint"}, r"rules\[0\].*'layer\.\*\.mlp'.*'layers\.0\.mlp'"),
         ({"type": "TinyRmsNorm", "action": "checkpoint"}, r"rules\[0\].*'TinyRmsNorm'.*'TinyRMSNorm'"),
         ({"type": "TinyMLP", "layers": "7-9", "action": "checkpoint"}, r"rules\[0\].*7-9.*2 layers"),
-        ({"type": "Embedding", "layers": 0, "action": "checkpoint"}, r"rules\[0\].*no ModuleList"),
+        ({"type": "Embedding", "layers": 0, "action": "checkpoint"}, r"rules\[0\].*no list of layers"),
         ({"type": "TinyAttention", "action": "recompute", "via": "kernel"}, r"rules\[0\].*TinyAttention"),
         ({"type": "SiLU", "action": "recompute", "via": "kernel"}, r"rules\[0\].*no kernel.*SiLU.*hook"),
         (
@@ -309,10 +309,8 @@ def test_a_preset_that_fits_warns_of_nothing(preset: str) -> None:
     ids=lambda value: str(value.get("type", value.get("match"))) if isinstance(value, dict) else "",
 )
 def test_a_rule_without_effect_warns(policy: dict[str, Any], expected: str) -> None:
-    messages = caught({"name": "mine", "rules": [policy]})
-    texts = {str(message.message).replace("\n", " ") for message in messages}
-    assert len(texts) == 1
-    (text,) = texts
+    (message,) = caught({"name": "mine", "rules": [policy]}, strict=False)
+    text = str(message.message).replace("\n", " ")
     assert text.startswith("policy mine")
     assert re.search(expected, text)
 

@@ -169,12 +169,33 @@ def test_explain_needs_a_model() -> None:
 
 def test_a_warning_is_one_line_without_code(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text("rules: [{match: 'model.layer.*', action: checkpoint}]\n", encoding="utf-8")
+    rules = "rules: [{type: block, action: checkpoint}, {match: 'model.layer.*', action: checkpoint}]\n"
+    path.write_text(rules, encoding="utf-8")
     code, output = recompute("explain", path, "--model", tiny, "--seq-len", 8)
     assert code == 0
     (line,) = [line for line in output.splitlines() if "warning" in line.lower()]
     assert line.startswith("recompute: warning: policy ")
     assert "'model.layer.*' is the path of no module" in line
+
+
+def test_a_policy_that_governs_nothing_is_no_success(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("name: mine\nrules: [{type: Gone, action: checkpoint}]\n", encoding="utf-8")
+    for command, expected in (("explain", 2), ("verify", 1)):
+        code, output = recompute(command, path, "--model", tiny, "--seq-len", 8, "--device", "cpu")
+        assert code == expected
+        assert "recompute: policy mine governs no module of " in output
+    code, output = recompute("verify", "none", "--model", tiny, "--seq-len", 8, "--device", "cpu")
+    assert code == 0
+    assert "nothing was dropped" in output
+
+
+def test_verify_exits_with_1_where_nothing_was_dropped(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("rules: [{match: lm_head, action: recompute, via: hook}]\n", encoding="utf-8")
+    code, output = recompute("verify", path, "--model", tiny, "--seq-len", 8, "--device", "cpu")
+    assert code == 1
+    assert "governs lm_head, which ran and dropped nothing on this batch: there is nothing to verify" in output
 
 
 def test_verify_reports_and_exits_with_0(tiny: str) -> None:

@@ -142,7 +142,7 @@ def test_a_generator_of_the_device_draws_the_same_again():
     x = torch.randn(64, device="cuda", requires_grad=True)
     gradients = []
     for policy in (
-        {"rules": []},
+        {"rules": "none"},
         {"rules": [{"type": "Noise", "action": "checkpoint"}]},
         {"rules": [{"type": "Noise", "action": "recompute"}]},
     ):

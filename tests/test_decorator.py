@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import recompute
-from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning
+from recompute.errors import AlreadyAppliedError, NoEffectError, PolicyError, PolicyWarning
 
 HIDDEN = 8
 
@@ -309,8 +309,8 @@ class TestAnInstance:
         assert inside.tally["runs"] == runs
 
     def test_warns_where_the_user_stands(self) -> None:
-        with pytest.warns(PolicyWarning, match=r"rules\[0\]") as messages:
-            recompute.recompute(made(Plain), policy=rules(rule("Other")))
+        with pytest.warns(PolicyWarning, match=r"rules\[1\]") as messages:
+            recompute.recompute(made(Plain), policy=rules(rule("Plain"), rule("Other")))
         assert [message.filename for message in messages] == [__file__]
 
 
@@ -320,7 +320,11 @@ def test_a_bad_policy_is_refused_when_decorating() -> None:
             recompute.recompute(policy={"rules": [{"type": "X", "action": "forget"}]})(target)
 
 
-def test_a_class_policy_that_matches_nothing_warns() -> None:
-    cls = recompute.recompute(policy=rules(rule("Other")))(fresh())
-    with pytest.warns(PolicyWarning, match=r"rules\[0\].*'Other'"):
-        assert_same(outcome(made(cls)), outcome(made(Plain)))
+def test_a_policy_that_governs_nothing_is_refused_when_it_is_put_on() -> None:
+    nothing = rules(rule("Other"))
+    with pytest.raises(NoEffectError, match=r"governs no module of Plain: rules\[0\].*'Other'"):
+        recompute.recompute(made(Plain), policy=nothing)
+    module = made(recompute.recompute(policy=nothing)(fresh()))
+    for _ in range(2):  # also not silently the second time
+        with pytest.raises(NoEffectError, match=r"rules\[0\].*'Other'"):
+            outcome(module)

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import recompute
-from recompute.errors import PolicyWarning, UnsupportedError
+from recompute.errors import NoEffectError, UnsupportedError
 
 HIDDEN = 8
 
@@ -243,12 +243,13 @@ class TestAFunction:
     def test_is_left_as_it_is_by_a_policy_that_keeps_it(self) -> None:
         assert recompute.recompute(function, policy=rules(rule("function", "keep"))) is function
 
-    @pytest.mark.parametrize("policy", [rules(rule("other")), "hook", "none"])
-    def test_that_no_rule_matches_warns(self, policy: Any) -> None:
-        with pytest.warns(PolicyWarning, match="no rule matches the function function") as messages:
-            decorated = recompute.recompute(policy=policy)(function)
-        assert [message.filename for message in messages] == [__file__]
-        assert_same(gradients(decorated, inputs()), gradients(function, inputs()))
+    @pytest.mark.parametrize("policy", [rules(rule("other")), "hook"])
+    def test_that_no_rule_matches_is_refused(self, policy: Any) -> None:
+        with pytest.raises(NoEffectError, match="governs no module of the function function"):
+            recompute.recompute(policy=policy)(function)
+
+    def test_is_left_as_it_is_by_a_policy_without_rules(self) -> None:
+        assert recompute.recompute(policy="none")(function) is function
 
     def test_that_no_kernel_computes_is_refused(self) -> None:
         with pytest.raises(UnsupportedError, match=r"rules\[0\].*no kernel.*function"):
@@ -302,7 +303,7 @@ def test_what_does_not_run_in_one_piece_is_refused(target: Any, wrap: Callable[[
 
 
 @pytest.mark.parametrize(
-    "target", [3, "hook", {"rules": []}, recompute.load_policy("hook"), int, torch.ones(1), [nn.Tanh()]], ids=repr
+    "target", [3, "hook", {"rules": "none"}, recompute.load_policy("hook"), int, torch.ones(1), [nn.Tanh()]], ids=repr
 )
 def test_a_wrong_target_is_refused(target: Any) -> None:
     with pytest.raises(TypeError, match=r"recompute decorates an nn\.Module class, a module or a function, got"):

@@ -195,7 +195,7 @@ def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -> None:
-    (tmp_path / "none.yaml").write_text("version: 1\nname: none\nrules: []\n", encoding="utf-8")
+    (tmp_path / "none.yaml").write_text("version: 1\nname: none\nrules: none\n", encoding="utf-8")
     done = run_distributed("ddp", "--policy", str(tmp_path / "none.yaml"))
     assert done.returncode == 1
     assert "wrong: held_bytes are not saved" in done.stdout

@@ -27,6 +27,8 @@ FLOORS = {
     "recompute.engine": 2,
     "recompute.kernels": 3,
     recompute.apply.__module__: 4,
+    "recompute.effect": 4,
+    "recompute.entries": 4,
     "recompute.explain": 4,
     "recompute.lowering": 4,
     "recompute.runners": 4,

@@ -16,7 +16,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from tiny import HIDDEN, TinyRMSNorm, decoder, next_token_loss, rule, rules, snapshot, token_ids
+from tiny import HIDDEN, TinyMLP, TinyRMSNorm, decoder, next_token_loss, rule, rules, snapshot, token_ids
 from torch import Tensor, nn
 
 import recompute
@@ -25,6 +25,7 @@ from recompute.errors import (
     AlreadyAppliedError,
     GradientMismatch,
     MutationError,
+    NoEffectError,
     PolicyError,
     RegenerationError,
     UnsupportedError,
@@ -113,6 +114,57 @@ def test_kernels_are_right_within_the_rounding_that_the_model_has_without_them(d
     assert 0 < found.relative_error <= found.tolerance < 64 * torch.finfo(dtype).eps
     assert found.max_difference > 0
     assert f"{found.relative_error:.1e} of their norm" in str(found)
+
+
+def test_verify_takes_the_default_policy_that_apply_takes() -> None:
+    assert recompute.verify(decoder(), token_ids()).policy == "elementwise"
+
+
+class Dropless(nn.Module):
+    """Of a class that rules find, with nothing to drop: what autograd saves is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(4, 4), TinyRMSNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("policy", "complaint"),
+    [
+        ("full", r"policy full governs no module of Dropless: .*rules\[0\]"),
+        (rules(rule("Linear", "recompute", via="hook")), r"governs layer, which ran and dropped nothing on this batch"),
+        (rules(rule("TinyRMSNorm")), r"governs unused, none of which ran with gradients on this batch"),
+        (rules(rule("TinyRMSNorm", "recompute", via="kernel")), r"governs unused, none of which ran with gradients"),
+    ],
+)
+def test_a_policy_that_dropped_nothing_is_not_said_to_be_right(policy: Any, complaint: str) -> None:
+    model, x = Dropless(), numbers(3, 4)
+    before = snapshot(model)
+    with pytest.raises(NoEffectError, match=f"(?s){complaint}"):
+        recompute.verify(model, (x,), policy=policy)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("policy", ["none", rules(rule("Linear", "keep"))], ids=["none", "keep"])
+def test_a_policy_that_is_to_drop_nothing_verifies(policy: Any) -> None:
+    found = recompute.verify(Dropless(), (numbers(3, 4),), policy=policy)
+    assert found.bitwise
+    assert str(found).endswith("; nothing was dropped")
+
+
+def test_a_kernel_that_drops_nothing_but_saves_less_verifies() -> None:
+    policy = rules(rule("TinyMLP", "recompute", via="kernel"))
+    assert recompute.verify(TinyMLP(), (numbers(3, HIDDEN),), policy=policy).dropped_tensors == 0
+
+
+def test_compiled_layers_of_which_nothing_is_counted_verify() -> None:
+    model = decoder()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    assert recompute.verify(model, token_ids(), policy=rules(rule("block"))).bitwise
 
 
 @pytest.mark.parametrize("name", ["convnet", "mixtral", "t5"])
@@ -325,7 +377,7 @@ class Keyworded(nn.Module):
 def test_batches_are_mappings_tuples_or_an_argument(batch: Any, gradients: list[str]) -> None:
     trial = verification._Trial(Keyworded(), batch, None, [])
     assert list(trial.run().tensors["gradients"]) == gradients
-    found = recompute.verify(Keyworded(), batch, policy=rules(rule("Linear")))
+    found = recompute.verify(Keyworded(), batch, policy=rules(rule("Keyworded")))
     assert (found.bitwise, found.gradients) == (True, len(gradients))
 
 
@@ -417,7 +469,7 @@ def test_sparse_shared_and_unused_parameters_compare() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.other(self.one(self.embedding(ids)).relu())
 
-    found = recompute.verify(Model(), torch.tensor([[1, 2, 2]]), policy=rules(rule("Linear")))
+    found = recompute.verify(Model(), torch.tensor([[1, 2, 2]]), policy=rules(rule("Model")))
     assert (found.bitwise, found.gradients) == (True, 3)
 
 

@@ -132,7 +132,7 @@ def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 def rules(*given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rules": list(given)}
+    return {"rules": list(given) or "none"}
 
 
 def rule(type_name: str | list[str], action: str = "checkpoint", **others: Any) -> dict[str, Any]:

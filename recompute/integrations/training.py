@@ -9,7 +9,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, distributed, nn
 
-from recompute.attach import AppliedPolicy, apply, module_entries
+from recompute.attach import AppliedPolicy, apply
+from recompute.entries import module_entries
 from recompute.errors import UnsupportedError, warn
 from recompute.kernel_runners import is_plain_linear
 from recompute.planning.profiling import allocated_nbytes, start_peak

@@ -11,21 +11,22 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from recompute.attach import AppliedPolicy, apply, module_entries
+from recompute.attach import AppliedPolicy, apply
 from recompute.engine.context import base_of
 from recompute.engine.frontier import frontier
 from recompute.engine.ops import facts
 from recompute.engine.plan import Plan, solve
 from recompute.engine.setting import PRICE
+from recompute.entries import module_entries
 from recompute.errors import ModelError, warn
 from recompute.kernel_runners import KernelRunner, is_plain_linear
 from recompute.planning.rehearsal import Rehearsal
 from recompute.policy.matching import assign
-from recompute.policy.model import Family, Policy, Rule
+from recompute.policy.model import BLOCK, NO_RULES, Family, Policy, Rule
 from recompute.recognize import find_norm
 
-LAYERS = ("*Layer", "*Block", "Bottleneck")
-"""The classes of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
+LAYERS = (BLOCK, "*Layer", "*Block")
+"""The types of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
 
 _RERUN: tuple[Family, ...] = ("gemm", "convolution", "attention")
 _MOST_POINTS = 8  # of a frontier, hooks' or kernels'
@@ -81,7 +82,7 @@ class Layout:
 
 
 def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """The outermost modules, ``model`` itself left out, at paths that ``match`` lists, or whose classes are layers'.
+    """The outermost modules, ``model`` itself left out, at paths that ``match`` lists, or that are layers.
 
     Raises ``ModelError`` if there are none, and ``PolicyError`` for a glob that is none.
     """
@@ -90,7 +91,7 @@ def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[st
     found = assign(Policy(rules=[rule]), entries).keys() - {""}
     outermost = [path for path in modules if path in found and not any(around in found for around in _around(path))]
     if not outermost:
-        what = f"matches {match!r}" if match is not None else f"has a class like {', '.join(LAYERS)}"
+        what = f"matches {match!r}" if match is not None else "repeats, or is of a class *Layer or *Block"
         raise ModelError(
             f"{type(model).__name__}: expected regions to choose for; no module inside of it {what}. Pass match=, "
             "globs over module paths such as 'blocks.*'"
@@ -174,7 +175,8 @@ def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
     for path, fields in rules.items():
         if fields is not None:
             alike.setdefault(repr(sorted(fields.items())), (fields, []))[1].append(path)
-    return Policy(name="profile", rules=[Rule(match=paths, **fields) for fields, paths in alike.values()])
+    found = [Rule(match=paths, **fields) for fields, paths in alike.values()]
+    return Policy(name="profile", rules=found or NO_RULES)
 
 
 def _recomputing(via: str) -> dict[str, Any]:

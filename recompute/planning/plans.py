@@ -17,7 +17,7 @@ from recompute.planning.planner import Assignment, Prediction, Solution
 from recompute.planning.profile_table import Choice, Profile, RegionCosts
 from recompute.planning.sizes import humanize, parse_budget
 from recompute.policy.document import nearest, show
-from recompute.policy.model import Policy, Rule
+from recompute.policy.model import NO_RULES, Policy, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -281,7 +281,7 @@ def policy_of(profile: Profile, assignment: Assignment, description: str = "", n
     for (_, pattern), (fields, paths, layers) in groups.items():
         selected = {"match": pattern, "layers": _spans(layers)} if pattern else {"match": paths}
         rules.append(Rule(**{**selected, **fields}))
-    return Policy(name=name, description=description, rules=rules)
+    return Policy(name=name, description=description, rules=rules or NO_RULES)
 
 
 def _pattern(path: str, layer: int) -> str | None:

@@ -61,7 +61,7 @@ class Place(BaseModel):
     region: NBytes
     """Its number in ``Profile.regions``."""
     layer: NBytes | None = None
-    """Its index in the nearest ModuleList around it, as a policy's ``layers`` counts; None: in none, or not known."""
+    """Its index in the list of layers around it, as a policy's ``layers`` counts; None: in none, or not known."""
     also: Annotated[tuple[str, ...], Strict(False)] = ()
     """Paths of other modules that run in the same span and get the same rule: the norm before the head."""
 

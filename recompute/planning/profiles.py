@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recompute.attach import apply, module_entries
+from recompute.attach import apply
+from recompute.entries import module_entries
 from recompute.errors import ModelError, RecomputeError, warn
 from recompute.planning import profiling
 from recompute.planning.candidates import Candidate, Group, Layout, discover, policy_of

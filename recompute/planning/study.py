@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from recompute.attach import apply
-from recompute.errors import EstimateError, ModelError, PolicyWarning
+from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
 from recompute.planning.estimate_result import Advice, Estimate, ModuleActivations, Settings
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.layers import find_stack, step_of_many
@@ -109,8 +109,9 @@ def imagined_subject(model: Any, options: Options, batch_size: int, length: int,
 class Study:
     """Estimates of one model with different options, of which those that take time are made once."""
 
-    def __init__(self, subject: Subject, *, on_cuda: bool = True):
-        """on_cuda: count as on CUDA; else as the CPU runs it."""
+    def __init__(self, subject: Subject, *, on_cuda: bool = True, strict: bool = True):
+        """on_cuda: count as on CUDA; else as the CPU runs it. strict: as ``recompute.apply`` takes it."""
+        self._strict = strict
         self._subject = subject
         self._on_cuda = on_cuda
         self._steps: dict[Any, Step] = {}
@@ -158,7 +159,10 @@ class Study:
         found = []
 
         def try_out(what: str, changed: Options, under: Policy | None = policy, *, offloads: bool = False) -> None:
-            saved = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
+            try:
+                saved = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
+            except NoEffectError:  # nothing for that preset to govern
+                return
             if saved > 0:
                 found.append(Advice(what, saved))
 
@@ -220,7 +224,7 @@ class Study:
         with warnings.catch_warnings():
             if policy is not None and policy.name == _CHUNKED:  # whose rule for the head goes before any other
                 warnings.simplefilter("ignore", PolicyWarning)
-            handle = None if policy is None else apply(subject.model, policy)
+            handle = None if policy is None else apply(subject.model, policy, strict=self._strict)
         try:
             return simulate(
                 subject.model,

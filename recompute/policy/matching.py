@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import functools
+import heapq
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from recompute.policy.model import Policy, Rule
+from recompute.policy.model import BLOCK, Policy, Rule
 
 
 @dataclass(frozen=True)
@@ -16,21 +18,24 @@ class ModuleEntry:
     """One module of a model.
 
     path: its dotted path; "" is the root. type: the name of its class.
-    layer, layer_count: its index within, and the length of, the nearest ModuleList around it, or None.
+    layer, layer_count: its index within, and the length of, the list that a rule's ``layers`` counts for it, or None.
+    is_block: whether it is one of the model's repeated layers: see ``Rule``.
     """
 
     path: str
     type: str
     layer: int | None = None
     layer_count: int | None = None
+    is_block: bool = False
 
 
 def assign(policy: Policy, modules: Iterable[ModuleEntry]) -> dict[str, int]:
     """For each module that a rule matches, its path and the index of the first rule that does."""
-    selectors = [_Selector(rule) for rule in policy.rules]
+    candidates = _Candidates(policy)
     assignment = {}
     for module in modules:
-        for index, selector in enumerate(selectors):
+        for index in candidates.of(module):
+            selector = candidates.selectors[index]
             if selector.has_type(module) and selector.has_layer(module) and selector.has_path(module):
                 assignment[module.path] = index
                 break
@@ -38,47 +43,113 @@ def assign(policy: Policy, modules: Iterable[ModuleEntry]) -> dict[str, int]:
 
 
 def unmatched_rules(policy: Policy, modules: Sequence[ModuleEntry], assignment: Mapping[str, int]) -> list[str]:
-    """One message for each rule that governs no module: which rule, why, and what was probably meant.
+    """A message for each rule that governs no module: which rule, why, and what was probably meant.
 
-    ``assignment`` is what ``assign`` returned for the same policy and modules.
+    The last message counts all rules beyond the first few. ``assignment`` is what ``assign`` returned for the same
+    policy and modules.
     """
     used = set(assignment.values())
-    return [
-        f"rules[{index}] governs no module: {_why_unmatched(rule, modules, assignment)}"
-        for index, rule in enumerate(policy.rules)
-        if index not in used
+    idle = [index for index in range(len(policy.rules)) if index not in used]
+    messages = [
+        f"rules[{index}] governs no module: {_why_unmatched(policy.rules[index], modules, assignment)}"
+        for index in idle[:_SHOWN]
     ]
+    if len(idle) > _SHOWN:
+        messages.append(f"{len(idle) - _SHOWN:,} more of the {len(policy.rules):,} rules govern no module")
+    return messages
+
+
+_SHOWN = 5  # of messages that are alike
+
+
+def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Mapping[str, int]) -> list[str]:
+    """A message for each rule that governs modules, and whose ``layers`` name more than there are; the first few."""
+    messages: list[str] = []
+    for index in sorted(set(assignment.values())):
+        rule = policy.rules[index]
+        if rule.layers is not None and len(messages) < _SHOWN:
+            selector = _Selector(rule)
+            selected = [each for each in modules if selector.has_type(each) and selector.has_path(each)]
+            count = max(each.layer_count or 0 for each in selected)  # of the longest list: one rule may be for several
+            if beyond := [str(span.spelling) for span in rule.layers if span.exceeds(count)]:
+                messages.append(
+                    f"rules[{index}]: layers {', '.join(beyond)!r} goes beyond the {count} layers that there are"
+                )
+    return messages
+
+
+class _Candidates:
+    """Few rules for each module, so that many rules are no matter: those with a word that its path or class has too."""
+
+    def __init__(self, policy: Policy):
+        self.selectors = [_Selector(rule) for rule in policy.rules]
+        words = [[_words(glob) for glob in rule.match] for rule in policy.rules]
+        frequency = Counter(word for of_rule in words for of_glob in of_rule for word in of_glob)
+        self._by_part: dict[str, list[int]] = {}
+        self._by_type: dict[str, list[int]] = {}
+        self._others: list[int] = []
+        for index, (rule, of_rule) in enumerate(zip(policy.rules, words, strict=True)):
+            if of_rule and all(of_rule):
+                for part in {min(of_glob, key=frequency.__getitem__) for of_glob in of_rule}:  # the rarest tells most
+                    self._by_part.setdefault(part, []).append(index)
+            elif rule.type and not any(map(_is_wild, rule.type)):
+                for name in rule.type:
+                    self._by_type.setdefault(name, []).append(index)
+            else:
+                self._others.append(index)
+
+    def of(self, module: ModuleEntry) -> Iterable[int]:
+        """In order, the rules that may match ``module``."""
+        found = [self._by_part[part] for part in {*module.path.split(".")} if part in self._by_part]
+        found += [self._by_type[name] for name in {module.type, BLOCK} if name in self._by_type]
+        return heapq.merge(*found, self._others) if found else self._others
+
+
+def _words(glob: str) -> list[str]:
+    """The parts of a path that all paths which ``glob`` matches have."""
+    return [part for part in glob.split(".") if not _is_wild(part)]
+
+
+def _is_wild(part: str) -> bool:
+    return "*" in part or "?" in part
 
 
 class _Selector:
-    """A rule's three conditions, compiled; asked one by one they tell which of them fails."""
+    """A rule's three conditions; asked one by one they tell which of them fails."""
 
     def __init__(self, rule: Rule) -> None:
-        self._path = _compile(rule.match)
-        self._type = _compile(rule.type)
-        self._layers = rule.layers
+        self._rule = rule
+
+    @cached_property
+    def _path(self) -> re.Pattern[str] | None:
+        return _compile(self._rule.match)
+
+    @cached_property
+    def _class(self) -> re.Pattern[str] | None:
+        return _compile([glob for glob in self._rule.type if glob != BLOCK])
 
     def has_path(self, module: ModuleEntry) -> bool:
-        return _matches(self._path, module.path)
+        return not self._rule.match or _matches(self._path, module.path)
 
     def has_type(self, module: ModuleEntry) -> bool:
-        return _matches(self._type, module.type)
+        if not self._rule.type or (module.is_block and BLOCK in self._rule.type):
+            return True
+        return _matches(self._class, module.type)
 
     def has_layer(self, module: ModuleEntry) -> bool:
-        if self._layers is None:
+        if self._rule.layers is None:
             return True
         if module.layer is None or module.layer_count is None:
             return False
-        return any(span.selects(module.layer, module.layer_count) for span in self._layers)
+        return any(span.selects(module.layer, module.layer_count) for span in self._rule.layers)
 
 
 def _matches(pattern: re.Pattern[str] | None, name: str) -> bool:
-    return pattern is None or pattern.fullmatch(f"{name}." if name else "") is not None
+    return pattern is not None and pattern.fullmatch(f"{name}." if name else "") is not None
 
 
-@functools.lru_cache(maxsize=1024)
-def _compile(globs: tuple[str, ...]) -> re.Pattern[str] | None:
-    """One pattern for all ``globs``, over paths whose every part ends with a dot; None matches anything."""
+def _compile(globs: Sequence[str]) -> re.Pattern[str] | None:
+    """One pattern for all ``globs``, over paths whose every part ends with a dot; None for none."""
     return re.compile("|".join(map(_regex, globs))) if globs else None
 
 
@@ -100,7 +171,13 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
         candidates = _distinct_up_to_numbers(module.path for module in modules)
         return f"match {_quoted(rule.match)} is the path of no module{_nearest(rule.match, candidates)}"
     if not any(map(selector.has_type, modules)):
-        candidates = dict.fromkeys(module.type for module in modules)
+        if rule.type == (BLOCK,):
+            return (
+                f"type {BLOCK!r} finds no layers that repeat: no ModuleList, ModuleDict or Sequential holds modules "
+                "with parts of one class, or one of a class *Layer or *Block"
+            )
+        has_blocks = any(module.is_block for module in modules)
+        candidates = dict.fromkeys([module.type for module in modules] + [BLOCK] * has_blocks)
         return f"type {_quoted(rule.type)} is the class of no module{_nearest(rule.type, candidates)}"
     by_type = [module for module in by_path if selector.has_type(module)]
     if not by_type:
@@ -111,7 +188,7 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
         spelled = ", ".join(str(span.spelling) for span in rule.layers or ())
         counts = sorted({module.layer_count for module in by_type if module.layer_count is not None})
         if not counts:
-            return f"layers {spelled!r} selects nothing: what the rule matches is in no ModuleList"
+            return f"layers {spelled!r} selects nothing: what the rule matches is in no list of layers"
         return f"layers {spelled!r} selects none of the {' or '.join(map(str, counts))} layers"
     earlier = sorted({assignment[module.path] for module in selected})
     rules = ", ".join(f"rules[{index}]" for index in earlier)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -15,7 +15,9 @@ from pydantic import (
     ConfigDict,
     PlainSerializer,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
+    WrapSerializer,
     field_validator,
     model_validator,
 )
@@ -31,6 +33,12 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 
 PRICE = 1e9
 """Bytes that may be held to save a second of running again: next to nothing, yet a norm's statistics are kept."""
+
+NO_RULES: Final = "none"
+"""In the place of a policy's rules: it is to do nothing."""
+
+BLOCK: Final = "block"
+"""In a rule's ``type``: the repeated layers of a model, whatever their class is called."""
 
 _BELONGS_TO = {
     "via": ("recompute",),
@@ -65,6 +73,11 @@ class LayerSpan:
     def selects(self, index: int, count: int) -> bool:
         """Whether this names layer ``index`` of ``count``. What lies beyond ``count`` names nothing."""
         return index in range(count)[self.span]
+
+    def exceeds(self, count: int) -> bool:
+        """Whether this names a layer, or a number of layers, beyond ``count``."""
+        start, stop, _ = self.span.start, self.span.stop, self.span.step
+        return max(stop or 0, -(start or 0), (start or 0) + 1) > count
 
 
 def _parse_span(text: str) -> slice:
@@ -135,8 +148,16 @@ def _price(value: object) -> float:
     raise ValueError("expected a number from 0 up: the bytes that may be held to save a second, such as 3.2e10")
 
 
-def _list_as_tuple(value: object) -> object:
+def _rules_as_tuple(value: object) -> object:
+    if value == NO_RULES:
+        return ()
+    if value in ([], ()):
+        raise ValueError("expected at least one rule, or the word none: a policy that is to do nothing says so")
     return tuple(value) if isinstance(value, list) else value
+
+
+def _rules_as_written(rules: Any, write: SerializerFunctionWrapHandler) -> Any:
+    return write(rules) if rules else NO_RULES
 
 
 def _as_tuple(value: object) -> object:
@@ -194,8 +215,12 @@ class Rule(BaseModel):
     """Gives ``action`` to the modules that ``match`` and ``type`` and ``layers`` all select.
 
     match: globs over dotted module paths ("*" one part, "**" any number, "?" one character); () is any path.
-    type: globs over class names; () is any class.
-    layers: which indices of the nearest enclosing ModuleList; None is any, and modules in no list.
+    type: globs over class names, or the word "block"; () is any class. A block is one of a model's repeated layers: a
+        child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or repeats there and
+        has a norm. It is the outermost: experts and attention heads are parts of it. A stage of a vision model is none,
+        but its blocks are.
+    layers: which indices of the nearest ModuleList around a module, or of the Sequential or ModuleDict that its block
+        is a child of; None is any, and modules in no list.
     via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).
     rerun: the costly families (see ``FAMILIES``) that ``recompute`` may run again.
     keep: what ``recompute`` and ``checkpoint`` never drop: outputs of a costly family ("attention") or of an op
@@ -263,6 +288,8 @@ class Rule(BaseModel):
 class Policy(BaseModel):
     """Rules in order: each module gets the first that matches it, and is left alone if none does.
 
+    rules: at least one, or the word "none", which makes no rules: an empty list is a mistake more often than a wish.
+
     Equality is by value, and a policy is hashable. Raises ``PolicyError``.
     """
 
@@ -271,7 +298,7 @@ class Policy(BaseModel):
     version: Annotated[int, AfterValidator(_known_version)] = _VERSION
     name: str = "unnamed"
     description: str = ""
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_list_as_tuple)]
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_rules_as_tuple), WrapSerializer(_rules_as_written)]
 
     if TYPE_CHECKING:
 
@@ -281,7 +308,7 @@ class Policy(BaseModel):
             version: int = 1,
             name: str = "unnamed",
             description: str = "",
-            rules: Sequence[Rule],
+            rules: Sequence[Rule] | Literal["none"],
         ) -> None: ...
 
     def to_yaml(self) -> str:

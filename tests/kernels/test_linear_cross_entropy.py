@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from conftest import CAN_INTERPRET
 from loss_testing import (
     FLOAT32_ROUNDING,
     IGNORED,
@@ -26,6 +30,7 @@ from loss_testing import (
     same_bits,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -126,15 +131,94 @@ def test_where_all_targets_are_ignored(device: str):
     assert extras.token_accuracy.isnan()
 
 
-@pytest.mark.parametrize("wrong", [-1, V, 2**40])
-@pytest.mark.parametrize("logits_bytes", [0, math.inf])
-def test_a_target_that_is_no_class_is_loud(wrong: int, logits_bytes: float, device: str):
+ON_CPU = pytest.mark.parametrize("device", ["reference", *(["interpreter"] if CAN_INTERPRET else [])], indirect=True)
+
+
+def refusal_of(function: Callable[[], Any]) -> str:
+    with pytest.raises(IndexError) as refusal:
+        function()
+    return str(refusal.value)
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "mean"},
+        {"reduction": "none", "label_smoothing": 0.1},
+        {"reduction": "sum", "class_weights": make(V, seed=4).abs()},
+        {"reduction": "mean", "class_weights": make(V, seed=4).abs(), "z_loss": 0.1, "softcap": 9.0},
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize(("wrong", "ignored"), [(-1, IGNORED), (V, IGNORED), (IGNORED, 5), (2**40, V)])
+def test_a_target_that_is_no_class_is_refused_as_pytorch_refuses_it(
+    wrong: int, ignored: int, options: dict[str, Any], device: str
+):
     inputs, target = make_inputs(device)
+    target[target == IGNORED] = ignored
     target[1] = wrong
-    losses, dhidden, *_ = run(linear_cross_entropy, inputs, target, reduction="none", logits_bytes=logits_bytes)
-    assert losses.isnan().nonzero().tolist() == [[1]]
-    assert dhidden.isnan().any(1).nonzero().tolist() == [[1]]
-    assert all(value.isnan().all() for value in run(linear_cross_entropy, inputs, target)[2:])
+    options = {**options, "ignore_index": ignored}
+    hidden, weight, bias = inputs
+    expected = f"Target {wrong} is out of bounds."
+    assert refusal_of(lambda: eager(hidden, weight, target, bias, **options)) == expected
+    ways = [{}, {"logits_bytes": 0}, {"logits_bytes": math.inf, "return_argmax": True}, {"return_logits": True}]
+    for way in (*ways, {"hold_logits": False}):
+        refusal = refusal_of(lambda way=way: linear_cross_entropy(hidden, weight, target, bias, **options, **way))
+        assert refusal == expected
+    assert refusal_of(lambda: cross_entropy(F.linear(*inputs), target, **options)) == expected
+
+
+@pytest.mark.parametrize("ignored", [IGNORED, -1, 5, V, 2**40])
+def test_what_is_ignored_is_not_refused_inside_of_the_classes_or_outside(ignored: int, device: str):
+    inputs, target = make_inputs(device)
+    target[target == IGNORED] = ignored
+    found = run(linear_cross_entropy, inputs, target, ignore_index=ignored)
+    for value, expected in zip(found, run(eager, inputs, target, ignore_index=ignored), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_target_of_fake_tensors_is_not_asked_for_its_values():
+    with FakeTensorMode():
+        loss = linear_cross_entropy(torch.empty(3, 4), torch.empty(5, 4), torch.zeros(3, dtype=torch.int64))
+    assert loss.shape == ()
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, lambda x, w, y: cross_entropy(F.linear(x, w), y)])
+def test_a_target_that_is_no_class_is_refused_in_compiled_code(function: Any):
+    inputs, target = make_inputs("cpu", vocabulary=8)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs[:2], target), function(*inputs[:2], target))
+    target[1] = 8
+    with pytest.raises(IndexError, match="Target 8 is out of bounds"):
+        compiled(*inputs[:2], target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_target_that_is_no_class_fails_an_assertion_on_the_device(dtype: str):
+    """In a process of its own: no other work can follow there."""
+    script = f"""
+import torch
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+x, w = (torch.randn(4, 16, device="cuda", dtype=torch.{dtype}) for _ in range(2))
+y = torch.tensor([0, -100, 3, 1], device="cuda")
+graph = torch.cuda.CUDAGraph()
+linear_cross_entropy(x, w, y)
+with torch.cuda.graph(graph):
+    loss = linear_cross_entropy(x, w, y)
+graph.replay()
+torch.cuda.synchronize()
+print("right", loss.isfinite().item(), flush=True)
+y[2] = 4
+graph.replay()
+torch.cuda.synchronize()
+print("wrong")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "right True\n"
+    assert done.returncode != 0
+    assert "device-side assert triggered" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of the interpreter

@@ -65,7 +65,7 @@ def test_a_directory_is_no_policy(tmp_path):
 
 def test_a_bare_name_is_a_preset_even_beside_a_file_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("full").write_text("rules: []")
+    Path("full").write_text("rules: none")
     assert load_policy("full").name == "full"
     assert load_policy(Path("./full").absolute()).rules == ()
 

@@ -33,7 +33,7 @@ def governed(rule: Rule, modules: list[ModuleEntry] | None = None) -> list[str]:
 
 def complaints(*rules: Rule, modules: list[ModuleEntry] | None = None) -> list[str]:
     modules = decoder() if modules is None else modules
-    policy = Policy(rules=rules)
+    policy = Policy(rules=rules or "none")
     return unmatched_rules(policy, modules, assign(policy, modules))
 
 
@@ -114,7 +114,7 @@ def test_the_first_rule_that_matches_wins_and_the_unmatched_are_absent():
 
 
 def test_a_policy_without_rules_governs_nothing_and_complains_of_nothing():
-    assert assign(Policy(rules=[]), decoder()) == {}
+    assert assign(Policy(rules="none"), decoder()) == {}
     assert complaints() == []
 
 
@@ -166,7 +166,7 @@ def test_layers_beyond_the_last_are_told_how_many_there_are():
 
 def test_layers_of_what_is_in_no_list_are_told_so():
     assert complaints(Rule(match="model.norm", layers="first 4", action="keep")) == [
-        "rules[0] governs no module: layers 'first 4' selects nothing: what the rule matches is in no ModuleList"
+        "rules[0] governs no module: layers 'first 4' selects nothing: what the rule matches is in no list of layers"
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from recompute.entries import module_entries
 from recompute.policy.loading import load_policy, preset_names
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 
@@ -106,18 +107,7 @@ def build_gemma3_with_vision() -> nn.Module:
 
 
 def entries(model: nn.Module) -> list[ModuleEntry]:
-    modules = dict(model.named_modules())
-    found = []
-    for path, module in modules.items():
-        layer = layer_count = None
-        parts = path.split(".")
-        for depth in range(len(parts) - 1, 0, -1):
-            parent = modules[".".join(parts[:depth])]
-            if isinstance(parent, nn.ModuleList):
-                layer, layer_count = int(parts[depth]), len(parent)
-                break
-        found.append(ModuleEntry(path, type(module).__name__, layer, layer_count))
-    return found
+    return module_entries(model, type(model).__name__)[0]
 
 
 def governed(preset: str, model: nn.Module) -> tuple[dict[str, int], list[str]]:
@@ -128,12 +118,13 @@ def governed(preset: str, model: nn.Module) -> tuple[dict[str, int], list[str]]:
 
 @pytest.mark.parametrize(("family", "form"), FORMS)
 @pytest.mark.parametrize("preset", ["hook", "kernel"])
-def test_hook_and_kernel_govern_every_norm_and_every_gated_mlp_and_nothing_else(preset, family, form):
+def test_hook_and_kernel_govern_every_norm_every_mlp_with_its_activation_and_nothing_else(preset, family, form):
     model = build(family, form)
     assignment, complaints = governed(preset, model)
-    assert Counter(assignment.values()) == {0: NORMS_PER_LAYER[family] * LAYERS + 1, 1: LAYERS}
-    assert {path.split(".")[-1] for path, rule in assignment.items() if rule == 1} == {"mlp"}
-    assert all("norm" in path.split(".")[-1] for path, rule in assignment.items() if rule == 0)
+    last = Counter(path.split(".")[-1] for path in assignment)
+    assert (last.pop("mlp"), last.pop("act_fn")) == (LAYERS, LAYERS)
+    assert all("norm" in part for part in last)
+    assert sum(last.values()) == NORMS_PER_LAYER[family] * LAYERS + 1
     assert complaints == []
 
 
@@ -205,8 +196,8 @@ def test_elementwise_and_auto_govern_a_vision_tower_too(preset):
 @pytest.mark.parametrize("path", ["", "layers.0", "layer1.2", "transformer.h.10", "encoder.layers.encoder_layer_0"])
 def test_elementwise_and_auto_know_a_layer_by_its_class_wherever_it_is(preset, path):
     """Also as the root: a decorated class, or one layer alone under the policy."""
-    layers = ["Block", "TransformerBlock", "EncoderBlock", "BasicBlock", "Bottleneck", "TransformerEncoderLayer"]
-    layers += ["LayerNorm", "LlamaRMSNorm"]
+    layers = ["Block", "TransformerBlock", "EncoderBlock", "BasicBlock", "TransformerEncoderLayer"]
+    layers += ["LayerNorm", "LlamaRMSNorm", "NemotronLayerNorm1P"]
     others = ["BatchNorm2d", "T5LayerFF", "ModuleList", "MLP", "Attention", "LlamaModel", "LayerDrop", "BlockList"]
     for name in layers + others:
         assert assign(load_policy(preset), [ModuleEntry(path, name)]) == ({path: 0} if name in layers else {})
@@ -217,19 +208,24 @@ def test_none_governs_nothing():
 
 
 @pytest.mark.parametrize(
-    ("preset", "counts"),
+    ("preset", "in_tower", "in_decoder"),
     [
-        ("hook", {0: 6 * LAYERS + 2, 1: LAYERS}),
-        ("kernel", {0: 6 * LAYERS + 2, 1: LAYERS}),
-        ("full", {0: LAYERS}),
-        ("alternate", {0: 3}),
+        ("hook", {"SiglipMLP": 2 + 1, "LayerNorm": 2 * 2 + 2}, {"Gemma3MLP": LAYERS, "Gemma3RMSNorm": 6 * LAYERS + 1}),
+        (
+            "kernel",
+            {"SiglipMLP": 2 + 1, "LayerNorm": 2 * 2 + 2},
+            {"Gemma3MLP": LAYERS, "Gemma3RMSNorm": 6 * LAYERS + 1},
+        ),
+        ("full", {"SiglipEncoderLayer": 2}, {"Gemma3DecoderLayer": LAYERS}),
+        ("alternate", {"SiglipEncoderLayer": 1}, {"Gemma3DecoderLayer": 3}),
     ],
 )
-def test_a_vision_tower_beside_the_decoder_is_left_alone(preset, counts):
-    """Gemma 3's tower has MLPs and layers by the same names; one more RMSNorm projects images into text."""
-    assignment, complaints = governed(preset, build_gemma3_with_vision())
-    assert Counter(assignment.values()) == counts
-    assert not any("vision_tower" in path for path in assignment)
+def test_both_a_vision_tower_and_the_decoder_beside_it_are_governed(preset, in_tower, in_decoder):
+    model = build_gemma3_with_vision()
+    assignment, complaints = governed(preset, model)
+    for part, expected in (("vision_tower", in_tower), ("language_model", in_decoder)):
+        found = Counter(type(model.get_submodule(path)).__name__ for path in assignment if part in path)
+        assert {name: count for name, count in found.items() if "GELU" not in name} == expected
     assert complaints == []
 
 
@@ -238,7 +234,9 @@ def test_hook_and_kernel_find_the_mlps_of_a_decoder_inside_a_wrapper(wrapper):
     for form in ("ForCausalLM", "Model"):
         model = nn.ModuleDict({wrapper: build("Llama", form)})
         for preset in ("hook", "kernel"):
-            assert Counter(governed(preset, model)[0].values()) == {0: 2 * LAYERS + 1, 1: LAYERS}
+            paths = governed(preset, model)[0]
+            assert [path.endswith("mlp") for path in paths].count(True) == LAYERS
+            assert ["norm" in path.split(".")[-1] for path in paths].count(True) == 2 * LAYERS + 1
 
 
 @pytest.mark.parametrize(
@@ -247,8 +245,8 @@ def test_hook_and_kernel_find_the_mlps_of_a_decoder_inside_a_wrapper(wrapper):
         ("none", []),
         ("full", [("checkpoint", "auto")]),
         ("alternate", [("checkpoint", "auto")]),
-        ("hook", [("recompute", "hook"), ("recompute", "hook")]),
-        ("kernel", [("recompute", "kernel"), ("recompute", "kernel")]),
+        ("hook", [("recompute", "hook")]),
+        ("kernel", [("recompute", "kernel")]),
         ("elementwise", [("recompute", "hook")]),
         ("auto", [("recompute", "auto"), ("recompute", "auto")]),
     ],
