@@ -395,6 +395,8 @@ class RecipeBook:
         entry = None if key is None else self.entries.get(key)
         if entry is None or version_of(tensor) != entry.version:  # unknown, or mutated since (invariant 5)
             return None
+        if not tensor.untyped_storage().resizable():  # as of what became an array, which may have been written to
+            return None
         view = Layout.of(tensor)
         if view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg():  # the bytes, read otherwise
             return None

@@ -229,6 +229,11 @@ class Frame(Recipe):
         self._pins.append(Kept(tensor.detach(), self.owner.name))
         return tensor
 
+    def hand_out(self, memory: Any, is_array: bool) -> None:
+        """A tensor is about to become an array, which forward may write to."""
+        if is_array:
+            self._inputs.hand_out(memory)
+
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
         """What was pinned as number ``index``, in the place of ``tensor`` in its graph."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
@@ -468,6 +473,9 @@ class _Replay:
         """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
         if len(self.values) == len(self.wanted) and slot > self._unfilled + 1:
             raise _Stop
+
+    def hand_out(self, memory: Any, is_array: bool) -> None:
+        """What forward writes to, it writes to again."""
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         if name is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recompute.engine.exposed import bytes_of, expose, is_exposed, watch
 from recompute.engine.operands import (
     LISTS,
     PLAIN,
@@ -34,7 +35,7 @@ from recompute.engine.operands import (
     without,
 )
 from recompute.engine.ops import Kind, OpFacts, facts_of_call, seconds
-from recompute.engine.plan import KEEP, Guide, Plan, Ref, Step
+from recompute.engine.plan import HAND_OUT, KEEP, Guide, Plan, Ref, Step
 from recompute.engine.recipe import Handle, local
 from recompute.engine.record import Record, Rerun, aliased
 from recompute.engine.saved import (
@@ -60,6 +61,7 @@ class TapeRegion:
     """A module's forward or a function under ``action: recompute``, or ``checkpoint`` with a ``keep``."""
 
     def __init__(self, setting: Setting):
+        watch()
         self.setting = setting
         self.plan: Plan | None = None
         """The last frame's, which the next one follows as far as it can."""
@@ -197,8 +199,7 @@ class Tape(TorchDispatchMode):
         try:
             if known.writes or guide.dark:
                 written = self._writable(known, guide.dark, args, kwargs)
-                gone = {number for tensor in written if (number := self._number_if_known(tensor)) is not None}
-                if gone != guide.overwritten:
+                if record.plan.tracked.intersection(map(self._number_if_known, written)) != guide.overwritten:  # type: ignore[union-attr]
                     raise _Departure
             if guide.again:
                 rerun, inputs = self._prepare(op, known, reason, args, kwargs, guide.inputs)
@@ -363,12 +364,21 @@ class Tape(TorchDispatchMode):
             parameter = record.sharded.get(tensor.untyped_storage()._cdata)
         layout = Layout.of(tensor if parameter is None else local_of(parameter))
         alive = parameter is not None or record.comes_back(tensor)
+        storage = tensor.untyped_storage()
+        exposed = parameter is None and (storage._cdata in record.exposed or is_exposed(storage))
+        if exposed:
+            record.exposed.add(storage._cdata)
         if record.plan is None:
             return record.enter(tensor, layout, None, None, alive=alive, parameter=parameter)
         if foreseen is None or foreseen in record.versions:  # another tensor has that number
             raise _Departure
         known = record.plan.facts[foreseen]
-        if known.step is not None or known.layout != layout or known.alive is not alive:
+        if (
+            known.step is not None
+            or known.layout != layout
+            or known.alive is not alive
+            or known.is_exposed is not exposed
+        ):
             raise _Departure
         record.adopt(foreseen, tensor, parameter)
         return foreseen
@@ -494,6 +504,42 @@ class Tape(TorchDispatchMode):
                     record.leave()
             record.step(Step(KEEP, KEEP, (self._number(part, None),), (), "not an op", setting=self.setting.key))
         return tensor
+
+    def hand_out(self, memory: Any, is_array: bool) -> None:
+        """Others are about to get the memory of a tensor, or a storage, as an array or by its address.
+
+        In a custom ``autograd.Function`` it counts as overwritten, as by a kernel; elsewhere from then on it may change
+        at any time. The address of a parameter is asked for by libraries, and for other reasons than to write to it.
+        """
+        if local.regenerating or not self._is_in_force():  # in an op, whose schema says what it writes to
+            return
+        tensor = self._part(memory) if isinstance(memory, Tensor) else None
+        if tensor is not None and not is_plain(tensor):
+            return
+        record = self.record
+        storage = memory if tensor is None else tensor.untyped_storage()
+        number = record.current.get(storage._cdata)
+        parameter = record.sharded.get(storage._cdata) if number is None else record.parameters.get(number)
+        if parameter is None and tensor is not None:
+            parameter = parameter_of(tensor)
+        if parameter is not None and not is_array:
+            return
+        dark = not torch.is_grad_enabled() and is_in_the_dark(_RUN)
+        if not dark:
+            expose(storage)
+        if number is None or storage._cdata in record.exposed:
+            return
+        guide = None if record.plan is None else self._guide(HAND_OUT, dark)
+        if guide is not None and guide.inputs != (number,):
+            record.leave()
+            guide = None
+        tensor = bytes_of(storage) if tensor is None else tensor
+        record.hand_out(number, tensor, parameter, dark, self.setting.key, guide)
+
+    def _is_in_force(self) -> bool:
+        """Whether what is called now would come to this tape."""
+        modes = range(torch._C._len_torch_dispatch_stack())
+        return any(torch._C._get_dispatch_stack_at(index) is self for index in modes)
 
     def take(self, handle: Handle) -> Tensor:
         """A value that is asked for while the frame still runs, as by ``autograd.grad`` inside of it."""
