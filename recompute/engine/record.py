@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recompute.engine.modes import hidden
 from recompute.engine.operands import parameter_of
 from recompute.engine.ops import is_defined
 from recompute.engine.plan import HAND_OUT, Guide, Plan, PlanCache, Ref, Step, ValueFacts, solve
@@ -43,6 +44,8 @@ class Rerun(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
     rng: RngState | None
+    dtype: torch.dtype
+    """The default one."""
     writes: dict[int | str, Layout] | None
     """The argument that it changes in place and that it reads whole, and as which view of that it changes it."""
 
@@ -92,6 +95,7 @@ class Record:
         self._sources: dict[Ref, Saved | Unpacking] = {}
         self._originals: dict[int, Tensor] | None = {} if is_verifying() else None  # copies, to compare with
         self._group = Group()
+        self._dtype = torch.get_default_dtype()
 
     def begin(self, last: Plan | None, event: Any, layout: Layout | None) -> None:
         """Choose the plan to follow by the first thing that happens: the last frame's, or one that began alike."""
@@ -101,6 +105,7 @@ class Record:
             last if last is not None and last.opening == self._opening else self._setting.openings.get(self._opening)
         )
 
+    @hidden
     def leave(self) -> None:
         """Go on without the plan: take back what it has let go of, so that nothing depends on what it foresaw."""
         plan = self.plan
@@ -236,6 +241,7 @@ class Record:
         """Whether a recipe of the scope around gives the tensor back, so that holding it costs nothing."""
         return self._book is not None and self._book.knows(tensor)
 
+    @hidden
     def finish(self, outputs: Collection[Tensor], source: Source | None = None) -> Plan | None:
         """Decide what is kept of what autograd saved; the rest is dropped, if following a plan has not done it.
 
@@ -336,6 +342,7 @@ class Record:
                     [_filled(value, plan, source, recipes) for value in rerun.args],
                     {key: _filled(value, plan, source, recipes) for key, value in rerun.kwargs.items()},
                     name=plan.steps[index].name,
+                    dtype=None if rerun.dtype is self._dtype else rerun.dtype,
                     rng=rerun.rng,
                     writes=rerun.writes,
                     group=self._group,

@@ -21,6 +21,7 @@ what lives anyway (7).
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -35,7 +36,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.context import Autocast, Inputs, ModuleState
 from recompute.engine.kept import kept
-from recompute.engine.recipe import Handle, Recipe, RecipeBook, count_different, is_verifying, local, open_book
+from recompute.engine.modes import Modes, hidden, out_of_sight
+from recompute.engine.recipe import (
+    Handle,
+    Recipe,
+    RecipeBook,
+    count_different,
+    is_fake,
+    is_verifying,
+    local,
+    open_book,
+)
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
     Alive,
@@ -63,17 +74,24 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def is_recording() -> bool:
-    """Whether autograd records, and neither a compiler nor a functional transform is at work."""
+    """Whether autograd records, by saved-tensor hooks if there are any, and no compiler or transform is at work."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and (torch._C._autograd._saved_tensors_hooks_is_enabled() or _goes_without())
     )
 
 
-def is_fake() -> bool:
-    """Whether tensors have no values here, nor random numbers."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+@functools.cache
+def _goes_without() -> bool:
+    """False, and the first time a warning."""
+    warn(
+        "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and a policy needs "
+        "them: modules run as without it, and nothing is dropped. Take them out of the policy, or run them outside of "
+        "that context."
+    )
+    return False
 
 
 class Scope:
@@ -91,7 +109,7 @@ class Scope:
         self._book: RecipeBook | None = open_book() or RecipeBook()
 
     def __enter__(self) -> None:
-        _push_hooks(self._pack, unpack_saved)  # raises where the user has switched such hooks off
+        _push_hooks(self._pack, unpack_saved)
         local.books.append(self._book)
 
     def __exit__(self, *error: object) -> None:
@@ -99,6 +117,7 @@ class Scope:
         local.books.pop()
         self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
+    @hidden
     def _pack(self, tensor: Tensor) -> Saved:
         handle = self._book.handle(local_of(tensor)) if self._book is not None else None
         if handle is not None:
@@ -138,10 +157,13 @@ class Region:
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
-        frame = Frame(self, function, modules, args, kwargs)
+        modes = Modes()
+        with out_of_sight():
+            frame = Frame(self, function, modules, args, kwargs, modes)
         with frame, frame.watched():
             result = function(*args, **kwargs)
-        frame.decide()
+        with out_of_sight():
+            frame.decide()
         return result
 
 
@@ -158,6 +180,7 @@ class Frame(Recipe):
         "_expected",
         "_function",
         "_inputs",
+        "_modes",
         "_originals",
         "_pins",
         "_region",
@@ -168,12 +191,19 @@ class Frame(Recipe):
     )
 
     def __init__(
-        self, region: Region, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict
+        self,
+        region: Region,
+        function: Callable[..., Any],
+        modules: tuple[nn.Module, ...],
+        args: tuple,
+        kwargs: dict,
+        modes: Modes,
     ):
         super().__init__(region.owner, "a checkpoint")
         region.owner.frames += 1
         self._region = region
         self._function = function
+        self._modes = modes
         self._inputs = Inputs((args, kwargs), region.owner.name)
         if self._inputs.others:
             modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
@@ -205,6 +235,7 @@ class Frame(Recipe):
                 if (handle := ref()) is not None and handle.tensor is not None:
                     handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))
 
+    @hidden
     def _pack(self, tensor: Tensor) -> Saved:
         if has_layout(tensor):
             return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
@@ -334,8 +365,10 @@ class Frame(Recipe):
             self._state.replayed(self.owner.name),
             nullcontext() if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
+            self.group.numerics.replayed(),
             torch.enable_grad(),
             self._inputs.restored() as (args, kwargs),
+            self._modes.replayed(),
             replay,
             suppress(_Stop),
         ):
@@ -415,17 +448,24 @@ class _Replay:
         self._ops: dict[int, str] = {}  # that saved the values
         self.outer = None
         self._pins = 0
+        self._refusal: str | None = None
 
     def __enter__(self) -> None:
+        self._refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if self._refusal is not None:  # what backward runs in may have no hooks: what was saved in forward had
+            torch._C._autograd._saved_tensors_hooks_enable()
         _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
         local.spans.append(self)
 
     def __exit__(self, *error: object) -> None:
         _pop_hooks()
+        if self._refusal is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(self._refusal)
         local.spans.pop()
         local.books.pop()
 
+    @hidden
     def _pack(self, tensor: Tensor) -> Saved:
         slot = self.count
         self.count += 1
@@ -512,8 +552,9 @@ def keep(tensor: Tensor, name: str | None = None) -> Tensor:
         )
     if torch.compiler.is_compiling():
         return kept(tensor, name) if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag else tensor
-    for span in local.spans:
-        tensor = span.pin(tensor, name)
+    with out_of_sight():
+        for span in local.spans:
+            tensor = span.pin(tensor, name)
     if name is None and (book := open_book()) is not None:
         book.forget(tensor)
     return tensor

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recompute.engine.exposed import bytes_of, expose, is_exposed, watch
+from recompute.engine.modes import hidden, put_beneath, put_on_top
 from recompute.engine.operands import (
     LISTS,
     PLAIN,
@@ -139,9 +140,13 @@ class Tape(TorchDispatchMode):
         local.spans.append(self)
         self._regenerating, local.regenerating = local.regenerating, 0
         super().__enter__()
+        if torch._C._len_torch_dispatch_stack() > 1:
+            put_beneath(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if torch._C._len_torch_dispatch_stack() > 1:
+            put_on_top(self)
         super().__exit__(kind, *error)
         local.regenerating = self._regenerating
         local.spans.pop()
@@ -299,7 +304,7 @@ class Tape(TorchDispatchMode):
             return None, tuple(inputs)
         writes = self._in_copy(known, template) if known.kind is Kind.IN_PLACE else None
         rng = capture(args, kwargs, self.owner.name) if known.kind is Kind.RANDOM else None
-        return Rerun(op, template, keywords, rng, writes), tuple(inputs)
+        return Rerun(op, template, keywords, rng, torch.get_default_dtype(), writes), tuple(inputs)
 
     def _made(
         self,
@@ -446,6 +451,7 @@ class Tape(TorchDispatchMode):
         self.record.see((tensor,))
         return local_of(tensor)
 
+    @hidden
     def pack(self, tensor: Tensor) -> Saved:
         """The pack hook of what autograd saves in the frame."""
         record = self.record
