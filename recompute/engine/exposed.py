@@ -34,6 +34,8 @@ _ADDRESSES: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "fill_"),
 )
 
+_IMPORTS: tuple[tuple[Any, str], ...] = ((torch, "from_numpy"),)
+
 _lock = threading.Lock()
 _is_watching = False
 _exposed: dict[int, StorageWeakRef] = {}
@@ -52,6 +54,8 @@ def watch() -> None:
             for doors, is_array in ((_ARRAYS, True), (_ADDRESSES, False)):
                 for place, name in doors:
                     setattr(place, name, _telling(getattr(place, name), is_array))
+            for place, name in _IMPORTS:
+                setattr(place, name, _taking(getattr(place, name)))
             _is_watching = True
 
 
@@ -68,6 +72,17 @@ def _telling(door: Callable[..., Any], is_array: bool) -> Callable[..., Any]:
         return door(memory, *args, **kwargs)
 
     return method
+
+
+def _taking(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(door)
+    def function(array: Any) -> Tensor:
+        tensor = door(array)
+        for span in local.spans:
+            span.take_in(tensor)
+        return tensor
+
+    return function
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -90,6 +105,9 @@ def expose(storage: torch.UntypedStorage) -> None:
         _exposed[storage._cdata] = StorageWeakRef(storage)
 
 
-def is_exposed(storage: torch.UntypedStorage) -> bool:
-    """Whether others may write to a storage without an op."""
-    return not storage.resizable() or storage._cdata in _exposed
+def is_exposed(storage: torch.UntypedStorage, *, is_own: bool = False) -> bool:
+    """Whether others may write to a storage without an op.
+
+    is_own: not by the mark of an array, as it is one that the code which runs has itself made into a tensor.
+    """
+    return storage._cdata in _exposed or not (is_own or storage.resizable())

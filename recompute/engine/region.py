@@ -265,6 +265,9 @@ class Frame(Recipe):
         if is_array:
             self._inputs.hand_out(memory)
 
+    def take_in(self, tensor: Tensor) -> None:
+        """What forward makes of an array, it makes again."""
+
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
         """What was pinned as number ``index``, in the place of ``tensor`` in its graph."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
@@ -338,8 +341,7 @@ class Frame(Recipe):
             what = f"it saved {self.count} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
             named = _Replay(self, self._expected, wanted)
-            with _OpNames(named):
-                self._run(named)
+            self._run(named, _OpNames(named))
             what = named.mismatch or self._difference(named) or what
         if what is not None:
             raise RegenerationError(
@@ -359,7 +361,7 @@ class Frame(Recipe):
                 )
         return None
 
-    def _run(self, replay: _Replay) -> None:
+    def _run(self, replay: _Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
             temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
             self._state.replayed(self.owner.name),
@@ -369,6 +371,7 @@ class Frame(Recipe):
             torch.enable_grad(),
             self._inputs.restored() as (args, kwargs),
             self._modes.replayed(),
+            names,
             replay,
             suppress(_Stop),
         ):
@@ -516,6 +519,9 @@ class _Replay:
 
     def hand_out(self, memory: Any, is_array: bool) -> None:
         """What forward writes to, it writes to again."""
+
+    def take_in(self, tensor: Tensor) -> None:
+        """As in forward."""
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         if name is not None:

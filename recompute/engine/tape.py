@@ -370,7 +370,7 @@ class Tape(TorchDispatchMode):
         layout = Layout.of(tensor if parameter is None else local_of(parameter))
         alive = parameter is not None or record.comes_back(tensor)
         storage = tensor.untyped_storage()
-        exposed = parameter is None and (storage._cdata in record.exposed or is_exposed(storage))
+        exposed = parameter is None and is_exposed(storage, is_own=storage._cdata in record.own)
         if exposed:
             record.exposed.add(storage._cdata)
         if record.plan is None:
@@ -541,6 +541,12 @@ class Tape(TorchDispatchMode):
             guide = None
         tensor = bytes_of(storage) if tensor is None else tensor
         record.hand_out(number, tensor, parameter, dark, self.setting.key, guide)
+
+    def take_in(self, tensor: Tensor) -> None:
+        """The region's code has made a tensor of an array: whoever else has that is taken not to write to it."""
+        storage = tensor.untyped_storage()
+        self.record.own.add(storage._cdata)
+        self.record.weak.append(storage._weak_ref())
 
     def _is_in_force(self) -> bool:
         """Whether what is called now would come to this tape."""

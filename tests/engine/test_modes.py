@@ -108,7 +108,7 @@ def gradients(
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Tensor]:
-    """Those of a few frames, ``forward`` around each forward and ``backward`` around each backward; and random draws."""
+    """Those of a few frames, ``forward`` around forward and ``backward`` around backward; and random draws."""
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
