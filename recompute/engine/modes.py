@@ -44,20 +44,16 @@ def function_modes() -> list[Any]:
 
 def is_foreign(mode: Any) -> bool:
     """Whether nobody knows what a mode does to the ops that it sees."""
-    return _is_foreign(type(mode))
-
-
-@functools.lru_cache(256)
-def _is_foreign(kind: type) -> bool:
-    return not kind.__module__.startswith(_TRUSTED)
+    return not type(mode).__module__.startswith(_TRUSTED)
 
 
 def are_others_in_force() -> bool:
-    """Whether there is a mode that could see, or change, what the engine does with tensors."""
-    if _C._len_torch_function_stack():
-        return True
-    stack = _C._len_torch_dispatch_stack()
-    return stack > 0 and any([is_foreign(_C._get_dispatch_stack_at(index)) for index in range(stack)])
+    """Whether there is a foreign mode, which would see, and might change, what the engine does with tensors."""
+    functions, ops = _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
+    if not functions and not ops:
+        return False
+    modes = [_C._get_function_stack_at(index) for index in range(functions)]
+    return any(map(is_foreign, modes + [_C._get_dispatch_stack_at(index) for index in range(ops)]))
 
 
 def are_hidden() -> bool:
@@ -94,6 +90,10 @@ def _put_function_modes(modes: Sequence[Any]) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
+def _trusted(modes: list[Any]) -> list[Any]:
+    return [mode for mode in modes if not is_foreign(mode)]
+
+
 @contextmanager
 def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
     """Under just these modes, and those of torch that are beneath all others."""
@@ -112,7 +112,7 @@ def unseen() -> Iterator[None]:
     """For what the engine itself does with tensors: no mode but those that are trusted sees it, or changes it."""
     modes = dispatch_modes()
     before = _local.hidden
-    with under([mode for mode in modes if not is_foreign(mode)], ()):
+    with under(_trusted(modes), _trusted(function_modes())):
         _local.hidden = before + list(filter(is_foreign, modes))
         try:
             yield
@@ -144,7 +144,7 @@ def hidden(method: F) -> F:
 @contextmanager
 def shown() -> Iterator[None]:
     """For what runs again, inside of ``unseen``: the modes hidden from see it."""
-    with under([*dispatch_modes(), *_local.hidden], ()):
+    with under([*dispatch_modes(), *_local.hidden], function_modes()):
         yield
 
 

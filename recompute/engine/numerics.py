@@ -61,7 +61,7 @@ def _reduced(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return getattr(_C, f"_get_cublas_allow_{name}_reduced_precision_reduction"), lambda value: put(*value)
 
 
-def _fp32(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _fp32(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     get, put = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
     return functools.partial(get, backend, op), functools.partial(put, backend, op)
 

@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recompute.engine.modes import are_hidden, are_others_in_force, shown
+from recompute.engine.modes import are_hidden, are_others_in_force, shown, unseen
 from recompute.engine.numerics import Numerics, default_dtype
 from recompute.engine.rng import RngState
 from recompute.engine.saved import (
@@ -476,13 +476,21 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
     For ops that know themselves. ``regenerate`` runs without gradients in backward, on tensors bitwise equal to
     ``inputs`` (other values are passed as they are); its result must have the layout and dtype of ``output`` and
     depend on nothing else. Does nothing where no scope is open or gradients are off, nor under a checkpoint, which
-    drops everything and counts what is held, nor under modes of others, which may have made another output of it.
+    drops everything and counts what is held, nor where a mode of others has made another output of it.
     """
     book = open_book()
-    if book is not None and torch.is_grad_enabled() and not (are_others_in_force() or is_under_a_checkpoint()):
+    if book is not None and torch.is_grad_enabled() and not is_under_a_checkpoint():
+        if are_others_in_force() and not _gives(output, regenerate, inputs):
+            return
         args = tuple(hold(value, local.owner.name) if isinstance(value, Tensor) else value for value in inputs)
         name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
         book.enter(output, OpRecipe(local.owner, regenerate, args, name=name, group=Group(book.numerics)), 0)
+
+
+def _gives(output: Tensor, regenerate: Callable[..., Tensor], inputs: Sequence[Any]) -> bool:
+    with unseen(), torch.no_grad():
+        value = regenerate(*inputs)
+        return Layout.of(value) == Layout.of(output) and not count_different(value, output)
 
 
 def in_backward() -> bool:

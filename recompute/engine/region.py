@@ -69,6 +69,7 @@ from recompute.policy.model import is_tensor_name
 T = TypeVar("T")
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -79,7 +80,7 @@ def is_recording() -> bool:
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and (torch._C._autograd._saved_tensors_hooks_is_enabled() or _goes_without())
+        and (_has_hooks() or _goes_without())
     )
 
 
