@@ -21,6 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TRUSTED = ("torch.", "recompute.")
 
 _C = torch._C
+count_function_modes = _C._len_torch_function_stack
+count_dispatch_modes = _C._len_torch_dispatch_stack
 
 
 class _Local(threading.local):
@@ -33,13 +35,13 @@ _local = _Local()
 
 def dispatch_modes() -> list[Any]:
     """The dispatch modes in force, innermost last; without those of torch that are beneath all others."""
-    modes = map(_C._get_dispatch_stack_at, range(_C._len_torch_dispatch_stack()))
+    modes = map(_C._get_dispatch_stack_at, range(count_dispatch_modes()))
     return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
 
 
 def function_modes() -> list[Any]:
     """The function modes in force, innermost last: ``torch.device`` and ``set_default_device`` are such."""
-    return [_C._get_function_stack_at(index) for index in range(_C._len_torch_function_stack())]
+    return [_C._get_function_stack_at(index) for index in range(count_function_modes())]
 
 
 def is_foreign(mode: Any) -> bool:
@@ -49,7 +51,7 @@ def is_foreign(mode: Any) -> bool:
 
 def are_others_in_force() -> bool:
     """Whether there is a foreign mode, which would see, and might change, what the engine does with tensors."""
-    functions, ops = _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
+    functions, ops = count_function_modes(), count_dispatch_modes()
     if not functions and not ops:
         return False
     modes = [_C._get_function_stack_at(index) for index in range(functions)]
@@ -84,7 +86,7 @@ def _put_dispatch_modes(modes: Sequence[Any]) -> None:
 
 
 def _put_function_modes(modes: Sequence[Any]) -> None:
-    for _ in range(_C._len_torch_function_stack()):
+    for _ in range(count_function_modes()):
         _C._pop_torch_function_stack()
     for mode in modes:
         _C._push_on_torch_function_stack(mode)
@@ -125,7 +127,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 def out_of_sight() -> AbstractContextManager[None]:
     """``unseen``, if there is anyone to see."""
-    return unseen() if are_others_in_force() else _NOTHING
+    if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+        return unseen()
+    return _NOTHING
 
 
 def hidden(method: F) -> F:
@@ -154,8 +158,8 @@ class Modes:
     __slots__ = ("_dispatch", "_functions")
 
     def __init__(self) -> None:
-        self._dispatch = list(filter(is_foreign, dispatch_modes())) if _C._len_torch_dispatch_stack() else []
-        self._functions = function_modes() if _C._len_torch_function_stack() else []
+        self._dispatch = list(filter(is_foreign, dispatch_modes())) if count_dispatch_modes() else []
+        self._functions = function_modes() if count_function_modes() else []
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

@@ -36,7 +36,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.context import Autocast, Inputs, ModuleState
 from recompute.engine.kept import kept
-from recompute.engine.modes import Modes, hidden, out_of_sight
+from recompute.engine.modes import (
+    Modes,
+    are_others_in_force,
+    count_dispatch_modes,
+    count_function_modes,
+    out_of_sight,
+    unseen,
+)
 from recompute.engine.recipe import (
     Handle,
     Recipe,
@@ -118,8 +125,10 @@ class Scope:
         local.books.pop()
         self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
-    @hidden
     def _pack(self, tensor: Tensor) -> Saved:
+        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+            with unseen():
+                return self._pack(tensor)
         handle = self._book.handle(local_of(tensor)) if self._book is not None else None
         if handle is not None:
             return Sharded(tensor.detach(), handle, self._owner.name) if has_layout(tensor) else handle
@@ -236,8 +245,10 @@ class Frame(Recipe):
                 if (handle := ref()) is not None and handle.tensor is not None:
                     handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))
 
-    @hidden
     def _pack(self, tensor: Tensor) -> Saved:
+        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+            with unseen():
+                return self._pack(tensor)
         if has_layout(tensor):
             return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
         tensor = local_of(tensor)
@@ -469,8 +480,10 @@ class _Replay:
         local.spans.pop()
         local.books.pop()
 
-    @hidden
     def _pack(self, tensor: Tensor) -> Saved:
+        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+            with unseen():
+                return self._pack(tensor)
         slot = self.count
         self.count += 1
         self._stop_if_complete(slot)

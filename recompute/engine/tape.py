@@ -19,7 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recompute.engine.exposed import bytes_of, expose, is_exposed, watch
-from recompute.engine.modes import hidden, put_beneath, put_on_top
+from recompute.engine.modes import (
+    are_others_in_force,
+    count_dispatch_modes,
+    count_function_modes,
+    put_beneath,
+    put_on_top,
+    unseen,
+)
 from recompute.engine.operands import (
     LISTS,
     PLAIN,
@@ -140,12 +147,12 @@ class Tape(TorchDispatchMode):
         local.spans.append(self)
         self._regenerating, local.regenerating = local.regenerating, 0
         super().__enter__()
-        if torch._C._len_torch_dispatch_stack() > 1:
+        if count_dispatch_modes() > 1:
             put_beneath(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if torch._C._len_torch_dispatch_stack() > 1:
+        if count_dispatch_modes() > 1:
             put_on_top(self)
         super().__exit__(kind, *error)
         local.regenerating = self._regenerating
@@ -451,9 +458,11 @@ class Tape(TorchDispatchMode):
         self.record.see((tensor,))
         return local_of(tensor)
 
-    @hidden
     def pack(self, tensor: Tensor) -> Saved:
         """The pack hook of what autograd saves in the frame."""
+        if (count_dispatch_modes() > 1 or count_function_modes()) and are_others_in_force():  # than this one
+            with unseen():
+                return self.pack(tensor)
         record = self.record
         if type(tensor) not in PLAIN:
             if has_layout(tensor):
@@ -550,7 +559,7 @@ class Tape(TorchDispatchMode):
 
     def _is_in_force(self) -> bool:
         """Whether what is called now would come to this tape."""
-        modes = range(torch._C._len_torch_dispatch_stack())
+        modes = range(count_dispatch_modes())
         return any(torch._C._get_dispatch_stack_at(index) is self for index in modes)
 
     def take(self, handle: Handle) -> Tensor:
