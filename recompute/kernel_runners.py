@@ -19,8 +19,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from recompute.deferred import Activated, Linears, Logits, LossObserver, Normed, Operands
 from recompute.engine.context import base_of
-from recompute.engine.recipe import local, open_book
-from recompute.engine.region import is_fake, is_recording
+from recompute.engine.recipe import is_fake, local, open_book
+from recompute.engine.region import is_recording
 from recompute.engine.saved import Owner, PassingBy, is_under_a_checkpoint
 from recompute.engine.sharded import has_layout
 from recompute.errors import warn

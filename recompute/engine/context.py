@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_is_leaf, tree_map
 
-from recompute.engine.saved import Foreign, Kept, describe, hold, version_of
+from recompute.engine.exposed import is_exposed
+from recompute.engine.recipe import count_different
+from recompute.engine.saved import Foreign, Kept, describe, hold, storage_key, version_of
 from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
 
@@ -25,7 +27,7 @@ from recompute.errors import MutationError
 class _Input:
     """A tensor among a frame's arguments, and as it stands while the frame runs."""
 
-    __slots__ = ("original", "requires_grad", "saved", "stride", "version")
+    __slots__ = ("before", "original", "requires_grad", "saved", "stride", "version")
 
     def __init__(self, tensor: Tensor, name: str):
         # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
@@ -34,6 +36,21 @@ class _Input:
         self.requires_grad = tensor.requires_grad
         self.original: Tensor | None = tensor
         self.version = version_of(tensor)
+        self.before: Tensor | None = None
+        """A copy of what an array has the memory of: whoever writes to that changes no version."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided and is_exposed(tensor.untyped_storage()):
+            self.expose()
+
+    def expose(self) -> None:
+        """Others may write to it unseen."""
+        if self.before is None and type(self.saved) is Kept:
+            self.before = self.saved.tensor.detach().clone()
+
+    def changed(self) -> bool:
+        """Whether it has been modified in place since."""
+        if self.original is not None and version_of(self.original) != self.version:
+            return True
+        return self.before is not None and count_different(self.saved.tensor, self.before) > 0  # type: ignore[attr-defined]
 
     def restore(self) -> Tensor:
         tensor = self.saved.get()
@@ -97,11 +114,18 @@ class Inputs:
         self.others.append(value)
         return value
 
+    def hand_out(self, tensor: Tensor) -> None:
+        """The memory of a tensor is about to become an array."""
+        key = storage_key(tensor)
+        for held in self._tensors.values():
+            if key is not None and held.original is not None and storage_key(held.original) == key:
+                held.expose()
+
     def changed(self) -> str | None:
         """Names an argument that has been modified in place since, if there is one."""
         for held in self._tensors.values():
-            if held.original is not None and version_of(held.original) != held.version:
-                return f"an argument, a {describe(held.original)}"
+            if held.changed():
+                return f"an argument, a {describe(held.before if held.original is None else held.original)}"  # type: ignore[arg-type]
         for opaque in self._opaque.values():
             if opaque.changed():
                 return f"a tensor in an argument, a {type(opaque.before).__name__}"

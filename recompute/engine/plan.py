@@ -33,6 +33,8 @@ class ValueFacts(NamedTuple):
     alive: bool
     """Whether it lives anyway, as parameters do, so that keeping it costs nothing."""
     is_parameter: bool = False
+    is_exposed: bool = False
+    """Whether others may write to its memory unseen, so that nothing that reads it runs again."""
 
 
 class Step(NamedTuple):
@@ -90,6 +92,8 @@ class Guide(NamedTuple):
 
 KEEP = "recompute.keep"
 """In the place of an op."""
+HAND_OUT = "handed out"
+"""In the place of an op, where memory was handed out: what it holds from then on is a value of its own."""
 
 LARGEST_COPY = 1 << 16
 """Bytes of what is copied, where it takes no gradients, so that it may change before backward as buffers do.
@@ -161,7 +165,12 @@ class Plan:
     def tracked(self) -> frozenset[int]:
         """The values that a frame that follows this plan must know: those it keeps, drops, and runs steps on."""
         read = [number for step in self.rerun for number in (*self.steps[step].inputs, *self.steps[step].made)]
-        return self.kept.union(self.demanded, self.outputs, read, _pinned(self.steps))
+        return self.kept.union(self.demanded, self.outputs, read, self.handed_out, _pinned(self.steps))
+
+    @cached_property
+    def handed_out(self) -> frozenset[int]:
+        """The values whose memory was handed out, and those in their places."""
+        return frozenset(number for step in self.steps if step.op is HAND_OUT for number in (*step.inputs, *step.made))
 
     @cached_property
     def overwritten(self) -> frozenset[int]:
@@ -218,7 +227,9 @@ class Plan:
 
     def _why_kept(self, number: int, users: int) -> str:
         known = self.facts[number]
-        if number in self.stale:
+        if known.is_exposed or number in self.handed_out:
+            why = "its memory was handed out, as an array or an address, and may change unseen"
+        elif number in self.stale:
             why = "overwritten after it was saved"
         elif known.step is None:
             why = "made outside of the module"

@@ -7,7 +7,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from recompute.engine.modes import are_hidden, are_others_in_force, shown, unseen
+from recompute.engine.numerics import Numerics, default_dtype
 from recompute.engine.rng import RngState
 from recompute.engine.saved import (
     Foreign,
@@ -133,6 +135,11 @@ def _is_plain_eager() -> bool:
     )
 
 
+def is_fake() -> bool:
+    """Whether tensors have no values here, nor random numbers."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 class Regenerates(Protocol):
     """What a handle asks for its value."""
 
@@ -143,14 +150,28 @@ class Regenerates(Protocol):
 
 
 class Group:
-    """The recipes of one frame: one lock, as backward runs on one thread a device (9), and one end of a backward."""
+    """The recipes of one frame: one lock, as backward runs on one thread a device (9), and one end of a backward.
 
-    __slots__ = ("__weakref__", "_filled", "_task", "lock")
+    numerics: torch's settings in that frame, under which its ops run again.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "_filled", "_is_alike", "_task", "lock", "numerics")
+
+    def __init__(self, numerics: Numerics | None = None) -> None:
         self.lock = threading.RLock()
+        self.numerics = Numerics() if numerics is None else numerics
         self._filled: list[weakref.ref[Recipe]] = []
         self._task = -1
+        self._is_alike = (-1, False)  # in which backward, and whether its settings are those of the frame
+
+    def is_alike(self) -> bool:
+        """Whether torch's settings are those of the frame: asked once a backward."""
+        task = torch._C._current_graph_task_id()
+        known, alike = self._is_alike
+        if known != task or task == -1:
+            alike = self.numerics.are_in_force()
+            self._is_alike = task, alike
+        return alike
 
     def filled(self, recipe: Recipe) -> None:
         """Have the recipe's values freed when the backward, or the span of ``asking``, that runs ends."""
@@ -272,13 +293,14 @@ class OpRecipe(Recipe):
     """The outputs of a function, by running it again on its inputs.
 
     args, kwargs: as the function takes them, with a ``Saved`` in the place of each tensor.
+    dtype: the default dtype that it ran under, where that was not the frame's.
     rng: the states of the random generators that it draws from.
     writes: which arguments the function changes in place (positions or keywords): it is given copies, which are the
     values of slots 0, 1, … of this recipe then. ``None`` for a function that changes none.
     originals: what it gave in forward, by slot, to compare with.
     """
 
-    __slots__ = ("_args", "_function", "_kwargs", "_originals", "_rng", "_writes")
+    __slots__ = ("_args", "_dtype", "_function", "_kwargs", "_originals", "_rng", "_writes")
 
     def __init__(
         self,
@@ -288,6 +310,7 @@ class OpRecipe(Recipe):
         kwargs: Mapping[str, Any] | None = None,
         *,
         name: str,
+        dtype: torch.dtype | None = None,
         rng: RngState | None = None,
         writes: Mapping[int | str, Layout] | None = None,
         group: Group | None = None,
@@ -297,6 +320,7 @@ class OpRecipe(Recipe):
         self._function = function
         self._args = args
         self._kwargs = kwargs or {}
+        self._dtype = dtype
         self._rng = rng
         self._writes = writes
         self._originals = originals
@@ -307,7 +331,7 @@ class OpRecipe(Recipe):
                 yield value.recipe  # type: ignore[misc]
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        if self._rng is None and _is_plain_eager():
+        if self._rng is None and self._dtype is None and _is_plain_eager() and self.group.is_alike():
             outputs = self._run()
         else:
             with (
@@ -315,6 +339,8 @@ class OpRecipe(Recipe):
                 torch.no_grad(),
                 temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
                 self._rng.replayed() if self._rng else nullcontext(),
+                self.group.numerics.replayed(),
+                default_dtype(self._dtype) if self._dtype else nullcontext(),
             ):
                 outputs = self._run()
         for slot, original in (self._originals or {}).items():
@@ -328,6 +354,17 @@ class OpRecipe(Recipe):
 
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(list(self._args)), fetch(self._kwargs)
+        if are_hidden():
+            with self._undrawn(), shown():  # to modes that count, say; what they make of it counts for nothing
+                self._call(list(args), dict(kwargs))
+        return self._call(args, kwargs)
+
+    @staticmethod
+    def _undrawn() -> AbstractContextManager[None]:
+        """Random generators are afterwards where they were."""
+        return nullcontext() if is_fake() else RngState().replayed()
+
+    def _call(self, args: list[Any], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         if self._writes is None:
             output = self._function(*args, **kwargs)
             return output if isinstance(output, (tuple, list)) else (output,)
@@ -375,6 +412,8 @@ class RecipeBook:
     A key is the address of a StorageImpl; the entry's weak reference keeps that address from being reused.
     """
 
+    numerics: Numerics = field(default_factory=Numerics)
+    """torch's settings in the scope."""
     entries: dict[int, _Entry] = field(default_factory=dict)
     entered: int = 0
     """How many there have been."""
@@ -398,6 +437,8 @@ class RecipeBook:
         key = storage_key(tensor)
         entry = None if key is None else self.entries.get(key)
         if entry is None or version_of(tensor) != entry.version:  # unknown, or mutated since (invariant 5)
+            return None
+        if not tensor.untyped_storage().resizable():  # as of what became an array, which may have been written to
             return None
         view = Layout.of(tensor)
         if view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg():  # the bytes, read otherwise
@@ -456,13 +497,21 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
     For ops that know themselves. ``regenerate`` runs without gradients in backward, on tensors bitwise equal to
     ``inputs`` (other values are passed as they are); its result must have the layout and dtype of ``output`` and
     depend on nothing else. Does nothing where no scope is open or gradients are off, nor under a checkpoint, which
-    drops everything and counts what is held.
+    drops everything and counts what is held, nor where a mode of others has made another output of it.
     """
     book = open_book()
     if book is not None and torch.is_grad_enabled() and not is_under_a_checkpoint():
+        if are_others_in_force() and not _gives(output, regenerate, inputs):
+            return
         args = tuple(hold(value, local.owner.name) if isinstance(value, Tensor) else value for value in inputs)
         name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
-        book.enter(output, OpRecipe(local.owner, regenerate, args, name=name), 0)
+        book.enter(output, OpRecipe(local.owner, regenerate, args, name=name, group=Group(book.numerics)), 0)
+
+
+def _gives(output: Tensor, regenerate: Callable[..., Tensor], inputs: Sequence[Any]) -> bool:
+    with unseen(), torch.no_grad():
+        value = regenerate(*inputs)
+        return Layout.of(value) == Layout.of(output) and not count_different(value, output)
 
 
 def in_backward() -> bool:

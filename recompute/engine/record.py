@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recompute.engine.modes import hidden
 from recompute.engine.operands import copied, parameter_of
 from recompute.engine.ops import is_defined
-from recompute.engine.plan import Plan, PlanCache, Ref, Step, ValueFacts, solve
+from recompute.engine.plan import HAND_OUT, Guide, Plan, PlanCache, Ref, Step, ValueFacts, solve
 from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, asking, is_verifying, local, open_book
 from recompute.engine.rng import RngState
 from recompute.engine.saved import (
@@ -44,6 +45,8 @@ class Rerun(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
     rng: RngState | None
+    dtype: torch.dtype
+    """The default one."""
     writes: dict[int | str, Layout] | None
     """The argument that it changes in place and that it reads whole, and as which view of that it changes it."""
 
@@ -69,6 +72,10 @@ class Record:
         self.weak: list[Any] = []  # … which cannot be used again while these are held (invariant 3)
         self.versions: dict[int, int | None] = {}  # of each value; None where an op has just written it
         self.stale: set[int] = set()
+        self.own: set[int] = set()
+        """The storages of the arrays that the region's code has made into tensors."""
+        self.exposed: set[int] = set()
+        """The storages, by the addresses of their StorageImpls, that others may write to unseen."""
         self.held: dict[int, Tensor] = {}  # with their graphs, until the frame ends
         self.parameters: dict[int, Tensor] = {}
         self.sharded: dict[int, Tensor] = {}
@@ -94,6 +101,7 @@ class Record:
         self._copies: dict[int, Kept] = {}
         self._originals: dict[int, Tensor] | None = {} if is_verifying() else None  # copies, to compare with
         self._group = Group()
+        self._dtype = torch.get_default_dtype()
 
     def begin(self, last: Plan | None, event: Any, layout: Layout | None) -> None:
         """Choose the plan to follow by the first thing that happens: the last frame's, or one that began alike."""
@@ -103,6 +111,7 @@ class Record:
             last if last is not None and last.opening == self._opening else self._setting.openings.get(self._opening)
         )
 
+    @hidden
     def leave(self) -> None:
         """Go on without the plan: take back what it has let go of, so that nothing depends on what it foresaw."""
         plan = self.plan
@@ -181,8 +190,9 @@ class Record:
     ) -> int:
         """A new value in the tensor's storage, which looked at with ``layout`` is seen whole."""
         number = len(self._facts)
-        nbytes = tensor.untyped_storage().nbytes()
-        self._facts.append(ValueFacts(layout, nbytes, step, slot, alive, parameter is not None))
+        storage = tensor.untyped_storage()
+        exposed = storage._cdata in self.exposed
+        self._facts.append(ValueFacts(layout, storage.nbytes(), step, slot, alive, parameter is not None, exposed))
         if parameter is None:
             self.held[number] = tensor
         self.adopt(number, tensor, parameter, written=written)
@@ -200,6 +210,8 @@ class Record:
             self.stale.add(old)
             self.held.pop(old, None)
         self.versions[number] = None if written else version_of(tensor)  # autograd counts the write at the op's end
+        if key in self.exposed:
+            self.stale.add(number)
         if parameter is not None:
             self.parameters[number] = parameter
             self.held[number] = local_of(parameter)
@@ -208,10 +220,47 @@ class Record:
         if self._originals is not None:
             self._originals[number] = aliased(tensor, copy=True)
 
+    def hand_out(
+        self, number: int, tensor: Tensor, parameter: Tensor | None, dark: bool, setting: Any, guide: Guide | None
+    ) -> None:
+        """The memory of ``tensor``, which holds the value ``number``, holds another one from now on.
+
+        dark: and that one stays what it is. guide: what the plan that is being followed says of this.
+        """
+        key = tensor.untyped_storage()._cdata
+        if not dark:
+            self.exposed.add(key)
+        if guide is not None:
+            self.adopt(guide.made[0], tensor, parameter)
+            self.count += 1
+            return
+        layout = self.known(number).layout
+        for reference in self.handles:
+            if (handle := reference()) is not None and handle.slot == number:
+                assert handle.tensor is not None
+                if handle.tensor.untyped_storage()._cdata != key:  # what came back, and not what others write to
+                    handle.tensor = seen_as(aliased(tensor), layout if handle.view is None else handle.view[0])
+                    handle.version = version_of(handle.tensor)
+        made = self.enter(tensor, layout, self.count, None, alive=parameter is not None, parameter=parameter)
+        self.step(
+            Step(
+                HAND_OUT,
+                HAND_OUT,
+                (number,),
+                (made,),
+                "its memory was handed out",
+                writes=True,
+                overwrites=(number,),
+                dark=dark,
+                setting=setting,
+            )
+        )
+
     def comes_back(self, tensor: Tensor) -> bool:
         """Whether a recipe of the scope around gives the tensor back, so that holding it costs nothing."""
         return self._book is not None and self._book.knows(tensor)
 
+    @hidden
     def finish(self, outputs: Collection[Tensor], source: Source | None = None) -> Plan | None:
         """Decide what is kept of what autograd saved; the rest is dropped, if following a plan has not done it.
 
@@ -240,7 +289,11 @@ class Record:
                 self.stale.add(number)
         plan = self.plan
         if plan is not None:
-            if self.count == len(plan.steps) and len(self.saves) == len(plan.saves) and self.stale == plan.overwritten:
+            if (
+                self.count == len(plan.steps)
+                and len(self.saves) == len(plan.saves)
+                and self.stale & plan.tracked == plan.overwritten
+            ):
                 return plan
             self.leave()
         if released := self._released():
@@ -307,6 +360,7 @@ class Record:
                     [_filled(value, plan, source, recipes) for value in rerun.args],
                     {key: _filled(value, plan, source, recipes) for key, value in rerun.kwargs.items()},
                     name=plan.steps[index].name,
+                    dtype=None if rerun.dtype is self._dtype else rerun.dtype,
                     rng=rerun.rng,
                     writes=rerun.writes,
                     group=self._group,
@@ -414,6 +468,8 @@ class Record:
         for container in (self.current, self.held, self.parameters, self.reruns, self._sources, self._copies):
             container.clear()
         self.sharded.clear()
+        self.exposed.clear()
+        self.own.clear()
         self._wholes.clear()
         self._steps, self._facts, self.handles, self.saves, self.undetached = [], [], [], [], []
         self.versions, self._originals, self._asked = {}, None, None

@@ -22,6 +22,7 @@ what lives anyway (7).
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -36,7 +37,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.context import Autocast, Inputs, ModuleState
 from recompute.engine.kept import kept
-from recompute.engine.recipe import Handle, Recipe, RecipeBook, count_different, is_verifying, local, open_book
+from recompute.engine.modes import (
+    Modes,
+    are_others_in_force,
+    count_dispatch_modes,
+    count_function_modes,
+    out_of_sight,
+    unseen,
+)
+from recompute.engine.recipe import (
+    Handle,
+    Recipe,
+    RecipeBook,
+    count_different,
+    is_fake,
+    is_verifying,
+    local,
+    open_book,
+)
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
     Alive,
@@ -59,22 +77,30 @@ from recompute.policy.model import is_tensor_name
 T = TypeVar("T")
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def is_recording() -> bool:
-    """Whether autograd records, and neither a compiler nor a functional transform is at work."""
+    """Whether autograd records, by saved-tensor hooks if there are any, and no compiler or transform is at work."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and (_has_hooks() or _goes_without())
     )
 
 
-def is_fake() -> bool:
-    """Whether tensors have no values here, nor random numbers."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+@functools.cache
+def _goes_without() -> bool:
+    """False, and the first time a warning."""
+    warn(
+        "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and a policy needs "
+        "them: modules run as without it, and nothing is dropped. Take them out of the policy, or run them outside of "
+        "that context."
+    )
+    return False
 
 
 class Scope:
@@ -92,7 +118,7 @@ class Scope:
         self._book: RecipeBook | None = open_book() or RecipeBook()
 
     def __enter__(self) -> None:
-        _push_hooks(self._pack, unpack_saved)  # raises where the user has switched such hooks off
+        _push_hooks(self._pack, unpack_saved)
         local.books.append(self._book)
 
     def __exit__(self, *error: object) -> None:
@@ -101,6 +127,9 @@ class Scope:
         self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
     def _pack(self, tensor: Tensor) -> Saved:
+        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+            with unseen():
+                return self._pack(tensor)
         handle = self._book.handle(local_of(tensor)) if self._book is not None else None
         if handle is not None:
             return Sharded(tensor.detach(), handle, self._owner.name) if has_layout(tensor) else handle
@@ -139,10 +168,13 @@ class Region:
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
-        frame = Frame(self, function, modules, args, kwargs)
+        modes = Modes()
+        with out_of_sight():
+            frame = Frame(self, function, modules, args, kwargs, modes)
         with frame, frame.watched():
             result = function(*args, **kwargs)
-        frame.decide()
+        with out_of_sight():
+            frame.decide()
         return result
 
 
@@ -159,6 +191,7 @@ class Frame(Recipe):
         "_expected",
         "_function",
         "_inputs",
+        "_modes",
         "_originals",
         "_pins",
         "_region",
@@ -169,12 +202,19 @@ class Frame(Recipe):
     )
 
     def __init__(
-        self, region: Region, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict
+        self,
+        region: Region,
+        function: Callable[..., Any],
+        modules: tuple[nn.Module, ...],
+        args: tuple,
+        kwargs: dict,
+        modes: Modes,
     ):
         super().__init__(region.owner, "a checkpoint")
         region.owner.frames += 1
         self._region = region
         self._function = function
+        self._modes = modes
         self._inputs = Inputs((args, kwargs), region.owner.name)
         if self._inputs.others:
             modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
@@ -207,6 +247,9 @@ class Frame(Recipe):
                     handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))
 
     def _pack(self, tensor: Tensor) -> Saved:
+        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+            with unseen():
+                return self._pack(tensor)
         if has_layout(tensor):
             return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
         tensor = local_of(tensor)
@@ -229,6 +272,14 @@ class Frame(Recipe):
             return tensor
         self._pins.append(Kept(tensor.detach(), self.owner.name))
         return tensor
+
+    def hand_out(self, memory: Any, is_array: bool) -> None:
+        """A tensor is about to become an array, which forward may write to."""
+        if is_array:
+            self._inputs.hand_out(memory)
+
+    def take_in(self, tensor: Tensor) -> None:
+        """What forward makes of an array, it makes again."""
 
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
         """What was pinned as number ``index``, in the place of ``tensor`` in its graph."""
@@ -303,8 +354,7 @@ class Frame(Recipe):
             what = f"it saved {self.count} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
             named = _Replay(self, self._expected, wanted)
-            with _OpNames(named):
-                self._run(named)
+            self._run(named, _OpNames(named))
             what = named.mismatch or self._difference(named) or what
         if what is not None:
             raise RegenerationError(
@@ -324,14 +374,17 @@ class Frame(Recipe):
                 )
         return None
 
-    def _run(self, replay: _Replay) -> None:
+    def _run(self, replay: _Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
             temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
             self._state.replayed(self.owner.name),
             nullcontext() if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
+            self.group.numerics.replayed(),
             torch.enable_grad(),
             self._inputs.restored() as (args, kwargs),
+            self._modes.replayed(),
+            names,
             replay,
             suppress(_Stop),
         ):
@@ -411,18 +464,27 @@ class _Replay:
         self._ops: dict[int, str] = {}  # that saved the values
         self.outer = None
         self._pins = 0
+        self._refusal: str | None = None
 
     def __enter__(self) -> None:
+        self._refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if self._refusal is not None:  # what backward runs in may have no hooks: what was saved in forward had
+            torch._C._autograd._saved_tensors_hooks_enable()
         _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
         local.spans.append(self)
 
     def __exit__(self, *error: object) -> None:
         _pop_hooks()
+        if self._refusal is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(self._refusal)
         local.spans.pop()
         local.books.pop()
 
     def _pack(self, tensor: Tensor) -> Saved:
+        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+            with unseen():
+                return self._pack(tensor)
         slot = self.count
         self.count += 1
         self._stop_if_complete(slot)
@@ -470,6 +532,12 @@ class _Replay:
         if len(self.values) == len(self.wanted) and slot > self._unfilled + 1:
             raise _Stop
 
+    def hand_out(self, memory: Any, is_array: bool) -> None:
+        """What forward writes to, it writes to again."""
+
+    def take_in(self, tensor: Tensor) -> None:
+        """As in forward."""
+
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         if name is not None:
             return tensor
@@ -505,8 +573,9 @@ def keep(tensor: Tensor, name: str | None = None) -> Tensor:
         )
     if torch.compiler.is_compiling():
         return kept(tensor, name) if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag else tensor
-    for span in local.spans:
-        tensor = span.pin(tensor, name)
+    with out_of_sight():
+        for span in local.spans:
+            tensor = span.pin(tensor, name)
     if name is None and (book := open_book()) is not None:
         book.forget(tensor)
     return tensor

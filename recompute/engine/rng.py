@@ -42,7 +42,10 @@ class _CpuSource:
 
     @staticmethod
     def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-        return a.numpy().tobytes() == b.numpy().tobytes()  # torch.equal takes three times as long
+        return _numpy(a).tobytes() == _numpy(b).tobytes()  # torch.equal takes three times as long
+
+
+_numpy = torch._C.TensorBase.numpy  # which tells no tape that memory is handed out
 
 
 class _CudaSource:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
 from recompute.engine.sharded import local_of
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import MutationError
@@ -217,6 +218,9 @@ def saved_in(value: Any) -> Iterator[Saved]:
 
 def unpack_saved(saved: Saved) -> Tensor:
     """The unpack hook of everything that this package packs."""
+    if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+        with unseen():
+            return saved.get()
     return saved.get()
 
 

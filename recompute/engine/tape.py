@@ -19,6 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recompute.engine.autocast import CASTS_INSIDE, in_force, left_out
+from recompute.engine.exposed import bytes_of, expose, is_exposed, watch
+from recompute.engine.modes import (
+    are_others_in_force,
+    count_dispatch_modes,
+    count_function_modes,
+    put_beneath,
+    put_on_top,
+    unseen,
+)
 from recompute.engine.operands import (
     LISTS,
     PLAIN,
@@ -35,7 +44,7 @@ from recompute.engine.operands import (
     without,
 )
 from recompute.engine.ops import Kind, OpFacts, facts_of_call, seconds
-from recompute.engine.plan import KEEP, Guide, Plan, Ref, Step
+from recompute.engine.plan import HAND_OUT, KEEP, Guide, Plan, Ref, Step
 from recompute.engine.recipe import Handle, local
 from recompute.engine.record import Record, Rerun, aliased
 from recompute.engine.saved import (
@@ -61,6 +70,7 @@ class TapeRegion:
     """A module's forward or a function under ``action: recompute``, or ``checkpoint`` with a ``keep``."""
 
     def __init__(self, setting: Setting):
+        watch()
         self.setting = setting
         self.plan: Plan | None = None
         """The last frame's, which the next one follows as far as it can."""
@@ -138,9 +148,13 @@ class Tape(TorchDispatchMode):
         local.spans.append(self)
         self._regenerating, local.regenerating = local.regenerating, 0
         super().__enter__()
+        if count_dispatch_modes() > 1:
+            put_beneath(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if count_dispatch_modes() > 1:
+            put_on_top(self)
         super().__exit__(kind, *error)
         local.regenerating = self._regenerating
         local.spans.pop()
@@ -201,8 +215,7 @@ class Tape(TorchDispatchMode):
         try:
             if known.writes or guide.dark:
                 written = self._writable(known, guide.dark, args, kwargs)
-                gone = {number for tensor in written if (number := self._number_if_known(tensor)) is not None}
-                if gone != guide.overwritten:
+                if record.plan.tracked.intersection(map(self._number_if_known, written)) != guide.overwritten:  # type: ignore[union-attr]
                     raise _Departure
             if guide.again:
                 rerun, inputs = self._prepare(op, known, reason, args, kwargs, guide.inputs)
@@ -310,7 +323,7 @@ class Tape(TorchDispatchMode):
             return None, tuple(inputs)
         writes = self._in_copy(known, template) if known.kind is Kind.IN_PLACE else None
         rng = capture(args, kwargs, self.owner.name) if known.kind is Kind.RANDOM else None
-        return Rerun(op, template, keywords, rng, writes), tuple(inputs)
+        return Rerun(op, template, keywords, rng, torch.get_default_dtype(), writes), tuple(inputs)
 
     def _made(
         self,
@@ -375,12 +388,21 @@ class Tape(TorchDispatchMode):
             parameter = record.sharded.get(tensor.untyped_storage()._cdata)
         layout = Layout.of(tensor if parameter is None else local_of(parameter))
         alive = parameter is not None or record.comes_back(tensor)
+        storage = tensor.untyped_storage()
+        exposed = parameter is None and is_exposed(storage, is_own=storage._cdata in record.own)
+        if exposed:
+            record.exposed.add(storage._cdata)
         if record.plan is None:
             return record.enter(tensor, layout, None, None, alive=alive, parameter=parameter)
         if foreseen is None or foreseen in record.versions:  # another tensor has that number
             raise _Departure
         known = record.plan.facts[foreseen]
-        if known.step is not None or known.layout != layout or known.alive is not alive:
+        if (
+            known.step is not None
+            or known.layout != layout
+            or known.alive is not alive
+            or known.is_exposed is not exposed
+        ):
             raise _Departure
         record.adopt(foreseen, tensor, parameter)
         return foreseen
@@ -450,6 +472,9 @@ class Tape(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Saved:
         """The pack hook of what autograd saves in the frame."""
+        if (count_dispatch_modes() > 1 or count_function_modes()) and are_others_in_force():  # than this one
+            with unseen():
+                return self.pack(tensor)
         record = self.record
         if type(tensor) not in PLAIN:
             if has_layout(tensor):
@@ -506,6 +531,48 @@ class Tape(TorchDispatchMode):
                     record.leave()
             record.step(Step(KEEP, KEEP, (self._number(part, None),), (), "not an op", setting=self.setting.key))
         return tensor
+
+    def hand_out(self, memory: Any, is_array: bool) -> None:
+        """Others are about to get the memory of a tensor, or a storage, as an array or by its address.
+
+        In a custom ``autograd.Function`` it counts as overwritten, as by a kernel; elsewhere from then on it may change
+        at any time. The address of a parameter is asked for by libraries, and for other reasons than to write to it.
+        """
+        if local.regenerating or not self._is_in_force():  # in an op, whose schema says what it writes to
+            return
+        tensor = self._part(memory) if isinstance(memory, Tensor) else None
+        if tensor is not None and not is_plain(tensor):
+            return
+        record = self.record
+        storage = memory if tensor is None else tensor.untyped_storage()
+        number = record.current.get(storage._cdata)
+        parameter = record.sharded.get(storage._cdata) if number is None else record.parameters.get(number)
+        if parameter is None and tensor is not None:
+            parameter = parameter_of(tensor)
+        if parameter is not None and not is_array:
+            return
+        dark = not torch.is_grad_enabled() and is_in_the_dark(_RUN)
+        if not dark:
+            expose(storage)
+        if number is None or storage._cdata in record.exposed:
+            return
+        guide = None if record.plan is None else self._guide(HAND_OUT, dark)
+        if guide is not None and guide.inputs != (number,):
+            record.leave()
+            guide = None
+        tensor = bytes_of(storage) if tensor is None else tensor
+        record.hand_out(number, tensor, parameter, dark, self.setting.key, guide)
+
+    def take_in(self, tensor: Tensor) -> None:
+        """The region's code has made a tensor of an array: whoever else has that is taken not to write to it."""
+        storage = tensor.untyped_storage()
+        self.record.own.add(storage._cdata)
+        self.record.weak.append(storage._weak_ref())
+
+    def _is_in_force(self) -> bool:
+        """Whether what is called now would come to this tape."""
+        modes = range(count_dispatch_modes())
+        return any(torch._C._get_dispatch_stack_at(index) is self for index in modes)
 
     def take(self, handle: Handle) -> Tensor:
         """A value that is asked for while the frame still runs, as by ``autograd.grad`` inside of it."""

@@ -1,133 +1,457 @@
-"""Under a tape, which is a dispatch mode, forward is bit for bit what it is without, whatever else is in force."""
+"""Dispatch modes, function modes and torch's settings that are not the same in forward and in backward."""
 
 from __future__ import annotations
 
-import itertools
-import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from engine_testing import Holder, assert_as_plain, bits, holding, policy, tokens
+import torch.nn.functional as F
+from tiny import BATCH, LENGTH, VOCABULARY, TinyDecoder
 from torch import Tensor, nn
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import recompute
-from recompute.engine.saved import Owner
-from recompute.engine.setting import Setting
-from recompute.engine.tape import TapeRegion
-from recompute.errors import UnsupportedError
+from recompute.engine import numerics, recipe, region, saved
+from recompute.engine.numerics import default_dtype
 
-Around = Callable[[], AbstractContextManager[Any]]
-
-
-def _autocast() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-@contextmanager
-def _autocast_and(other: Around) -> Iterator[None]:
-    with _autocast(), other():
-        yield
-
-
-AROUND: dict[str, Around] = {
-    "nothing": nullcontext,
-    "autocast": _autocast,
-    "inference mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast and no_grad": lambda: _autocast_and(torch.no_grad),
-    "autocast and inference mode": lambda: _autocast_and(torch.inference_mode),
+SIZE = 8
+CHECKPOINT = {"rules": [{"match": "**", "action": "checkpoint"}]}
+REGIONS: dict[str, Callable[[Any], Any]] = {
+    "recompute": recompute.recompute,
+    "checkpoint": recompute.recompute(policy=CHECKPOINT),
 }
-UNSTEADY = ("empty", "new_empty", "linalg.lstsq", "jiterator")
-"""Their results, or parts of them, are memory as it was, or they need CUDA."""
-ROUNDS_OTHERWISE = ("linalg.svdvals", "linalg.cond", "linalg.eigvalsh", "norm.nuc")
-"""Of what takes no gradients, torch computes vectors too, as soon as any mode is on: another LAPACK routine."""
-CAST_INSIDE = {
-    *("nn.functional.bilinear", "linalg.pinv", "linalg.pinv.hermitian"),
-    *("einsum", "tensordot", "cov", "corrcoef", "linalg.matrix_power", "linalg.multi_dot"),  # under inference mode
-}
-"""All ops of torch of which a mode changed a sample under autocast, in torch 2.13."""
+every_region = pytest.mark.parametrize("region_of", REGIONS.values(), ids=REGIONS)
 
 
-def name_of(info: Any) -> str:
-    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
+class DispatchPlusOne(TorchDispatchMode):
+    """Turns every mul into mul + 1, and every sin into twice that."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = op(*args, **(kwargs or {}))
+        if op is torch.ops.aten.mul.Tensor:
+            return output + 1
+        return output * 2 if op is torch.ops.aten.sin.default else output
 
 
-def outcome(function: Callable[..., Any], args: Any, kwargs: Any, around: str, tape: bool) -> list[Any]:
-    """The bits of all results and gradients, or the error."""
-    args, kwargs = tree_map(_fresh, (args, kwargs))
-    torch.manual_seed(0)
+class DispatchNoise(TorchDispatchMode):
+    """Adds noise to every output of floating point in memory of its own."""
 
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with AROUND[around]():
-            return function(*args, **kwargs)
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = op(*args, **(kwargs or {}))
+        if isinstance(output, Tensor) and output.is_floating_point() and not op.is_view:
+            output = output + torch.rand_like(output) / 8
+        return output
 
-    try:
-        result = TapeRegion(Setting(Owner("the sample"))).run(inside, args, kwargs) if tape else inside(*args, **kwargs)
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        found = [bits(leaf) for leaf in results]
-        ends = [leaf for leaf in results if leaf.requires_grad and "inference" not in around]
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if ends and leaves:
-            grads = torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
-            found += [bits(grad) for grad in grads]
-    except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
-        return [type(error)]
+
+class DispatchCount(TorchDispatchMode):
+    """Counts ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+class FunctionPlusOne(TorchFunctionMode):
+    """Turns every mul into mul + 1, and doubles what other functions give, a detach too."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if "mul" in name:
+            return output + 1
+        return output * 2 if name in ("sin", "detach", "as_strided", "clone") else output
+
+
+class FunctionNoise(TorchFunctionMode):
+    """Adds noise to what functions give."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if isinstance(output, Tensor) and name in ("mul", "sin", "cos", "exp", "detach", "clone"):
+            return output + torch.rand_like(output) / 8
+        return output
+
+
+ALTERING = [DispatchPlusOne, DispatchNoise, FunctionPlusOne, FunctionNoise]
+every_mode = pytest.mark.parametrize("kind", ALTERING)
+
+
+def _chain(x: Tensor) -> Tensor:
+    return (x.sin() * x.cos()).exp() * x.t().t() * x[:4].exp().sum()
+
+
+def _in_place(x: Tensor) -> Tensor:
+    y = x.exp().mul(2)
+    y.mul_(x.cos())
+    return y.sin() * F.dropout(x.sin(), 0.5)
+
+
+BODIES = [_chain, _in_place]
+every_body = pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__[1:])
+
+
+def gradients(
+    function: Callable[[Tensor], Tensor],
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[Tensor]:
+    """Those of a few frames, ``forward`` around forward and ``backward`` around backward; and random draws."""
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(SIZE, requires_grad=True)
+        with forward():
+            y = function(x)
+        with backward():
+            y.sum().backward()
+        assert x.grad is not None
+        found += [x.grad, torch.rand(3)]
     return found
 
 
-def _fresh(value: Any) -> Any:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert [torch.equal(ours, plain) for ours, plain in zip(actual, expected, strict=True)] == [True] * len(expected)
 
 
-def sampled() -> list[Any]:
-    """Those ops that are known to need something, and some others."""
-    infos = [info for info in op_db if torch.float32 in info.dtypes and not name_of(info).startswith(UNSTEADY)]
-    known = [info for info in infos if name_of(info) in CAST_INSIDE]
-    assert {name_of(info) for info in known} == CAST_INSIDE
-    return known + random.Random(0).sample([info for info in infos if info not in known], 30)
+@every_region
+@every_mode
+@every_body
+def test_a_mode_around_forward_alone(
+    region_of: Callable[[Any], Any], kind: Callable[[], AbstractContextManager[Any]], body: Callable[..., Tensor]
+) -> None:
+    expected = gradients(body, kind)
+    assert_same(gradients(region_of(body), kind), expected)
 
 
-def test_a_sample_of_torchs_ops_under_autocast_and_other_modes() -> None:
-    different = []
-    for info in sampled():
-        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32, requires_grad=True), 1):
-            for around in AROUND:
-                call = (info.op, (sample.input, *sample.args), sample.kwargs, around)
-                if outcome(*call, tape=True) != outcome(*call, tape=False):
-                    different.append((name_of(info), around))
-    assert [found for found in different if found[0] not in ROUNDS_OTHERWISE] == []
+@every_region
+@every_mode
+@every_body
+def test_a_mode_inside_of_the_region(
+    region_of: Callable[[Any], Any], kind: Callable[[], AbstractContextManager[Any]], body: Callable[..., Tensor]
+) -> None:
+    def inside(x: Tensor) -> Tensor:
+        y = x.exp()
+        with kind():
+            z = body(x) * y
+        return z * y.cos()
+
+    assert_same(gradients(region_of(inside)), gradients(inside))
 
 
-def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recompute.engine.tape.CASTS_INSIDE", frozenset())
-    args = (torch.randn(5, 4), torch.randn(5, 6), torch.randn(3, 4, 6, requires_grad=True))
-    call = (nn.functional.bilinear, args, {}, "autocast")
-    assert outcome(*call, tape=True) != outcome(*call, tape=False)
+@every_mode
+@every_body
+def test_a_mode_around_forward_and_backward_sees_what_a_tape_runs_again_and_changes_it_not(
+    kind: Callable[[], AbstractContextManager[Any]], body: Callable[..., Tensor]
+) -> None:
+    assert_same(gradients(recompute.recompute(body), kind, kind), gradients(body, kind, kind))
+    assert_same(gradients(recompute.recompute(body), nullcontext, kind), gradients(body, nullcontext, kind))
 
 
-@pytest.mark.parametrize("around", ["nothing", "autocast"])
-def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.bilinear = nn.Linear(8, 8), nn.Linear(8, 8), nn.Bilinear(8, 8, 8)
+@every_region
+def test_two_modes_of_which_one_is_around_backward_too(region_of: Callable[[Any], Any]) -> None:
+    def run(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        outer = DispatchCount()
+        found = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            x = torch.randn(SIZE, requires_grad=True)
+            with outer:
+                with DispatchPlusOne(), FunctionPlusOne():
+                    y = function(x)
+                y.sum().backward()
+            assert x.grad is not None
+            found.append(x.grad)
+        assert outer.count > 0
+        return found
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.bilinear(self.first(x).float().sin(), self.second(x).float().tanh())
-            return y.exp().sin() * y.sigmoid()
-
-    assert_as_plain(Holder(Model()), policy(("inside", "recompute")), tokens(), around=AROUND[around])
+    assert_same(run(region_of(_chain)), run(_chain))
 
 
-def test_what_cannot_be_told_apart_is_refused() -> None:
-    for function in (torch.pinverse, lambda x: torch.linalg.pinv(x, rtol=1e-6)):
-        model = holding(lambda self, x: function(x.float()))  # noqa: B023
-        recompute.apply(model, policy(("inside", "recompute")))
-        with _autocast(), pytest.raises(UnsupportedError, match=r"^in inside.*pinverse.*enabled=False"):
-            model(tokens())
-        model(tokens()).sum().backward()
+@every_region
+def test_a_mode_that_counts_sees_in_forward_what_it_would_see_and_in_backward_what_runs_again(
+    region_of: Callable[[Any], Any],
+) -> None:
+    def counts(function: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+        forward = 0
+        backward = DispatchCount()
+        for _ in range(2):
+            x = torch.ones(SIZE, requires_grad=True)
+            with DispatchCount() as count, saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+                y = function(x)
+            forward += count.count  # before it is in force again, around what a checkpoint runs again
+            with backward:
+                y.sum().backward()
+        return forward, backward.count
+
+    plain, ours = counts(_chain), counts(region_of(_chain))
+    assert ours[0] == plain[0]
+    assert ours[1] > plain[1]
+
+
+@every_region
+def test_flops_are_counted_as_they_run(region_of: Callable[[Any], Any]) -> None:
+    def flops(function: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+        x = torch.ones(SIZE, SIZE, requires_grad=True)
+        with FlopCounterMode(display=False) as forward:
+            y = function(x)
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    def body(x: Tensor) -> Tensor:
+        return (x.sin() @ x.cos()).exp()
+
+    plain, ours = flops(body), flops(region_of(body))
+    assert ours[0] == plain[0] == 2 * SIZE**3
+    assert ours[1] == plain[1] + (plain[0] if region_of is REGIONS["checkpoint"] else 0)
+
+
+def _a_module(policy: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = TinyDecoder(layers=1)
+    recompute.apply(model, policy)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "hook", "full"])
+@every_mode
+def test_a_mode_around_the_forward_of_a_decoder(policy: str, kind: Callable[[], AbstractContextManager[Any]]) -> None:
+    ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCABULARY
+
+    def gradients_of(policy: str) -> list[Tensor]:
+        model = _a_module(policy)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            with kind():
+                loss = model(ids).sum()
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert_same(gradients_of(policy), gradients_of("none"))
+
+
+@pytest.mark.parametrize("kind", ALTERING)
+def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(
+    kind: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    def gradient(scope: bool) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(SIZE, requires_grad=True)
+        with region.Scope(saved.Owner("a test")) if scope else nullcontext(), kind():
+            y = x.sin()
+            if scope:
+                recipe.record(y, torch.sin, x)
+            z = y.exp() * y.cos()
+        z.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """What the default dtype decides of: promotion from whole numbers, and random factories."""
+    whole = torch.arange(1, SIZE + 1)
+    y = x * whole.sin() * (whole / 3) * (whole * 1.5).cos() * torch.rand(SIZE) * whole.double().mean(dtype=None)
+    return y.sin() * torch.full((SIZE,), 0.3) * torch.linspace(0, 1, SIZE).exp() * torch.tensor(0.7) * whole.sqrt()
+
+
+def _changing(x: Tensor) -> Tensor:
+    """The default dtype changes inside."""
+    with default_dtype(torch.float64):
+        y = x * torch.rand(SIZE).sin() * torch.arange(SIZE).cos()
+    return y * torch.rand(SIZE).sin() * torch.arange(SIZE).cos()
+
+
+@contextmanager
+def set_by(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _doubles() -> AbstractContextManager[None]:
+    return set_by(torch.set_default_dtype, torch.float64, torch.float32)
+
+
+def _flushing() -> AbstractContextManager[None]:
+    return set_by(torch.set_flush_denormal, True, False)
+
+
+def _medium() -> AbstractContextManager[None]:
+    return set_by(torch.set_float32_matmul_precision, "medium", "highest")
+
+
+def _threads() -> AbstractContextManager[None]:
+    return set_by(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads())
+
+
+def _deterministic() -> AbstractContextManager[None]:
+    return set_by(torch.use_deterministic_algorithms, True, False)
+
+
+def _no_mkldnn() -> AbstractContextManager[None]:
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
+def _plain_attention() -> AbstractContextManager[None]:
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def _newer_precision() -> AbstractContextManager[None]:
+    return torch.backends.flags(fp32_precision="tf32")  # as an attribute it cannot be set where OpInfo was imported
+
+
+SETTINGS = [
+    _doubles,
+    _flushing,
+    _medium,
+    _threads,
+    _deterministic,
+    _no_mkldnn,
+    _plain_attention,
+    _newer_precision,
+]
+every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__[1:])
+
+
+def _settings() -> list[Any]:
+    return numerics.Numerics()._values
+
+
+@every_region
+@every_setting
+@pytest.mark.parametrize("body", [_numbers, _changing], ids=["numbers", "changing"])
+def test_settings_around_forward_alone(
+    region_of: Callable[[Any], Any], setting: Callable[[], AbstractContextManager[None]], body: Callable[..., Tensor]
+) -> None:
+    with setting():  # which may leave something else behind than it found
+        pass
+    before = _settings()
+    assert_same(gradients(region_of(body), setting), gradients(body, setting))
+    assert_same(gradients(region_of(body), nullcontext, setting), gradients(body, nullcontext, setting))
+    assert _settings() == before
+
+
+@every_region
+@every_setting
+def test_what_runs_again_runs_under_the_settings_of_its_forward(
+    region_of: Callable[[Any], Any], setting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    seen: list[Any] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op is torch.ops.aten.cos.default:
+                seen.append(_settings())
+            return op(*args, **(kwargs or {}))
+
+    x = torch.ones(SIZE, requires_grad=True)
+    with setting():
+        y = region_of(lambda x: x.exp().cos() * x)(x)
+        in_forward = _settings()
+    before = _settings()
+    assert before != in_forward
+    with Sees():
+        y.sum().backward()
+    assert seen[0] == in_forward
+    assert _settings() == before
+
+
+@every_region
+def test_denormals_matrices_and_long_sums_come_back_bit_for_bit(region_of: Callable[[Any], Any]) -> None:
+    def body(x: Tensor) -> Tensor:
+        small = x * 1e-30 * 1e-10
+        return (small * 1e30).exp() * (small * 1e30 * 1e10)
+
+    assert_same(gradients(region_of(body), _flushing), gradients(body, _flushing))
+
+
+@every_region
+@pytest.mark.parametrize("set_globally", [True, False])
+def test_a_default_device_in_force_in_forward_alone(region_of: Callable[[Any], Any], set_globally: bool) -> None:
+    def on_meta() -> AbstractContextManager[Any]:
+        return set_by(torch.set_default_device, "meta", None) if set_globally else torch.device("meta")
+
+    def body(x: Tensor) -> Tensor:
+        made = torch.rand(SIZE)
+        assert made.device.type == "meta"
+        assert torch.ones(2).sin().device.type == "meta"
+        return x.exp().cos() * x
+
+    assert_same(gradients(region_of(body), on_meta), gradients(body, on_meta))
+
+    def on_cpu(x: Tensor) -> Tensor:
+        return x * torch.rand(SIZE).sin() * torch.arange(SIZE).cos()
+
+    assert_same(gradients(region_of(on_cpu), nullcontext, on_meta), gradients(on_cpu, nullcontext, on_meta))
+
+
+@pytest.fixture
+def unwarned() -> Iterator[None]:
+    region._goes_without.cache_clear()
+    yield
+    region._goes_without.cache_clear()
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "elementwise",
+        "hook",
+        "full",
+        "auto",
+        "kernel",
+        {
+            "rules": [
+                {"match": "**.mlp", "action": "keep"},
+                {"match": "layers.*", "action": "recompute", "via": "hook"},
+            ]
+        },
+    ],
+    ids=["elementwise", "hook", "full", "auto", "kernel", "keep"],
+)
+def test_a_forward_without_saved_tensor_hooks_runs_as_without_a_policy_and_says_so_once(policy: Any) -> None:
+    ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCABULARY
+    plain, ours = _a_module("none"), _a_module(policy)
+    with disable_saved_tensors_hooks("no hooks here"):
+        plain(ids).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                ours.zero_grad()
+                ours(ids).sum().backward()
+    assert len([each for each in caught if "saved-tensor hooks are disabled" in str(each.message)]) == 1
+    for expected, actual in zip(plain.parameters(), ours.parameters(), strict=True):
+        if policy == "kernel":  # which rounds in its own way
+            torch.testing.assert_close(actual.grad, expected.grad)
+        else:
+            assert actual.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(actual.grad, expected.grad)
+
+
+@every_region
+def test_a_backward_without_saved_tensor_hooks(region_of: Callable[[Any], Any]) -> None:
+    def without() -> AbstractContextManager[None]:
+        return disable_saved_tensors_hooks("no hooks here")
+
+    assert_same(gradients(region_of(_chain), nullcontext, without), gradients(_chain, nullcontext, without))
+    with without():
+        assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() == "no hooks here"

@@ -315,9 +315,18 @@ def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> N
     book.enter(y, recipe, 0)
     assert book.handle(torch.ones(4, 4)) is None
     assert book.handle(y.view(torch.int32)) is None, "other bytes"
-    assert bits(book.handle(y).get()) == bits(y)
-    assert bits(book.handle(y.t()[1:]).get()) == bits(y.t()[1:])
+    assert bits(book.handle(y).get()) == bits(y.clone())
+    assert bits(book.handle(y.t()[1:]).get()) == bits(y.t()[1:].clone())
     book.forget(y[0])
+    assert book.handle(y) is None
+
+
+def test_a_book_drops_nothing_that_has_become_an_array() -> None:
+    book, cube = RecipeBook(), Cube()
+    y = torch.ones(4, 4)
+    book.enter(y, OpRecipe(Owner("op"), cube.again, (torch.ones(4, 4), 1.0), name="cube"), 0)
+    assert book.handle(y) is not None
+    y.numpy()[:] = 2
     assert book.handle(y) is None
 
 

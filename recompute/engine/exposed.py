@@ -1,0 +1,113 @@
+"""Memory that others can write to without an op: what was handed out as an array, a capsule or an address.
+
+Whoever has an array or an address may write at any time, and no dispatcher sees it. So a tape holds a tensor whose
+memory has been handed out as autograd would hold it, and runs nothing again that reads it.
+
+torch itself marks the storage of an array: it cannot be resized any more. That tells of every array made in the past,
+also by ``torch.from_numpy``. What is handed out while a tape runs is noticed by wrapping the few methods that do it.
+Nothing here sees a C++ extension that takes the tensor itself and writes to it without saying so.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from recompute.engine.recipe import local
+
+_ARRAYS: tuple[tuple[Any, str], ...] = (
+    (Tensor, "numpy"),  # which ``__array__`` and ``np.asarray`` call
+    (Tensor, "__dlpack__"),  # which leaves no mark
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch, "to_dlpack"),
+)
+_ADDRESSES: tuple[tuple[Any, str], ...] = (
+    (Tensor, "data_ptr"),  # which ``__cuda_array_interface__`` and Triton's launches call
+    (torch.UntypedStorage, "data_ptr"),  # and a TypedStorage's
+    (torch.UntypedStorage, "__setitem__"),
+    (torch.UntypedStorage, "fill_"),
+)
+
+_IMPORTS: tuple[tuple[Any, str], ...] = ((torch, "from_numpy"),)
+
+_lock = threading.Lock()
+_is_watching = False
+_exposed: dict[int, StorageWeakRef] = {}
+"""What tapes have seen handed out, by the address of its StorageImpl, which the weak reference keeps from being reused
+(invariant 3)."""
+_most = 256
+
+
+def watch() -> None:
+    """Have tapes told, from now on, of memory that is handed out while they run."""
+    global _is_watching
+    if _is_watching:
+        return
+    with _lock:
+        if not _is_watching:
+            for doors, is_array in ((_ARRAYS, True), (_ADDRESSES, False)):
+                for place, name in doors:
+                    setattr(place, name, _telling(getattr(place, name), is_array))
+            for place, name in _IMPORTS:
+                setattr(place, name, _taking(getattr(place, name)))
+            _is_watching = True
+
+
+def _telling(door: Callable[..., Any], is_array: bool) -> Callable[..., Any]:
+    leaves_no_mark = is_array and door.__name__ != "numpy"
+
+    @functools.wraps(door)
+    def method(memory: Any, *args: Any, **kwargs: Any) -> Any:
+        if local.spans:
+            for span in local.spans:
+                span.hand_out(memory, is_array)
+        elif leaves_no_mark and type(memory) is Tensor and memory.layout is torch.strided:
+            expose(memory.untyped_storage())
+        return door(memory, *args, **kwargs)
+
+    return method
+
+
+def _taking(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(door)
+    def function(array: Any) -> Tensor:
+        tensor = door(array)
+        for span in local.spans:
+            span.take_in(tensor)
+        return tensor
+
+    return function
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """A tensor that sees all of a storage."""
+    local.regenerating += 1  # not a step
+    try:
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    finally:
+        local.regenerating -= 1
+
+
+def expose(storage: torch.UntypedStorage) -> None:
+    """Remember, for as long as it lives, that others may write to a storage."""
+    global _most
+    with _lock:
+        if len(_exposed) >= _most:
+            for key in [key for key, reference in _exposed.items() if reference.expired()]:
+                del _exposed[key]
+            _most = max(256, 2 * len(_exposed))
+        _exposed[storage._cdata] = StorageWeakRef(storage)
+
+
+def is_exposed(storage: torch.UntypedStorage, *, is_own: bool = False) -> bool:
+    """Whether others may write to a storage without an op.
+
+    is_own: not by the mark of an array, as it is one that the code which runs has itself made into a tensor.
+    """
+    return storage._cdata in _exposed or not (is_own or storage.resizable())

@@ -1,0 +1,177 @@
+"""Other people's ``TorchDispatchMode`` and ``TorchFunctionMode`` objects, which may change what an op gives.
+
+A mode that is in force in forward need not be in backward, nor the other way round, and nothing tells one that counts
+ops from one that adds noise to them. So what is torch's own, or ours, is trusted, and of others nothing is assumed:
+a tape goes beneath them, where it sees what they make of an op; what the engine itself does with tensors is hidden from
+them; and what runs again is shown to them, but what they make of it counts for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TRUSTED = ("torch.", "recompute.")
+
+_C = torch._C
+count_function_modes = _C._len_torch_function_stack
+count_dispatch_modes = _C._len_torch_dispatch_stack
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.hidden: list[Any] = []
+
+
+_local = _Local()
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes in force, innermost last; without those of torch that are beneath all others."""
+    modes = map(_C._get_dispatch_stack_at, range(count_dispatch_modes()))
+    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
+
+
+def function_modes() -> list[Any]:
+    """The function modes in force, innermost last: ``torch.device`` and ``set_default_device`` are such."""
+    return [_C._get_function_stack_at(index) for index in range(count_function_modes())]
+
+
+def is_foreign(mode: Any) -> bool:
+    """Whether nobody knows what a mode does to the ops that it sees."""
+    return not type(mode).__module__.startswith(_TRUSTED)
+
+
+def are_others_in_force() -> bool:
+    """Whether there is a foreign mode, which would see, and might change, what the engine does with tensors."""
+    functions, ops = count_function_modes(), count_dispatch_modes()
+    if not functions and not ops:
+        return False
+    modes = [_C._get_function_stack_at(index) for index in range(functions)]
+    return any(map(is_foreign, modes + [_C._get_dispatch_stack_at(index) for index in range(ops)]))
+
+
+def are_hidden() -> bool:
+    """Whether ``unseen`` hides from a mode here."""
+    return bool(_local.hidden)
+
+
+def put_beneath(mode: Any) -> None:
+    """Move a mode that was entered last to beneath the foreign ones."""
+    modes = dispatch_modes()
+    first = next((index for index, other in enumerate(modes) if is_foreign(other)), None)
+    if first is not None:
+        _put_dispatch_modes([*modes[:first], mode, *modes[first:-1]])
+
+
+def put_on_top(mode: Any) -> None:
+    """Move a mode back to where it was entered."""
+    modes = dispatch_modes()
+    if modes[-1] is not mode:
+        _put_dispatch_modes([*(other for other in modes if other is not mode), mode])
+
+
+def _put_dispatch_modes(modes: Sequence[Any]) -> None:
+    for _ in dispatch_modes():
+        _C._pop_torch_dispatch_stack(None)
+    for mode in modes:
+        _C._push_on_torch_dispatch_stack(mode)
+
+
+def _put_function_modes(modes: Sequence[Any]) -> None:
+    for _ in range(count_function_modes()):
+        _C._pop_torch_function_stack()
+    for mode in modes:
+        _C._push_on_torch_function_stack(mode)
+
+
+def _trusted(modes: list[Any]) -> list[Any]:
+    return [mode for mode in modes if not is_foreign(mode)]
+
+
+@contextmanager
+def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
+    """Under just these modes, and those of torch that are beneath all others."""
+    present = dispatch_modes(), function_modes()
+    _put_dispatch_modes(dispatch)
+    _put_function_modes(functions)
+    try:
+        yield
+    finally:
+        _put_dispatch_modes(present[0])
+        _put_function_modes(present[1])
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """For what the engine itself does with tensors: no mode but those that are trusted sees it, or changes it."""
+    modes = dispatch_modes()
+    before = _local.hidden
+    with under(_trusted(modes), _trusted(function_modes())):
+        _local.hidden = before + list(filter(is_foreign, modes))
+        try:
+            yield
+        finally:
+            _local.hidden = before
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def out_of_sight() -> AbstractContextManager[None]:
+    """``unseen``, if there is anyone to see."""
+    if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+        return unseen()
+    return _NOTHING
+
+
+def hidden(method: F) -> F:
+    """A method of the engine that runs ``unseen``."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> Any:
+        if are_others_in_force():
+            with unseen():
+                return method(*args)
+        return method(*args)
+
+    return run  # type: ignore[return-value]
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """For what runs again, inside of ``unseen``: the modes hidden from see it."""
+    with under([*dispatch_modes(), *_local.hidden], function_modes()):
+        yield
+
+
+class Modes:
+    """The modes under which a frame runs, other than trusted dispatch modes."""
+
+    __slots__ = ("_dispatch", "_functions")
+
+    def __init__(self) -> None:
+        self._dispatch = list(filter(is_foreign, dispatch_modes())) if count_dispatch_modes() else []
+        self._functions = function_modes() if count_function_modes() else []
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Under them, and under the dispatch modes in force now, which see all that backward does."""
+        present = [*dispatch_modes(), *_local.hidden]
+        missing = [mode for mode in self._dispatch if mode not in present]
+        if not missing and not _local.hidden and self._functions == function_modes():
+            yield
+            return
+        before, _local.hidden = _local.hidden, []
+        try:
+            with under([*present, *missing], self._functions):
+                yield
+        finally:
+            _local.hidden = before

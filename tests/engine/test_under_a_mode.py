@@ -1,0 +1,133 @@
+"""Under a tape, which is a dispatch mode, forward is bit for bit what it is without, whatever else is in force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import Holder, assert_as_plain, bits, holding, policy, tokens
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+import recompute
+from recompute.engine.saved import Owner
+from recompute.engine.setting import Setting
+from recompute.engine.tape import TapeRegion
+from recompute.errors import UnsupportedError
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+def _autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@contextmanager
+def _autocast_and(other: Around) -> Iterator[None]:
+    with _autocast(), other():
+        yield
+
+
+AROUND: dict[str, Around] = {
+    "nothing": nullcontext,
+    "autocast": _autocast,
+    "inference mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast and no_grad": lambda: _autocast_and(torch.no_grad),
+    "autocast and inference mode": lambda: _autocast_and(torch.inference_mode),
+}
+UNSTEADY = ("empty", "new_empty", "linalg.lstsq", "jiterator")
+"""Their results, or parts of them, are memory as it was, or they need CUDA."""
+ROUNDS_OTHERWISE = ("linalg.svdvals", "linalg.cond", "linalg.eigvalsh", "norm.nuc")
+"""Of what takes no gradients, torch computes vectors too, as soon as any mode is on: another LAPACK routine."""
+CAST_INSIDE = {
+    *("nn.functional.bilinear", "linalg.pinv", "linalg.pinv.hermitian"),
+    *("einsum", "tensordot", "cov", "corrcoef", "linalg.matrix_power", "linalg.multi_dot"),  # under inference mode
+}
+"""All ops of torch of which a mode changed a sample under autocast, in torch 2.13."""
+
+
+def name_of(info: Any) -> str:
+    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
+
+
+def outcome(function: Callable[..., Any], args: Any, kwargs: Any, around: str, tape: bool) -> list[Any]:
+    """The bits of all results and gradients, or the error."""
+    args, kwargs = tree_map(_fresh, (args, kwargs))
+    torch.manual_seed(0)
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with AROUND[around]():
+            return function(*args, **kwargs)
+
+    try:
+        result = TapeRegion(Setting(Owner("the sample"))).run(inside, args, kwargs) if tape else inside(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        found = [bits(leaf) for leaf in results]
+        ends = [leaf for leaf in results if leaf.requires_grad and "inference" not in around]
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if ends and leaves:
+            grads = torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
+            found += [bits(grad) for grad in grads]
+    except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
+        return [type(error)]
+    return found
+
+
+def _fresh(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def sampled() -> list[Any]:
+    """Those ops that are known to need something, and some others."""
+    infos = [info for info in op_db if torch.float32 in info.dtypes and not name_of(info).startswith(UNSTEADY)]
+    known = [info for info in infos if name_of(info) in CAST_INSIDE]
+    assert {name_of(info) for info in known} == CAST_INSIDE
+    return known + random.Random(0).sample([info for info in infos if info not in known], 30)
+
+
+def test_a_sample_of_torchs_ops_under_autocast_and_other_modes() -> None:
+    different = []
+    for info in sampled():
+        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32, requires_grad=True), 1):
+            for around in AROUND:
+                call = (info.op, (sample.input, *sample.args), sample.kwargs, around)
+                if outcome(*call, tape=True) != outcome(*call, tape=False):
+                    different.append((name_of(info), around))
+    assert [found for found in different if found[0] not in ROUNDS_OTHERWISE] == []
+
+
+def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recompute.engine.tape.CASTS_INSIDE", frozenset())
+    args = (torch.randn(5, 4), torch.randn(5, 6), torch.randn(3, 4, 6, requires_grad=True))
+    call = (nn.functional.bilinear, args, {}, "autocast")
+    assert outcome(*call, tape=True) != outcome(*call, tape=False)
+
+
+@pytest.mark.parametrize("around", ["nothing", "autocast"])
+def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.bilinear = nn.Linear(8, 8), nn.Linear(8, 8), nn.Bilinear(8, 8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.bilinear(self.first(x).float().sin(), self.second(x).float().tanh())
+            return y.exp().sin() * y.sigmoid()
+
+    assert_as_plain(Holder(Model()), policy(("inside", "recompute")), tokens(), around=AROUND[around])
+
+
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    for function in (torch.pinverse, lambda x: torch.linalg.pinv(x, rtol=1e-6)):
+        model = holding(lambda self, x: function(x.float()))  # noqa: B023
+        recompute.apply(model, policy(("inside", "recompute")))
+        with _autocast(), pytest.raises(UnsupportedError, match=r"^in inside.*pinverse.*enabled=False"):
+            model(tokens())
+        model(tokens()).sum().backward()
