@@ -33,6 +33,7 @@ FLOORS = {
     "recompute.recognize": 4,
     "recompute.rotary": 4,
     "recompute.deferred": 4,
+    "recompute.accounts": 4,
     "recompute.kernel_runners": 4,
     "recompute.selection": 4,
     "recompute.verification": 5,
