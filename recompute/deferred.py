@@ -400,7 +400,7 @@ class Logits(Deferred):
             then = (*stages, number)
         else:
             return NotImplemented
-        capped_nbytes = self.numel() * self.itemsize if function in _TANHS else self._head.capped_nbytes
+        capped_nbytes = self.numel() * self.dtype.itemsize if function in _TANHS else self._head.capped_nbytes
         head = replace(self._head, stages=then, capped_nbytes=capped_nbytes)
         return self._then(lambda value: function(value, *rest), head)
 

@@ -79,8 +79,8 @@ _HEADERS = (
     *(f"{what} in all" for what in _BYTES.values()),
 )
 _LEGEND = (
-    "bytes; eager: what these modules hold for backward without the policy; a forward: of one module; in all: of all "
-    "their forwards, as stats() counts"
+    "Bytes. eager: what a module holds for backward without the policy. a forward: of one module. in all: of all "
+    "forwards of all modules, as stats() counts."
 )
 
 
@@ -107,7 +107,7 @@ def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
         )
     align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(_BYTES)))
     table = tabulate(rows, _HEADERS, disable_numparse=True, colalign=align if rows else None)
-    return "\n\n".join([f"policy {policy.name} ({_LEGEND})\n{table}", *details])
+    return "\n\n".join([f"policy {policy.name}\n{table}\n{_LEGEND}", *details])
 
 
 def _counts(totals: Mapping[str, int]) -> list[str]:

@@ -242,7 +242,7 @@ def summary(text: str) -> dict[str, dict[str, str]]:
     at = next(index for index, line in enumerate(lines) if line.startswith("---"))
     edges = [slice(*match.span()) for match in re.finditer("-+", lines[at])]
     headers = [lines[at - 1][edge].strip() for edge in edges]
-    rows = [[line[edge].strip() for edge in edges] for line in lines[at + 1 :] if line[: edges[0].stop].strip()]
+    rows = [[line[edge].strip() for edge in edges] for line in lines[at + 1 : -1]]
     return {row[0]: dict(zip(headers, row, strict=True)) for row in rows}
 
 
