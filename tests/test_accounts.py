@@ -43,6 +43,7 @@ def counted(model: nn.Module, policy: Any, run: Callable[[], Any]) -> tuple[Stat
         return stats, held(model, run)
 
 
+@pytest.mark.filterwarnings("ignore:.*governs no module")  # of Mixtral, which has experts and no MLP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "mixtral"])
 def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.dtype) -> None:

@@ -305,3 +305,12 @@ def test_a_name_that_names_no_factory_is_told(own: Path, name: str, message: str
     code, output = command("verify", "elementwise", "--model", name, "--device", "cpu")
     assert code == 2
     assert re.search(message, " ".join(output.split()))
+
+
+def test_the_name_is_a_function_whichever_module_was_imported_first() -> None:
+    from recompute import ablation
+
+    assert callable(recompute.ablate)
+    assert recompute.ablation is ablation
+    with pytest.raises(AttributeError, match="no attribute 'ablat'"):
+        recompute.ablat  # noqa: B018

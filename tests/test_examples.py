@@ -228,7 +228,7 @@ def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_every_example_is_run_here() -> None:
     run_here = {"train_llama.py", "compile_llama.py", "decorate_module.py", "estimate_against_measured.py"}
-    run_here |= {"train_with_trainer.py", "train_with_lightning.py"}
+    run_here |= {"train_with_trainer.py", "train_with_lightning.py", "compare_policies.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
     shared = {"comparing.py"}
     assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == shared | {f"{name}.py" for name in DISTRIBUTED}

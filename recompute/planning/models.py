@@ -137,8 +137,8 @@ def _read(source: str) -> transformers.PretrainedConfig:
         return transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{source}: expected an ablation's .yaml file, a config.json or its folder, a model's name, or "
-            f"package.module:factory; {error}"
+            f"{source}: expected an ablation's .yaml file, a config.json or its folder, or a model's name (or "
+            f"package.module:factory); {error}"
         ) from error
 
 
