@@ -250,6 +250,15 @@ def _logits_nbytes(logits_bytes: float | None, tokens: int, vocabulary: int, ite
     return int(min(logits_bytes, tokens * itemsize * (vocabulary + 64)))
 
 
+def held_nbytes(hidden: Tensor, weight: Tensor) -> int:
+    """Bytes that ``linear_cross_entropy(hidden, weight, …)`` holds beside its arguments until the first backward."""
+    tokens, itemsize = hidden.numel() // hidden.shape[-1], hidden.dtype.itemsize
+    logits_nbytes = _logits_nbytes(None, tokens, len(weight), itemsize)
+    plan = _plan(tokens, len(weight), weight.shape[1], itemsize, logits_nbytes, True, weight.requires_grad)
+    elements = plan.beside * tokens * plan.stride + (weight.numel() if plan.in_gradient else 0)
+    return elements * itemsize + 2 * tokens * wide_dtype(hidden).itemsize
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 

@@ -1,34 +1,25 @@
-"""Trains one model from one seed under each of several policies; compares memory, time, losses, gradients."""
+"""Trains a Llama on text under each of several policies, as a configuration file says."""
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import statistics
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from recompute.errors import AblationError
-from recompute.peers import BASELINE, COMPILED, Peer, is_peer, under
+from recompute.peers import BASELINE, COMPILED, Peer
 from recompute.planning import profiling
-from recompute.policy.loading import load_policy
-from recompute.verification import Widened, deterministic, relative_error, same_bits
-
-Progress = Callable[[str, int, int], None]
-"""Called after each training step with what is running, the steps done and the steps in all."""
+from recompute.trials import Experiment, Progress, Row, recorded, resolve_device
 
 _VOCABULARY = 256  # byte-level
 _TEXT_NBYTES = 4 << 20  # of the standard library: more than a run's batches can visit
@@ -109,48 +100,6 @@ def default_config(device: str = "auto") -> AblationConfig:
     return config.model_copy(update={"device": device})
 
 
-def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here. Raises `AblationError` where there is no such."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise AblationError("device is cuda, but torch finds no CUDA device; use auto or cpu")
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one policy (or peer) did at one sequence length. If it failed, `error` says how; the rest is None.
-
-    `step_seconds` is the median of forward, backward and optimizer together. `forward_cpu_seconds` is the median
-    of the time that launching forward takes the CPU, and None where the CPU runs it.
-
-    Comparisons are with the baseline, and None where the baseline failed. An error is ‖g - r‖ / ‖r‖, over all
-    parameters together, of a gradient g to the baseline's r; `loss_error` is the largest of all steps.
-
-    An `exact` policy promises the baseline's bits: `grads_match` tells whether the gradients of the first
-    and of the last step have them. Any other rounds in its own way: there it tells whether `grad_error` is at
-    most `grad_tolerance`, twice the error of the baseline's own gradient to the same model's in float64 (in
-    float32 for a bfloat16 model), for each of the two may be that far from it. `grad_error` is the first
-    step's, whose weights are still equal.
-    """
-
-    policy: str
-    sequence_length: int
-    exact: bool | None = None
-    activation_bytes_held: int | None = None
-    peak_bytes: int | None = None
-    bytes_per_token_layer_hidden: float | None = None
-    step_seconds: float | None = None
-    forward_cpu_seconds: float | None = None
-    losses: tuple[float, ...] | None = None
-    losses_match: bool | None = None
-    loss_error: float | None = None
-    grads_match: bool | None = None
-    grad_error: float | None = None
-    grad_error_last: float | None = None
-    grad_tolerance: float | None = None
-    error: str | None = None
-
-
 def run(config: AblationConfig, out: Path, *, command: str, progress: Progress) -> Iterator[Row]:
     """Train under each policy at each sequence length, and yield each row once ``out/results.json`` holds it.
 
@@ -160,23 +109,16 @@ def run(config: AblationConfig, out: Path, *, command: str, progress: Progress) 
     """
     device = resolve_device(config.device)
     source, text = load_text(config.text)
+    if len(text) < (longest := max(config.sequence_lengths)):
+        raise AblationError(f"{source}: expected a text of at least {longest} bytes; found {len(text)}")
     results: dict[str, Any] = {
         "command": command,
         "complete": False,
         "machine": profiling.describe_machine(device),
         "config": config.model_dump(mode="json"),
         "text": {"source": source, "nbytes": len(text)},
-        "rows": [],
     }
-    if len(text) < (longest := max(config.sequence_lengths)):
-        raise AblationError(f"{source}: expected a text of at least {longest} bytes; found {len(text)}")
-    out.mkdir(parents=True, exist_ok=True)
-    _write(results, out / "results.json")
-    for row in _rows(config, text, device, progress):
-        results["rows"].append(asdict(row))
-        _write(results, out / "results.json")
-        yield row
-    _write({**results, "complete": True}, out / "results.json")
+    yield from recorded(results, _rows(config, text, device, progress), out)
 
 
 def load_text(path: Path | None) -> tuple[str, bytes]:
@@ -194,143 +136,33 @@ def load_text(path: Path | None) -> tuple[str, bytes]:
     return f"standard library of Python {sys.version.split()[0]}", bytes(text[:_TEXT_NBYTES])
 
 
-def _write(results: dict[str, Any], path: Path) -> None:
-    unfinished = path.with_suffix(".json.part")
-    unfinished.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-
-
-@dataclass(frozen=True)
-class _Training:
-    losses: tuple[float, ...]
-    step_seconds: float
-    forward_cpu_seconds: float
-    first_gradient: tuple[Tensor, ...]
-    last_gradient: tuple[Tensor, ...]
-
-
-@dataclass
-class _Experiment:
-    """What every policy has in common at one sequence length, and the baseline's training once it has run."""
-
-    config: AblationConfig
-    batches: Tensor  # (steps, batch, sequence), int64
-    progress: Progress
-    baseline: _Training | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.batches.device
-
-    def loss(self, model: LlamaForCausalLM, batch: Tensor) -> Tensor:
-        """The model's own; of the layers alone a sum of what the last one gives, which holds nothing for backward."""
-        if self.config.step == "training":
-            return model(input_ids=batch, labels=batch).loss
-        hidden = model.get_decoder()(input_ids=batch).last_hidden_state
-        weights = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
-        return F.linear(hidden, weights[None]).mean()
-
-    @cached_property
-    def grad_tolerance(self) -> float:
-        """Twice the relative error of the baseline's first gradient, to the same model's in a wider dtype."""
-        assert self.baseline is not None, "a tolerance is earned by the baseline's error"
-        # For bfloat16, float32 is exact enough, and has the fused attention without which memory runs out.
-        wider = torch.float32 if self.config.dtype == "bfloat16" else torch.float64
-        model = build_model(self.config, self.device)
-        nn.Module.to(model, wider)
-        with Widened(wider):
-            self.loss(model, self.batches[0]).backward()
-        return 2 * relative_error(self.baseline.first_gradient, _gradient(model))
-
-
 def _rows(config: AblationConfig, text: bytes, device: torch.device, progress: Progress) -> Iterator[Row]:
     for length in config.sequence_lengths:
-        experiment = _Experiment(config, sample_batches(config, text, length).to(device), progress)
-        for policy in config.treatments():
-            gc.collect()  # Hugging Face modules form reference cycles: no model may outlive its row
-            yield _row(experiment, policy)
+        experiment = Experiment(
+            make=lambda: build_model(config, device),
+            loss=partial(_loss, config),
+            batches=sample_batches(config, text, length).to(device).unbind(),
+            optimizer=partial(AdamW, lr=config.learning_rate, fused=True),
+            device=device,
+            progress=progress,
+            # For bfloat16, float32 is exact enough, and has the fused attention without which memory runs out.
+            wider=torch.float32 if config.dtype == "bfloat16" else torch.float64,
+            warmup=config.warmup,
+            updates=config.step == "training",
+            seed=config.seed,
+            sequence_length=length,
+            token_elements=config.batch_size * length * config.model.layers * config.model.hidden_size,
+        )
+        yield from experiment.rows(config.treatments())
 
 
-def _row(experiment: _Experiment, policy: str) -> Row:
-    try:
-        return _measure(experiment, policy)
-    except Exception as error:
-        # What fails may be the user's policy file, our code, Triton or memory. Whatever it is belongs in this
-        # row, because the other policies still deserve theirs. Ctrl-C is not an Exception: it ends the run.
-        length = experiment.batches.shape[-1]
-        return Row(policy, length, error=f"{type(error).__name__}: {error}")
-
-
-def _measure(experiment: _Experiment, policy: str) -> Row:
-    config, device = experiment.config, experiment.device
-    exact = _is_exact(policy)
-    tolerance = 0.0 if exact else experiment.grad_tolerance if experiment.baseline else None
-    model = build_model(config, device)
-    with under(policy, model):
-        optimizer = AdamW(model.parameters(), lr=config.learning_rate, fused=True)
-        with deterministic(device.type == "cuda"):
-            trained = _train(experiment, model, optimizer, policy)
-        timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
-        memory = profiling.step_memory(partial(experiment.loss, model, experiment.batches[-1]), device)
-    if policy == BASELINE:
-        experiment.baseline = trained
-
-    length = experiment.batches.shape[-1]
-    elements = config.batch_size * length * config.model.layers * config.model.hidden_size
-    row = Row(
-        policy,
-        length,
-        exact=exact,
-        activation_bytes_held=memory.activation_bytes_held,
-        peak_bytes=memory.peak_bytes,
-        bytes_per_token_layer_hidden=memory.activation_bytes_held / elements,
-        step_seconds=timed.step_seconds,
-        forward_cpu_seconds=timed.forward_cpu_seconds if device.type == "cuda" else None,
-        losses=trained.losses,
-    )
-    return _compared(row, trained, experiment.baseline, tolerance) if experiment.baseline else row
-
-
-def _compared(row: Row, trained: _Training, baseline: _Training, tolerance: float | None) -> Row:
-    first_matches, first_error = _compare(trained.first_gradient, baseline.first_gradient)
-    last_matches, last_error = _compare(trained.last_gradient, baseline.last_gradient)
-    if not row.exact:
-        first_matches, last_matches = tolerance is not None and first_error <= tolerance, True
-    return replace(
-        row,
-        losses_match=trained.losses == baseline.losses,
-        loss_error=max(abs(a - b) / abs(b) for a, b in zip(trained.losses, baseline.losses, strict=True)),
-        grads_match=first_matches and last_matches,
-        grad_error=first_error,
-        grad_error_last=last_error,
-        grad_tolerance=tolerance,
-    )
-
-
-def _train(experiment: _Experiment, model: LlamaForCausalLM, optimizer: Optimizer, policy: str) -> _Training:
-    config, device = experiment.config, experiment.device
-    losses, seconds, forward_seconds, gradients = [], [], [], []
-    for step, batch in enumerate(experiment.batches):
-        optimizer.zero_grad()
-        start, cpu_start = profiling.wall_seconds(device), profiling.thread_seconds()
-        loss = experiment.loss(model, batch)
-        forward_seconds.append(profiling.thread_seconds() - cpu_start)
-        loss.backward()
-        if config.step == "training":
-            optimizer.step()
-        seconds.append(profiling.wall_seconds(device) - start)
-        losses.append(loss.item())
-        if step in (0, config.steps - 1):
-            gradients.append(_gradient(model))
-        experiment.progress(f"{policy}, sequence {batch.shape[-1]}", step + 1, config.steps)
-    warmup = min(config.warmup, config.steps - 1)
-    return _Training(
-        losses=tuple(losses),
-        step_seconds=statistics.median(seconds[warmup:]),
-        forward_cpu_seconds=statistics.median(forward_seconds[warmup:]),
-        first_gradient=gradients[0],
-        last_gradient=gradients[-1],
-    )
+def _loss(config: AblationConfig, model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+    """The model's own; of the layers alone a sum of what the last one gives, which holds nothing for backward."""
+    if config.step == "training":
+        return model(input_ids=batch, labels=batch).loss
+    hidden = model.get_decoder()(input_ids=batch).last_hidden_state
+    weights = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+    return F.linear(hidden, weights[None]).mean()
 
 
 def build_model(config: AblationConfig, device: torch.device) -> LlamaForCausalLM:
@@ -360,25 +192,3 @@ def sample_batches(config: AblationConfig, text: bytes, length: int) -> Tensor:
     starts = torch.randint(len(text) - length + 1, (config.steps, config.batch_size), generator=generator)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return data[starts[..., None] + torch.arange(length)].long()
-
-
-def _is_exact(policy: str) -> bool:
-    """Whether the policy promises the baseline's bits; kernels in a module's place, and compilers, round otherwise."""
-    if policy.endswith(COMPILED):
-        return False
-    if is_peer(policy):
-        return policy in ("torch-checkpoint", "torch-selective")
-    return all(rule.action != "recompute" or rule.via == "hook" for rule in load_policy(policy).rules)
-
-
-def _gradient(model: nn.Module) -> tuple[Tensor, ...]:
-    """A flat copy of each parameter's gradient, on the host; zeros where a policy left none."""
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return tuple(gradient.flatten().to("cpu", copy=True) for gradient in gradients)
-
-
-def _compare(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool, float]:
-    """Whether all bits are the same, and the relative error."""
-    if all(map(same_bits, gradient, reference)):
-        return True, 0.0
-    return False, relative_error(gradient, reference)

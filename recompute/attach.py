@@ -85,7 +85,7 @@ class AppliedPolicy:
         self._stopwatch: Stopwatch | None = None
 
     def stats(self) -> Stats:
-        """What was dropped and regenerated since the policy was applied; of a step, the difference of two.
+        """What was held, dropped and regenerated since the policy was applied; of a step, the difference of two.
 
         before = handle.stats()
         model(**batch).loss.backward()
@@ -113,9 +113,12 @@ class AppliedPolicy:
     def explain(self) -> str:
         """A table of which modules got which rule, and what a forward drops of them; then each tensor, and why.
 
-        Modules whose paths differ in their indices alone, and that are treated alike, share a line. Bytes are a mean
-        over the forward runs so far. The tensors are those of the last forward: what autograd saved, and what is held
-        only so that others come back.
+        Modules whose paths differ in their indices alone, and that are treated alike, share a line. A line has the
+        bytes of one module's forward, a mean over those so far, and the bytes of all forwards of all its modules. The
+        last line adds the latter up, to what ``stats()`` says.
+
+        The tensors are those of one module's last forward: what autograd saved in it, which of its outputs autograd
+        saved behind it, and what is held only so that others come back. What kernels save is counted and not listed.
         """
         return explanation(self.policy, self._attachments)
 

@@ -20,7 +20,14 @@ from rich.progress import Progress, track
 from rich.table import Table
 from typer.core import TyperGroup
 
-from recompute.errors import GradientMismatch, NoEffectError, PolicyWarning, RecomputeError, RegenerationError
+from recompute.errors import (
+    AblationError,
+    GradientMismatch,
+    NoEffectError,
+    PolicyWarning,
+    RecomputeError,
+    RegenerationError,
+)
 
 if TYPE_CHECKING:
     from recompute.planning.plans import Plan
@@ -84,15 +91,21 @@ def ablate(
     out: Annotated[Path, typer.Option(help="Folder to write to.", file_okay=False)] = Path("results/ablation"),
     device: Annotated[Device | None, typer.Option(help="Where to train.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps a policy.", min=1)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="package.module:factory, which returns a model and a batch, instead of a Llama and a text."),
+    ] = None,
 ) -> None:
     """Train one model under each of several policies, and compare memory, time, losses and gradients.
 
     Writes results.json, results.md and results.png. Exits with 1 if a policy failed or does not match.
     """
-    from recompute import ablation, report
+    from recompute import ablation, comparison, report
     from recompute.policy.document import load_document, validate
 
     where = device.value if device else "auto"
+    if model is not None and (config or text):
+        raise AblationError("expected a configuration with its text, or --model; found both")
     base = (
         load_document(ablation.AblationConfig, config, kind="configuration")
         if config
@@ -112,9 +125,15 @@ def ablate(
         def show(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
+        def tell(row: Any) -> None:
+            stderr.print(report.line(asdict(row)))
+
         try:
-            for row in ablation.run(settings, out, command=command, progress=show):
-                stderr.print(report.line(asdict(row)))
+            if model is not None:
+                comparison.of_named(model, policy, peer, steps, device=where, out=out, progress=show, on_row=tell)
+            else:
+                for row in ablation.run(settings, out, command=command, progress=show):
+                    tell(row)
         except KeyboardInterrupt:
             interrupted = True
 
@@ -141,7 +160,10 @@ class DType(str, Enum):
 
 
 PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
-_MODEL_HELP = "An ablation's .yaml (its model section), a config.json or its folder, or a name Hugging Face knows."
+_MODEL_HELP = (
+    "An ablation's .yaml (its model section), a config.json or its folder, a name Hugging Face knows, or "
+    "package.module:factory, a function that returns a model and a batch."
+)
 ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
 LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)]
 BatchOption = Annotated[int, typer.Option(help="Sequences or images.", min=1)]
@@ -165,11 +187,12 @@ def explain(
 
     rules = load_policy(policy)  # a mistake in it is told before anything heavy is imported
 
-    from recompute.planning.models import describe, imagined
+    from recompute.factories import call, describe
+    from recompute.planning.models import imagined
 
     with imagined(model, **_build_options(seq_len, batch_size, dtype, device)) as (network, batch):
         handle = apply(network, rules)
-        network(**batch)
+        call(network, batch)
         typer.echo(f"{describe(network, batch)}\n\n{handle.explain()}")
 
 
@@ -243,7 +266,8 @@ def verify(
 
     rules = recompute.load_policy(policy)
 
-    from recompute.planning.models import build, describe
+    from recompute.factories import describe
+    from recompute.planning.models import build
 
     network, batch = build(model, **_build_options(seq_len, batch_size, dtype, device))
     typer.echo(describe(network, batch))

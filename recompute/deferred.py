@@ -286,6 +286,9 @@ def _linear_operands(weight: Tensor, bias: Tensor | None = None) -> Operands:
     return weight, bias
 
 
+LossCounter = Callable[[Tensor, Tensor, int], None]
+"""Called after each loss with what the Linear was given, its weight, and the bytes that the loss did not hold."""
+
 LossObserver = Callable[[Tensor, Tensor, int], None]
 """Called with the arg-max and the target of each token, (tokens,) each, and with the target that has no loss."""
 
@@ -300,6 +303,9 @@ class _Head:
     stages: tuple[float, ...] = ()
     """What logits were divided by, if anything; once more if a tanh came then, and once more if a product did."""
     observe: LossObserver | None = None
+    count: LossCounter | None = None
+    capped_nbytes: int = 0
+    """What a tanh of the logits would hold."""
 
 
 class Logits(Deferred):
@@ -314,9 +320,15 @@ class Logits(Deferred):
     """Those that were made of one head's output, one of another."""
 
     @staticmethod
-    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, observe: LossObserver | None = None) -> Logits:
-        """observe: told of each loss that is computed without these."""
-        head = _Head(hidden, weight, bias, observe=observe)
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        observe: LossObserver | None = None,
+        count: LossCounter | None = None,
+    ) -> Logits:
+        """observe, count: told of each loss that is computed without these."""
+        head = _Head(hidden, weight, bias, observe=observe, count=count)
         return Logits._of(head, hidden.dtype, lambda: F.linear(hidden, weight, bias), [])
 
     @staticmethod
@@ -388,7 +400,9 @@ class Logits(Deferred):
             then = (*stages, number)
         else:
             return NotImplemented
-        return self._then(lambda value: function(value, *rest), replace(self._head, stages=then))
+        capped_nbytes = self.numel() * self.dtype.itemsize if function in _TANHS else self._head.capped_nbytes
+        head = replace(self._head, stages=then, capped_nbytes=capped_nbytes)
+        return self._then(lambda value: function(value, *rest), head)
 
     def _loss(
         self,
@@ -424,6 +438,9 @@ class Logits(Deferred):
             if head.observe is not None and loss.argmax is not None:
                 head.observe(loss.argmax, target, ignore_index)
             loss = loss.loss
+        if head.count is not None:  # of the logarithms of the probabilities, which autocast wants in float32
+            itemsize = 4 if _mode(self.device)[1] else self.dtype.itemsize
+            head.count(head.hidden, head.weight, self.shape.numel() * itemsize + head.capped_nbytes)
         return loss.to(self.dtype)
 
 

@@ -1,12 +1,11 @@
-"""Runners by which kernels stand in for what a module computes, and what finds the one that fits."""
+"""Runners by which kernels stand in for what a module computes."""
 
 from __future__ import annotations
 
-import inspect
 import re
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
@@ -15,27 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
+from recompute.accounts import Accounts, Held
 from recompute.deferred import Activated, Linears, Logits, LossObserver, Normed, Operands
 from recompute.engine.context import base_of
 from recompute.engine.recipe import is_fake, local, open_book
-from recompute.engine.region import is_recording
 from recompute.engine.saved import Owner, PassingBy, is_under_a_checkpoint
 from recompute.engine.sharded import has_layout
 from recompute.errors import warn
 from recompute.lowering import Lowering, is_lowered
-from recompute.recognize import (
-    GatedMLP,
-    Norm,
-    PreNormLayer,
-    find_activation,
-    find_gated_mlp,
-    find_norm,
-    find_pre_norm_layer,
-)
-from recompute.rotary import Rotary, find_rotary
-from recompute.runners import Forward, PlainRunner, Runner, is_active
+from recompute.recognize import GatedMLP, Norm, PreNormLayer
+from recompute.rotary import Rotary
+from recompute.runners import Forward, Runner, is_active
 
 _NOTHING = nullcontext()
 
@@ -48,6 +40,8 @@ class KernelRunner(ABC):
     fallback: Runner | None
     """Runs instead where the input is not on CUDA; None: the kernel's reference does."""
     note: str = field(init=False)
+    accounts: Accounts = field(init=False)
+    """Counts what the kernels hold for backward."""
     lowering: Lowering | None = field(default=None, init=False)
     """The rule in compiled code, where no runner around this has it."""
     stands_in_for_parts = False
@@ -59,6 +53,7 @@ class KernelRunner(ABC):
         return None
 
     def __post_init__(self) -> None:
+        self.accounts = Accounts(self.owner)
         self.note = f"kernel: {self._what()}"
         if self.fallback is not None:
             self.note += f" on CUDA, else {self.fallback.note}"
@@ -82,6 +77,8 @@ class KernelRunner(ABC):
         if self.fallback is None or self.is_where_kernels_are(args, kwargs):
             if self.lowering is not None and is_lowered(module):
                 return self.lowering.run(self.run_kernel, (module, forward, args, kwargs), {})
+            if not is_compiling:
+                self.owner.outside = []
             return self.run_kernel(module, forward, args, kwargs)
         return self.fallback.run(module, forward, args, kwargs)
 
@@ -112,8 +109,10 @@ class KernelNormRunner(KernelRunner):
         weight = self.norm.weight_of(module)
         if weight is not None and weight.shape != x.shape[-1:]:
             return forward(*args, **kwargs)  # broadcast, which the kernel does not do
+        eps, casting = self.norm.eps, self.norm.casting
+        self.accounts.add((base_of(module),), x, [weight], lambda x: rms_norm(x, weight, eps, casting), forward)
         with _Owned(self.owner):
-            return rms_norm(x, weight, self.norm.eps, self.norm.casting)
+            return rms_norm(x, weight, eps, casting)
 
 
 @dataclass
@@ -131,18 +130,19 @@ class KernelMLPRunner(KernelRunner):
         if (linears := self.mlp.linears(module)) is None:
             return forward(*args, **kwargs)  # an adapter or a hook has come since the policy was applied
         x = _only_argument(args, kwargs)
-        gate, up, down = linears
+        activation = self.mlp.activation
+        weights, biases = operands_of(linears)
+
+        def run(x: Tensor) -> Tensor:
+            return gated_mlp(x, *weights, activation, **biases)
+
+        self.accounts.add((base_of(module), activation), x, [*weights, *biases.values()], run, forward)
         with _Owned(self.owner):
-            return gated_mlp(
-                x,
-                gate.weight,
-                None if up is None else up.weight,
-                down.weight,
-                self.mlp.activation,
-                gate_bias=gate.bias,
-                up_bias=None if up is None else up.bias,
-                down_bias=down.bias,
-            )
+            return run(x)
+
+
+MLPLinears = tuple[nn.Linear, nn.Linear | None, nn.Linear]
+"""Gate, up and down; one that is packed has no up."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,22 @@ class MLP:
     module: nn.Module
     """The activation's."""
 
-    def linears(self, mlp: nn.Module) -> tuple[nn.Linear, nn.Linear | None, nn.Linear] | None:
+    def linears(self, mlp: nn.Module) -> MLPLinears | None:
         """Gate, up and down; None where they, or the activation, are not what they were, or have hooks."""
         parts = self.parts
         modules = mlp._modules
         gate, up, down = modules[parts.gate], modules[parts.up] if parts.up else None, modules[parts.down]
-        if modules[parts.activation] is not self.module or _is_hooked(self.module):
+        if modules[parts.activation] is not self.module or is_hooked(self.module):
             return None
         is_plain = is_plain_linear(gate) and (up is None or is_plain_linear(up)) and is_plain_linear(down)
         return (gate, up, down) if is_plain else None  # type: ignore[return-value]
+
+
+def operands_of(linears: MLPLinears) -> tuple[tuple[Tensor, Tensor | None, Tensor], dict[str, Any]]:
+    """The weights and, by what the kernels call them, the biases."""
+    gate, up, down = linears
+    weights = gate.weight, None if up is None else up.weight, down.weight
+    return weights, {"gate_bias": gate.bias, "up_bias": None if up is None else up.bias, "down_bias": down.bias}
 
 
 @dataclass
@@ -181,6 +188,10 @@ class KernelLayerRunner(KernelRunner):
     _linears: Linears = field(default_factory=Linears, init=False)
     _records: bool = field(default=True, init=False)
     """Whether anything inside can be dropped by the scope around: not known before the first run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._kinds = tuple([base_of(part) for reference in self.parts if (part := reference()) is not None])
 
     @property
     def variant(self) -> Hashable:
@@ -201,50 +212,91 @@ class KernelLayerRunner(KernelRunner):
         return result
 
     def _run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.add_rms_norm import add_rms_norm
-        from recompute.kernels.norm_linears import norm_linears
-        from recompute.kernels.residual_mlp import residual_mlp
-        from recompute.kernels.rms_norm import rms_norm
-
         x, attend = self.layer.split(args, kwargs)
         weights = self._weights(module, x)
         if weights is None:
             return forward(*args, **kwargs)
-        (norm, mlp_norm), (weight, mlp_weight) = self.norms, weights
+        weight, mlp_weight = weights
+        # What is run again must save what it saved: there nothing is learned in between.
+        linears = Linears() if is_under_a_checkpoint() else self._linears
+        normed = self._normed(x, weight, linears)
+        attended = attend(_child(module, self.layer.attention), normed)
+        linears.learn(normed)
+        return self._after_attention(_child(module, self.layer.mlp), attended, normed.stream, mlp_weight)
+
+    def _normed(self, x: Tensor, weight: Tensor | None, linears: Linears) -> Normed:
+        """What attention is given."""
+        from recompute.kernels.norm_linears import norm_linears
+        from recompute.kernels.rms_norm import rms_norm
+
+        norm = self.norms[0]
+
+        def normalize(x: Tensor) -> Tensor:
+            return rms_norm(x, weight, norm.eps, norm.casting)
 
         def normalized() -> Tensor:
+            self.accounts.add(self._kinds[:1], x, [weight], normalize, self._as_written(0), is_frame=False)
             with _Owned(self.owner):
-                return rms_norm(x, weight, norm.eps, norm.casting)
+                return normalize(x)
 
         def together(x: Tensor, linears: list[Operands]) -> tuple[tuple[Tensor, ...], Tensor]:
             each, biases = zip(*linears, strict=True)
-            return norm_linears(x, weight, each, biases, norm.eps, norm.casting)
 
-        # What is run again must save what it saved: there nothing is learned in between.
-        linears_known = Linears() if is_under_a_checkpoint() else self._linears
-        normed = Normed.of(x, weight, normalized, linears_known, together)
-        attended = attend(_child(module, self.layer.attention), normed)
-        linears_known.learn(normed)
-        mlp = _child(module, self.layer.mlp)
+            def run(x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+                return norm_linears(x, weight, each, biases, norm.eps, norm.casting)
+
+            def as_written(x: Tensor) -> list[Tensor]:
+                y = self._as_written(0)(x)
+                return [F.linear(y, *operands) for operands in linears]
+
+            kind = *self._kinds[:1], len(each)
+            self.accounts.add(kind, x, [weight, *each, *biases], run, as_written, is_frame=False)
+            return run(x)
+
+        return Normed.of(x, weight, normalized, linears, together)
+
+    def _after_attention(self, mlp: nn.Module, attended: Tensor, stream: Tensor, weight: Tensor | None) -> Tensor:
+        """The residual sum, the second norm and the MLP."""
+        from recompute.kernels.add_rms_norm import add_rms_norm
+        from recompute.kernels.residual_mlp import residual_mlp
+
+        norm = self.norms[1]
+        if self.mlp is None or is_hooked(mlp) or (linears := self.mlp.linears(mlp)) is None:
+
+            def sum_and_norm(x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+                return add_rms_norm(x, stream, weight, norm.eps, norm.casting)
+
+            self.accounts.add(
+                ("sum", self._kinds[1]),
+                attended,
+                [weight],
+                lambda x: sum_and_norm(x, x),
+                lambda x: (h := x + x, self._as_written(1)(h)),
+            )
+            with _Owned(self.owner):
+                y, h = sum_and_norm(attended, stream)
+            return h + mlp(y)
+        activation = self.mlp.activation
+        weights, biases = operands_of(linears)
+
+        def run(x: Tensor, stream: Tensor) -> Tensor:
+            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **biases)
+
+        self.accounts.add(
+            ("sum", *self._kinds[1:], activation),
+            attended,
+            [weight, *weights, *biases.values()],
+            lambda x: run(x, x),
+            lambda x: (h := x + x) + self._as_written(2)(self._as_written(1)(h)),
+        )
         with _Owned(self.owner):
-            if self.mlp is not None and not _is_hooked(mlp) and (linears := self.mlp.linears(mlp)) is not None:
-                gate, up, down = linears
-                return residual_mlp(
-                    attended,
-                    normed.stream,
-                    mlp_weight,
-                    gate.weight,
-                    None if up is None else up.weight,
-                    down.weight,
-                    mlp_norm.eps,
-                    mlp_norm.casting,
-                    self.mlp.activation,
-                    gate_bias=gate.bias,
-                    up_bias=None if up is None else up.bias,
-                    down_bias=down.bias,
-                )
-            y, h = add_rms_norm(attended, normed.stream, mlp_weight, mlp_norm.eps, mlp_norm.casting)
-        return h + mlp(y)
+            return run(attended, stream)
+
+    def _as_written(self, part: int) -> Callable[[Tensor], Tensor]:
+        """The forward of the first norm, the second one or the MLP, as its class has it."""
+        module = self.parts[part]()
+        assert module is not None, "it has just been looked at"
+        return MethodType(base_of(module).forward, module)
 
     def _weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
         """The norms' weights; None where the layer has to run as it is."""
@@ -256,7 +308,7 @@ class KernelLayerRunner(KernelRunner):
         weights = []
         for part, norm in zip(parts, self.norms, strict=False):
             weight = norm.weight_of(part)
-            if _is_hooked(part) or (weight is not None and (weight.shape, weight.dtype) != (x.shape[-1:], x.dtype)):
+            if is_hooked(part) or (weight is not None and (weight.shape, weight.dtype) != (x.shape[-1:], x.dtype)):
                 return None
             weights.append(weight)
         return weights[0], weights[1]
@@ -276,7 +328,10 @@ class KernelRotaryRunner(KernelRunner):
         return True  # the function asks where its queries are
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self.rotary.bind(module, forward)(*args, **kwargs)
+        with _Owned(self.owner):
+            output = self.rotary.bind(module, forward)(*args, **kwargs)
+        self.accounts.add_run()
+        return output
 
 
 @dataclass
@@ -296,9 +351,15 @@ class KernelActivationRunner(KernelRunner):
             return forward(*args, **kwargs)
         owner, activation = self.owner, self.activation
 
+        def run(gate: Tensor, up: Tensor) -> Tensor:
+            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _APPROXIMATE[activation])
+
         def product(gate: Tensor, up: Tensor) -> Tensor:
+            self.accounts.add(
+                (base_of(module),), gate, [], lambda x: run(x, x.clone()), lambda x: forward(x) * x.clone()
+            )
             with _Owned(owner):
-                return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _APPROXIMATE[activation])
+                return run(gate, up)
 
         return Activated.of(gate, lambda: forward(*args, **kwargs), product)
 
@@ -323,13 +384,19 @@ class KernelHeadRunner(KernelRunner):
             return forward(*args, **kwargs)
         if not is_active(module) or (is_fake() and not local.imagines_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
-        self.owner.frames += 1
         assert isinstance(module, nn.Linear)
         x = _only_argument(args, kwargs)
         given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}
         # Cast here and now: whoever asks for values later may do so under another autocast, or none.
         hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
-        return Logits.of(hidden, weight, bias, self.observe)  # type: ignore[arg-type]  # the first two are tensors
+        return Logits.of(hidden, weight, bias, self.observe, self._count)  # type: ignore[arg-type]  # two are tensors
+
+    def _count(self, hidden: Tensor, weight: Tensor, logits_nbytes: int) -> None:
+        """After a loss without logits. logits_nbytes: what it would hold of them."""
+        from recompute.kernels.linear_cross_entropy import held_nbytes
+
+        kernels = Held(held_nbytes(hidden, weight), 0, holds_input=True)
+        self.accounts.add_known(hidden, kernels, Held(logits_nbytes, 0, holds_input=weight.requires_grad))
 
 
 def _warn_of_logits(name: str) -> None:
@@ -352,7 +419,7 @@ def _is_transformed() -> bool:
 
 
 class _Owned:
-    """Recipes recorded inside are counted for ``owner``."""
+    """Recipes recorded inside are of ``owner``."""
 
     __slots__ = ("_outer", "_owner")
 
@@ -362,7 +429,6 @@ class _Owned:
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():  # which records nothing
             self._outer, local.owner = local.owner, self._owner
-            self._owner.frames += is_recording()
 
     def __exit__(self, *error: object) -> None:
         if not torch.compiler.is_compiling():
@@ -376,87 +442,15 @@ def kernel_of(runner: Runner | None) -> KernelRunner | None:
     return runner
 
 
-def find_kernel(owner: Owner, module: nn.Module, fallback: Runner | None, *, is_named: bool) -> KernelRunner | None:
-    """The runner of the kernels that compute what ``module`` does, if there are any.
-
-    is_named: whether a rule names this very module, and not one around it.
-    """
-    if is_named and is_plain_linear(module):
-        return KernelHeadRunner(owner, fallback and PlainRunner(owner, "it runs as it is"))
-    if (mlp := _find_mlp(module)) is not None:
-        return _checked(KernelMLPRunner(owner, fallback, mlp), module, (mlp.parts, mlp.activation))
-    if not any(module.children()):
-        norm = find_norm(module)
-        return None if norm is None else _checked(KernelNormRunner(owner, fallback, norm), module, norm)
-    if (layer := find_pre_norm_layer(module)) is not None:
-        parts = layer.computed(module)
-        norm, mlp_norm = map(find_norm, parts[:2])
-        if norm is not None and mlp_norm is not None:
-            references = tuple(map(weakref.ref, parts))
-            return KernelLayerRunner(owner, fallback, layer, (norm, mlp_norm), _find_mlp(parts[2]), references)
-    rotary = find_rotary(module, on_cuda_only=fallback is not None)
-    return None if rotary is None else KernelRotaryRunner(owner, fallback, rotary)
-
-
-_agree: dict[Any, bool] = {}
-
-
-def _checked(runner: KernelRunner, module: nn.Module, found: Any) -> KernelRunner | None:
-    """``runner``, if its kernel gives what ``module`` gives, up to rounding: compared once for all that are alike."""
-    parameters = list(module.parameters())
-    if not parameters or not all(type(each) is nn.Parameter and each.untyped_storage().nbytes() for each in parameters):
-        return runner  # there are no values to compare with: fake, or sharded
-    first = parameters[0]
-    if first.is_meta or (isinstance(runner, KernelNormRunner) and first.dim() != 1):
-        return runner
-    key = (base_of(module), found, *((each.shape, each.dtype, each.device.type) for each in parameters))
-    if key not in _agree:
-        width = first.shape[-1]
-        x = torch.linspace(-3, 3, 6 * width, device=first.device, dtype=first.dtype).view(6, width)
-        forward = MethodType(base_of(module).forward, module)
-        (name,) = inspect.signature(forward).parameters
-        with torch.no_grad():
-            expected, kernels = forward(**{name: x}), runner.run_kernel(module, forward, (), {name: x})
-        tolerance = torch.finfo(first.dtype).eps ** 0.5
-        is_other = (kernels - expected).double().norm() > tolerance * expected.double().norm()
-        _agree[key] = kernels.shape == expected.shape and not is_other
-    return runner if _agree[key] else None
-
-
-def find_inner_kernel(
-    owner: Owner, module: nn.Module, parent: nn.Module, fallback: Runner | None
-) -> KernelRunner | None:
-    """As ``find_kernel``, for what is inside of a module that a rule names."""
-    is_stack_of_experts = any(parameter.dim() == 3 for parameter in parent.parameters(recurse=False))
-    if is_stack_of_experts and (activation := find_activation(module)) is not None:
-        return KernelActivationRunner(owner, fallback, activation)
-    return find_kernel(owner, module, fallback, is_named=False)
-
-
-def _find_mlp(module: nn.Module) -> MLP | None:
-    children = module._modules.values()
-    if not 3 <= len(children) <= 6 or any(child is None or any(child.children()) for child in children):
-        return None
-    parts = find_gated_mlp(module)
-    if parts is None:
-        return None
-    activation = module._modules[parts.activation]
-    name = None if activation is None or _is_hooked(activation) else find_activation(activation)
-    if activation is None or name is None:
-        return None
-    mlp = MLP(parts, name, activation)
-    return None if mlp.linears(module) is None else mlp
-
-
 def is_plain_linear(module: nn.Module | None) -> bool:
-    return module is not None and base_of(module) is nn.Linear and not _is_hooked(module)
+    return module is not None and base_of(module) is nn.Linear and not is_hooked(module)
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:
     return module._modules[name]  # type: ignore[return-value]
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its class's forward does."""
     return bool(
         "forward" in vars(module)

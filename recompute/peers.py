@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator
+from torch import nn
 from torch._functorch import config as functorch_config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import LlamaForCausalLM
-from transformers.models.llama import modeling_llama
 
-from recompute.attach import apply
+from recompute.attach import PolicyLike, apply
 from recompute.errors import AblationError
+from recompute.planning.candidates import find_regions
 from recompute.policy.document import nearest
 from recompute.policy.loading import load_policy
 
@@ -49,41 +50,55 @@ memory budget; Liger-Kernel's norms, SwiGLU and rotary embedding."""
 
 
 @contextmanager
-def under(policy: str, model: LlamaForCausalLM) -> Iterator[None]:
-    """Have a policy (the name of a preset, or a file), or a peer, at work on the model: for good, but for Liger's."""
+def under(
+    policy: str,
+    model: nn.Module,
+    policies: Mapping[str, PolicyLike] = MappingProxyType({}),
+    match: str | Sequence[str] | None = None,
+) -> Iterator[None]:
+    """Have a policy, or a peer, at work on the model: for good, but for Liger's.
+
+    policy: a name in ``policies``, of a peer, a preset or a file. match: globs over the paths of what is a layer to a
+    peer; None: by the names of classes.
+    """
     if policy.endswith(COMPILED):
-        with under(policy.removesuffix(COMPILED), model):
-            for layer in model.model.layers:
+        with under(policy.removesuffix(COMPILED), model, policies, match):
+            for layer in find_regions(model, match).values():
                 layer.compile()
             yield
         torch.compiler.reset()
+    elif policy in policies or not is_peer(policy):
+        if policy != BASELINE or policy in policies:
+            apply(model, load_policy(policies.get(policy, policy)))
+        yield
     elif policy == "liger":
         with _liger(model):
             yield
     elif policy.startswith(("torch-compile", "torch-budget")):
         budget = _MEMORY_BUDGET.fullmatch(policy)
         with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
-            layers = model.model.layers
-            for index, layer in enumerate(layers):
+            for path, layer in find_regions(model, match).items():
                 if policy == "torch-compile-selective":  # as a replaced forward it would run eagerly
-                    layers[index] = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
-                layers[index].compile()
+                    layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
+                    model.set_submodule(path, layer)
+                layer.compile()
             yield
         torch.compiler.reset()
-    elif is_peer(policy):
-        options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
-        for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-        yield
     else:
-        if policy != BASELINE:
-            apply(model, load_policy(policy))
+        options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
+        for layer in find_regions(model, match).values():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
         yield
 
 
 @contextmanager
-def _liger(model: LlamaForCausalLM) -> Iterator[None]:
+def _liger(model: nn.Module) -> Iterator[None]:
     """Liger also puts its functions into a module of transformers, which is put back as it was."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama import modeling_llama
+
+    if not isinstance(model, LlamaForCausalLM):
+        raise AblationError(f"the peer liger is for transformers' LlamaForCausalLM; found {type(model).__name__}")
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
     except ImportError as error:

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from recompute.planning.sizes import humanize
 
 Row = Mapping[str, Any]
-"""One of the ``rows`` of `results.json`; `recompute.ablation.Row` documents the keys."""
+"""One of the ``rows`` of `results.json`; `recompute.trials.Row` documents the keys."""
 
 _BASELINE = "none"
 _NOTHING = "-"
@@ -40,6 +40,14 @@ def table(rows: Sequence[Row]) -> Table:
     for line in lines:
         result.add_row(*line)
     return result
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The rows as plain text, with what failed below."""
+    columns, *lines = _cells(rows)
+    align = ["left", *["right"] * (len(columns) - 1)]
+    block = tabulate(lines, columns, colalign=align, disable_numparse=True)
+    return "\n".join([block, *(line(row) for row in rows if _problem(row))])
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -65,22 +73,25 @@ def line(row: Row) -> str:
     if text is None:
         held, peak = humanize(row["activation_bytes_held"]), humanize(row["peak_bytes"])
         text = f"{held} held, {peak} peak, {_milliseconds(row['step_seconds'])} ms a step"
-    return f"{row['policy']}, sequence {row['sequence_length']}: {text}"
+    length = row["sequence_length"]
+    return f"{row['policy']}{'' if length is None else f', sequence {length}'}: {text}"
 
 
 def describe(results: Mapping[str, Any]) -> str:
     """What was trained, and on what."""
     config, machine = results["config"], results["machine"]
-    shape = config["model"]
-    of_layers = " of all but head, loss and optimizer" if config.get("step") == "layers" else ""
     hardware = machine["gpu"] or f"{machine['cpu']} ({machine['threads']} threads)"
+    versions = f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}"
+    where = f"{hardware}, {versions}, {machine['date'][:10]}."
+    shape = config["model"]
+    if isinstance(shape, str):  # of the caller's own
+        return f"{shape}; {config['steps']} steps. {where}"
+    of_layers = " of all but head, loss and optimizer" if config.get("step") == "layers" else ""
     return (
         f"Llama with {shape['layers']} layers, hidden size {shape['hidden_size']}, intermediate size "
         f"{shape['intermediate_size']}, {shape['heads']} heads and {shape['kv_heads']} kv heads; "
         f"batch {config['batch_size']}, sequence {', '.join(map(str, config['sequence_lengths']))}, "
-        f"{config['dtype']}, {config['steps']} steps{of_layers} on bytes of: {results['text']['source']}. "
-        f"{hardware}, torch {machine['torch']}, transformers {machine['transformers']}, "
-        f"Python {machine['python']}, {machine['date'][:10]}."
+        f"{config['dtype']}, {config['steps']} steps{of_layers} on bytes of: {results['text']['source']}. {where}"
     )
 
 
@@ -122,7 +133,8 @@ def _legend(lengths: Sequence[int]) -> list[Line2D]:
         Line2D([], [], color="black", marker="o", linestyle="", markerfacecolor=face, label=label)
         for label, face in kinds
     ]
-    return markers + [Line2D([], [], color=f"C{i}", label=f"sequence {length}") for i, length in enumerate(lengths)]
+    named = [(i, length) for i, length in enumerate(lengths) if length is not None]
+    return markers + [Line2D([], [], color=f"C{i}", label=f"sequence {length}") for i, length in named]
 
 
 def _spread(labels: Sequence[Annotation], frame: BboxBase, taken: list[BboxBase]) -> None:

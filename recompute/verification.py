@@ -52,7 +52,9 @@ class Verification:
     """Each of which came back as it was."""
     dropped_nbytes: int
     kept_nbytes: int
-    """Bytes saved in regions that were not dropped."""
+    """Bytes that the governed modules held for backward under the policy."""
+    eager_nbytes: int
+    """Bytes that they hold without it."""
 
     def __str__(self) -> str:
         verdict = f"outputs and {self.gradients} gradients are bit for bit those without it"
@@ -63,10 +65,10 @@ class Verification:
             )
         memory = "nothing was dropped"
         if self.dropped_tensors:
-            memory = (
-                f"{self.dropped_tensors} tensors ({self.dropped_nbytes:,} bytes) were dropped and came back as they "
-                f"were, {self.kept_nbytes:,} bytes were kept"
-            )
+            dropped = f"{self.dropped_tensors} tensors ({self.dropped_nbytes:,} bytes)"
+            memory = f"{dropped} were dropped and came back as they were"
+        if self.eager_nbytes:
+            memory += f", {self.kept_nbytes:,} bytes were held for backward instead of {self.eager_nbytes:,}"
         return f"policy {self.policy}: {verdict}; {memory}"
 
 
@@ -134,6 +136,7 @@ def verify(
         dropped_tensors=stats.dropped_tensors,
         dropped_nbytes=stats.dropped_nbytes,
         kept_nbytes=stats.kept_nbytes,
+        eager_nbytes=stats.eager_nbytes,
     )
 
 

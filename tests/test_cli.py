@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from recompute import ablation
+from recompute import trials
 from recompute.cli import app
 from recompute.policy.loading import preset_names, preset_path
 
@@ -91,14 +91,14 @@ def test_a_failing_policy_gives_exit_code_1_and_leaves_the_other_rows(config: Pa
 
 
 def test_ctrl_c_reports_the_rows_so_far(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    under = ablation.under
+    under = trials.under
 
-    def interrupt(policy: str, model: Any) -> Any:
+    def interrupt(policy: str, *others: Any) -> Any:
         if policy == "hook":
             raise KeyboardInterrupt
-        return under(policy, model)
+        return under(policy, *others)
 
-    monkeypatch.setattr(ablation, "under", interrupt)
+    monkeypatch.setattr(trials, "under", interrupt)
     code, output = recompute("ablate", config, "--out", tmp_path, "--steps", 1)
     assert code == 130
     assert "interrupted: the rows still to come are missing" in output

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from recompute import load_policy
+from recompute.policy.loading import preset_path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -172,6 +173,20 @@ def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
     assert record["ranks"][0]["with"]["peak_bytes"] < record["ranks"][0]["without"]["peak_bytes"]
 
 
+def test_distributed_takes_a_presets_name(tmp_path: Path) -> None:
+    done = run_distributed("ddp", "--policy", "full", "--out", str(tmp_path / "record.json"), ranks=1)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert record["policy"] == preset_path("full").read_text(encoding="utf-8")
+
+
+def test_compare_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = output_of("compare_policies.py", "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
+    for policy in ("none", "elementwise", "blocks again", "torch-checkpoint"):
+        assert re.search(f"^{policy} .*✓ bitwise +✓ bitwise$", output, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md", "results.png"}
+
+
 def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Of four ranks, the slowest counts."""
 
@@ -213,7 +228,7 @@ def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_every_example_is_run_here() -> None:
     run_here = {"train_llama.py", "compile_llama.py", "decorate_module.py", "estimate_against_measured.py"}
-    run_here |= {"train_with_trainer.py", "train_with_lightning.py"}
+    run_here |= {"train_with_trainer.py", "train_with_lightning.py", "compare_policies.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
     shared = {"comparing.py"}
     assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == shared | {f"{name}.py" for name in DISTRIBUTED}

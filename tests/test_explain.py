@@ -208,12 +208,13 @@ def test_modules_treated_alike_share_a_table_and_others_have_their_own() -> None
     handle = recompute.apply(model)
     next_token_loss(model, token_ids()).backward()
     title, last = tables(handle.explain())
-    assert title.startswith("layers.* (TinyDecoderLayer): ")
+    assert title.startswith("layers.* (TinyDecoderLayer), each of 3: ")
     assert last.startswith("norm (TinyRMSNorm): ")
     model.layers[1].self_attn.dropout = 0.5
     next_token_loss(model, token_ids()).backward()
     titles = [title.split(":")[0] for title in tables(handle.explain())]
-    assert titles == [*2 * ["layers.* (TinyDecoderLayer)"], "norm (TinyRMSNorm)"]
+    layers = "layers.* (TinyDecoderLayer)"
+    assert titles == [f"{layers}, each of 2", layers, "norm (TinyRMSNorm)"]
 
 
 def test_a_checkpoint_without_exceptions_has_no_table() -> None:
@@ -233,6 +234,67 @@ def test_what_was_dropped_and_kept_adds_up_to_the_totals() -> None:
         total = sum(line.nbytes for line in lines if line.fate == fate)
         assert total * len(model.layers) == nbytes
         assert f"{fate} {total:,} bytes ({total // TOKENS} a token, {TOKENS} tokens)" in title
+
+
+def summary(text: str) -> dict[str, dict[str, str]]:
+    """The cells of the first table of ``explain``, by module."""
+    lines = text.split("\n\n")[0].splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("---"))
+    edges = [slice(*match.span()) for match in re.finditer("-+", lines[at])]
+    headers = [lines[at - 1][edge].strip() for edge in edges]
+    rows = [[line[edge].strip() for edge in edges] for line in lines[at + 1 : -1]]
+    return {row[0]: dict(zip(headers, row, strict=True)) for row in rows}
+
+
+def number(cell: str) -> int:
+    return int(cell.replace(",", "") or 0)
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "hook", "kernel", "full", "alternate"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_last_row_is_stats_and_rows_add_up_to_it(policy: str, steps: int) -> None:
+    model = decoder(layers=3)
+    handle = recompute.apply(model, policy)
+    for _ in range(steps):
+        next_token_loss(model, token_ids()).backward()
+    rows = summary(handle.explain())
+    total, stats = rows.pop("total"), handle.stats()
+    assert number(total["forwards"]) == stats.frames
+    for what, nbytes in (("eager", stats.eager_nbytes), ("dropped", stats.dropped_nbytes), ("kept", stats.kept_nbytes)):
+        assert number(total[f"{what} in all"]) == nbytes == sum(number(row[f"{what} in all"]) for row in rows.values())
+        for row in rows.values():
+            assert number(row[f"{what} in all"]) == number(row["forwards"]) * number(row[f"{what} a forward"])
+    assert stats.eager_nbytes > stats.kept_nbytes
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "hook", "kernel"])
+def test_all_that_is_counted_as_dropped_is_listed(policy: str) -> None:
+    """Also what another module saves of a module's output, as projections and the head do of a norm's."""
+    model = decoder(layers=3)
+    handle = recompute.apply(model, policy)
+    next_token_loss(model, token_ids()).backward()
+    listed = 0
+    for title, lines in tables(handle.explain()).items():
+        modules = re.search(r", each of (\d+):", title)
+        listed += (1 if modules is None else int(modules[1])) * sum(x.nbytes for x in lines if x.fate == "dropped")
+    assert listed == handle.stats().dropped_nbytes
+    (norm,) = (lines for title, lines in tables(handle.explain()).items() if title.startswith("norm "))
+    assert norm[-1][1:] == (
+        "(outside)", SHAPE, "float32", NBYTES, "dropped", "an output, which another module saved",
+    )  # fmt: skip
+
+
+def test_what_is_saved_outside_is_told_of_the_last_forward_alone() -> None:
+    model = decoder()
+    handle = recompute.apply(model, "hook")
+    for _ in range(2):
+        next_token_loss(model, token_ids()).backward()
+    (norm,) = (lines for title, lines in tables(handle.explain()).items() if title.startswith("norm "))
+    assert [line.saved_by for line in norm].count("(outside)") == 1
+    model.lm_head.weight.requires_grad_(False)  # whose gradient alone wants the norm's output
+    next_token_loss(model, token_ids()).backward()
+    (norm,) = (lines for title, lines in tables(handle.explain()).items() if title.startswith("norm "))
+    assert [line.saved_by for line in norm].count("(outside)") == 0
 
 
 def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from() -> None:
@@ -267,6 +329,7 @@ def test_totals_of_a_llama_layer_a_token() -> None:
     # a head; cosine and sine, which all sequences of the batch share.
     kept = 4 * 2 * hidden + 2 * 2 * kv * size + 2 * 2 * intermediate + 4 * heads + 2 * 2 * size // 2
     assert title == (
-        f"model.layers.* (LlamaDecoderLayer): dropped {dropped * 32:,} bytes ({dropped} a token, 32 tokens), "
+        f"model.layers.* (LlamaDecoderLayer), each of 2: "
+        f"dropped {dropped * 32:,} bytes ({dropped} a token, 32 tokens), "
         f"kept {kept * 32:,} bytes ({kept} a token, 32 tokens)"
     )

@@ -37,6 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import recompute
 from recompute.planning.profiling import describe_machine, memory_trace
 from recompute.planning.tracker import StorageTrace
+from recompute.policy.loading import preset_names, preset_path
 from recompute.verification import deterministic
 
 Wrap = Callable[[LlamaForCausalLM, DeviceMesh], nn.Module]
@@ -55,7 +56,7 @@ class Run:
         self,
         wrap: Wrap,
         mesh: DeviceMesh,
-        policy: Path | None,
+        policy: str | None,
         *,
         is_large: bool,
         shares_batch: bool,
@@ -157,10 +158,10 @@ def _sum_of_bits(tensor: torch.Tensor | None) -> int:
     return int(part.view({2: torch.int16, 4: torch.int32}[part.element_size()]).sum(dtype=torch.int64))
 
 
-def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -> None:
+def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) -> None:
     """Train under the policy and without, print what differs, and exit with 1 if it is not what it should be."""
     parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--policy", type=Path, default=policy, help="the path of a policy file")
+    parser.add_argument("--policy", default=policy, help="a preset's name, or the path of a policy file")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="the shape of Llama 1B, bf16")
     parser.add_argument("--sequence", type=int, help="tokens; by default 4096 with --large, else 128, of four each")
@@ -211,7 +212,7 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
                 "compiled": options.compile,
                 "batch": "of all ranks" if shares_batch else "of each rank",
                 "world_size": len(ranks),
-                "policy": options.policy.read_text(encoding="utf-8"),
+                "policy": _text_of(options.policy),
                 "wrong": wrong,
                 "ranks": [
                     {name: {k: v for k, v in found.items() if k not in _LONG} for name, found in rank.items()}
@@ -222,6 +223,12 @@ def compare(doc: str, wrap: Wrap, policy: Path, *, shares_batch: bool = False) -
             options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     dist.destroy_process_group()
     sys.exit(1 if wrong else 0)
+
+
+def _text_of(policy: str) -> str:
+    """The file that a policy is in, which may change: records of one policy can be told from others'."""
+    path = preset_path(policy) if policy in preset_names() else Path(policy)
+    return path.read_text(encoding="utf-8")
 
 
 def _wrong(without: dict[str, Any], under: dict[str, Any], tolerance: float) -> list[str]:

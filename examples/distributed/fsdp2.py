@@ -21,4 +21,4 @@ def wrap(model: LlamaForCausalLM, mesh: DeviceMesh) -> nn.Module:
 
 
 if __name__ == "__main__":
-    compare(__doc__, wrap, Path(__file__).with_suffix(".yaml"))
+    compare(__doc__, wrap, str(Path(__file__).with_suffix(".yaml")))

@@ -151,6 +151,11 @@ class Plan:
         return frozenset(n for n in self.kept if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY)
 
     @cached_property
+    def eager_nbytes(self) -> int:
+        """Bytes of what autograd saved that does not live anyway."""
+        return sum(self.facts[number].nbytes for number in self.demanded if not self.facts[number].alive)
+
+    @cached_property
     def again(self) -> frozenset[int]:
         return frozenset(self.rerun)
 

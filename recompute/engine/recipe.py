@@ -25,6 +25,7 @@ from recompute.engine.saved import (
     Foreign,
     Kept,
     Layout,
+    Outside,
     Owner,
     Saved,
     checked,
@@ -402,6 +403,8 @@ class _Entry:
     slot: int
     version: int
     layout: Layout
+    outside: list[Outside]
+    """What was dropped of the same frame's outputs."""
     counted: bool
 
 
@@ -425,7 +428,8 @@ class RecipeBook:
         if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
             self.entered += 1
             reference = StorageWeakRef(output.untyped_storage())
-            self.entries[key] = _Entry(reference, recipe, slot, version_of(output), whole or Layout.of(output), counted)
+            layout, outside = whole or Layout.of(output), recipe.owner.outside
+            self.entries[key] = _Entry(reference, recipe, slot, version_of(output), layout, outside, counted)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a recipe gives back the memory that ``tensor`` is a view of."""
@@ -443,11 +447,27 @@ class RecipeBook:
         view = Layout.of(tensor)
         if view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg():  # the bytes, read otherwise
             return None
-        if not entry.counted:
-            entry.counted = True
-            entry.recipe.owner.dropped_tensors += 1
-            entry.recipe.owner.dropped_nbytes += tensor.untyped_storage().nbytes()
+        if not entry.counted and not local.holding:
+            self._count(entry, tensor)
         return entry.recipe.handle(entry.slot, None if view == entry.layout else (view, entry.layout))
+
+    def is_given_to_a_kernel(self, tensor: Tensor, *, is_eager: bool) -> bool:
+        """Whether a recipe gives back ``tensor``, which a kernel is about to save. is_eager: as for ``_count``."""
+        if not self.knows(tensor):
+            return False
+        entry = self.entries[tensor.untyped_storage()._cdata]
+        if not entry.counted and not is_eager:
+            self._count(entry, tensor, is_eager=False)
+        return True
+
+    def _count(self, entry: _Entry, tensor: Tensor, *, is_eager: bool = True) -> None:
+        """is_eager: whether it is saved without the policy, too."""
+        entry.counted = True
+        owner, nbytes = entry.recipe.owner, tensor.untyped_storage().nbytes()
+        owner.dropped_tensors += 1
+        owner.dropped_nbytes += nbytes
+        owner.eager_nbytes += nbytes if is_eager else 0
+        entry.outside.append(Outside(entry.recipe.name, entry.layout, nbytes))
 
     def forget(self, tensor: Tensor) -> None:
         if (key := storage_key(tensor)) is not None:
@@ -463,6 +483,7 @@ class _Local(threading.local):
         self.spans: list[Any] = []  # the tapes and frames being run, and replays, innermost last
         self.regenerating = 0  # how many recipes are running, one inside of the other
         self.asked: set[Group] | None = None  # those of the recipes that ran in the span of ``asking``, if there is one
+        self.holding = False  # whether what is saved is so for a recipe, and not because autograd saves it
         self.imagines_cuda = False  # fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU
 
 
@@ -485,6 +506,16 @@ def asking() -> Iterator[None]:
             group.release()
 
 
+@contextmanager
+def holding() -> Iterator[None]:
+    """While tensors are held for recipes, which autograd itself may not have saved: that drops nothing."""
+    before, local.holding = local.holding, True
+    try:
+        yield
+    finally:
+        local.holding = before
+
+
 def open_book() -> RecipeBook | None:
     if torch.compiler.is_compiling():  # a scope that is open meanwhile is for eager code
         return None
@@ -503,7 +534,8 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
     if book is not None and torch.is_grad_enabled() and not is_under_a_checkpoint():
         if are_others_in_force() and not _gives(output, regenerate, inputs):
             return
-        args = tuple(hold(value, local.owner.name) if isinstance(value, Tensor) else value for value in inputs)
+        with holding():
+            args = tuple(hold(value, local.owner.name) if isinstance(value, Tensor) else value for value in inputs)
         name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
         book.enter(output, OpRecipe(local.owner, regenerate, args, name=name, group=Group(book.numerics)), 0)
 

@@ -14,7 +14,17 @@ from recompute.engine.modes import hidden
 from recompute.engine.operands import copied, parameter_of
 from recompute.engine.ops import is_defined
 from recompute.engine.plan import HAND_OUT, Guide, Plan, PlanCache, Ref, Step, ValueFacts, solve
-from recompute.engine.recipe import Group, Handle, OpRecipe, Unpacking, asking, is_verifying, local, open_book
+from recompute.engine.recipe import (
+    Group,
+    Handle,
+    OpRecipe,
+    Unpacking,
+    asking,
+    holding,
+    is_verifying,
+    local,
+    open_book,
+)
 from recompute.engine.rng import RngState
 from recompute.engine.saved import (
     Alive,
@@ -89,6 +99,8 @@ class Record:
         """The handles that ``autograd.grad``, say, has asked while the frame runs, and what stands in for each."""
         self.holds_alone = _ends_with_us(self.outer)
         """Whether what was made in this frame concerns no hooks around it."""
+        self._demanded: Collection[int] = ()
+        """The values that autograd saved, once the frame has ended."""
         self.begun = False
         self._departed = False
         self._book = open_book()
@@ -117,10 +129,10 @@ class Record:
         plan = self.plan
         assert plan is not None
         with asking():
-            for handle, stand_in in self._stand_ins():
-                handle.tensor = stand_in.get()
-                handle.version = version_of(handle.tensor)
-                self.held.setdefault(handle.slot, seen_as(handle.tensor, plan.facts[handle.slot].layout))
+            for dropped, stand_in in self._stand_ins():
+                dropped.tensor = stand_in.get()
+                dropped.version = version_of(dropped.tensor)
+                self.held.setdefault(dropped.slot, seen_as(dropped.tensor, plan.facts[dropped.slot].layout))
         for reference in self.handles:
             handle = reference()
             if handle is not None and handle.tensor is not None and handle.slot not in self.stale:
@@ -271,8 +283,10 @@ class Record:
             values = [(tensor, self.current.get(tensor.untyped_storage()._cdata)) for tensor in outputs]
             results = {number: tensor for tensor, number in values if number is not None} if self._book else {}
             plan = self._decide(results)
+            self._demanded = plan.demanded
             recipes = self.recipes(plan, source or functools.partial(self._unchanged, plan.lent))
             self._settle(plan, recipes, source or self._source)
+            self.owner.outside = []
             for number in plan.outputs.intersection(results):
                 (step, slot), counted = plan.origin(number), number in plan.demanded
                 assert self._book is not None
@@ -421,8 +435,11 @@ class Record:
         tensor = seen_as(self.held[number].detach(), layout)
         if self.holds_alone and self.known(number).step is not None:
             saved: Saved = Kept(tensor, self.owner.name)
-        else:
+        elif number in self._demanded:
             saved = hold_through(self.outer, tensor, self.owner.name)
+        else:
+            with holding():
+                saved = hold_through(self.outer, tensor, self.owner.name)
         if type(saved) is Kept and self._wholes:
             saved = self._watched(saved)
         held = Unpacking(self.owner, saved, layout, self._group) if isinstance(saved, Foreign) else saved
@@ -459,6 +476,7 @@ class Record:
         self.owner.dropped_tensors += len(plan.dropped)
         self.owner.dropped_nbytes += plan.dropped_nbytes
         self.owner.kept_nbytes += plan.kept_nbytes
+        self.owner.eager_nbytes += plan.eager_nbytes
 
     def _clear(self) -> None:
         """Let go of everything: autograd keeps the pack hook, and with it this, as long as the graph lives (8)."""

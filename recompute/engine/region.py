@@ -326,6 +326,7 @@ class Frame(Recipe):
             self._rng = self._rng.drawn()
         if changed is not None:
             self.owner.kept_nbytes += sum(saved.values())
+            self.owner.eager_nbytes += sum(saved.values())
             self._state.unlearn()
             name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
             warn(
@@ -336,6 +337,7 @@ class Frame(Recipe):
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
         self.owner.dropped_tensors += len(savings)
         self.owner.dropped_nbytes += sum(savings)
+        self.owner.eager_nbytes += sum(savings)
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +31,10 @@ class Owner:
     """Saved tensors dropped, each storage counted once a frame."""
     dropped_nbytes: int = 0
     kept_nbytes: int = 0
-    """Bytes saved in its frames that were not dropped and do not live anyway."""
+    """Bytes held for backward that its frames saved, or that the kernels in its place did, and that live for no other
+    reason."""
+    eager_nbytes: int = 0
+    """Bytes that the same code holds for backward without the policy."""
     regenerations: int = 0
     """Times backward made it, or an op in it, run again."""
     regenerated_nbytes: int = 0
@@ -40,6 +43,16 @@ class Owner:
     """Times that, where somebody wants to know."""
     plan: Plan | None = None
     """What its last frame kept and dropped, and why."""
+    outside: list[Outside] = field(default_factory=list)
+    """What else was dropped of its last frame."""
+
+
+class Outside(NamedTuple):
+    """An output of a frame that autograd saved behind it, for another module's backward, and that was dropped."""
+
+    made_by: str
+    layout: Layout
+    nbytes: int
 
 
 class Saved:

@@ -46,8 +46,9 @@ class RecomputeCallback(HoldsPolicy, Callback):
     logits: False to compute the loss without logits, through linear + cross-entropy; True to have them in training;
         None for what the policy says. Without gradients, and in ``eval()`` mode, they are always there.
     logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs, all since the one
-        before: ``recompute_dropped_nbytes``, ``recompute_kept_nbytes`` and ``recompute_regenerated_nbytes``, of a
-        batch, on average, as ``stats()`` counts;
+        before: ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
+        ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``, of a batch, on average, as ``stats()``
+        counts;
         ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all of them, over all tokens of a step and of
         all devices, where the loss goes without logits;
         ``recompute_held_nbytes``, the most that a ``training_step`` left (less the gradients that it freed, where it

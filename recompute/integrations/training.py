@@ -80,7 +80,7 @@ class PolicyInTraining:
         now = self.handle.stats()
         between = now - self._before
         if between.frames:  # none ran in compiled code, of which the compiler alone knows
-            for what in ("dropped", "kept", "regenerated"):
+            for what in ("eager", "dropped", "kept", "regenerated"):
                 found[f"recompute_{what}_nbytes"] = getattr(between, f"{what}_nbytes") // self._forwards
         self._forwards, self._before = 0, now
         if self._goes_without_logits:

@@ -45,8 +45,9 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
     logits: False to compute the loss without logits, through linear + cross-entropy; True to have them in training;
         None for what the policy says. Without gradients, and in ``eval()`` mode, they are always there.
     logs: whether to add to the Trainer's logs, all since the log before:
-        ``recompute_dropped_nbytes``, ``recompute_kept_nbytes`` and ``recompute_regenerated_nbytes``, of a forward and
-        its backward, on average, as ``stats()`` counts;
+        ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
+        ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``, of a forward and its backward, on average, as
+        ``stats()`` counts;
         ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all of them, over all tokens of a step and of
         all devices, where the loss goes without logits;
         ``recompute_held_nbytes``, the most that a forward left, and ``recompute_peak_nbytes``, the most since training

@@ -14,11 +14,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 from transformers.initialization import no_init_weights
 
 from recompute.ablation import AblationConfig, build_model
 from recompute.errors import ModelError
+from recompute.factories import load_factory, make, names_factory, placed
+from recompute.planning.fakes import move
 from recompute.policy.document import load_document
 
 _PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
@@ -36,11 +39,12 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     stretches: bool = False,
-) -> tuple[nn.Module, dict[str, Tensor]]:
+) -> tuple[nn.Module, Any]:
     """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
 
     source: an ablation's configuration file (YAML, of which ``model`` counts), a file or a folder with the
-        ``config.json`` of a Hugging Face model, the name of such a model, or such a configuration.
+        ``config.json`` of a Hugging Face model, the name of such a model, or such a configuration; or
+        ``package.module:factory``, a function that returns a model and a batch, of sizes of its own.
     sequence_length: of token ids (batch_size, sequence_length); at most as many as the model has positions for.
     stretches: give it more positions, if it is to have them by its configuration.
 
@@ -49,6 +53,8 @@ def build(
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(_SEED)
+        if isinstance(source, str) and names_factory(source):
+            return _of_factory(source, dtype, device)
         if isinstance(source, str) and source.endswith((".yaml", ".yml")):
             config = load_document(AblationConfig, source, kind="configuration")
             changes = {"dtype": str(dtype).removeprefix("torch."), "sequence_lengths": (sequence_length,)}
@@ -59,7 +65,7 @@ def build(
 
 
 @contextmanager
-def imagined(source: Source, *, device: torch.device, **options: Any) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+def imagined(source: Source, *, device: torch.device, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
     """What ``build`` returns, on fake tensors: inside, the model runs, computes nothing and needs no memory.
 
     Raises ``ModelError`` where the model asks inside for the value of a tensor.
@@ -70,8 +76,8 @@ def imagined(source: Source, *, device: torch.device, **options: Any) -> Iterato
         if isinstance(model, transformers.PreTrainedModel):
             model.tie_weights()  # which initializing would have done
         if device.type != "cpu":  # only now: CUDA's random state is not to be saved and put back among fakes
-            _move(model, device)
-            batch = {name: torch.empty_like(tensor, device=device) for name, tensor in batch.items()}
+            move(model, device)
+            batch = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), batch)
         yield model, batch
 
 
@@ -95,29 +101,15 @@ def without_packing(name: str) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """``model.to(device)`` for fake tensors, of which it refuses some (torch 2.13). Shared parameters stay shared."""
-    moved: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in moved:
-                moved[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            module._parameters[name] = None if parameter is None else moved[parameter]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+def _of_factory(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Any]:
+    model, batch = make(load_factory(name), name, dtype=dtype, device=device)
+    if batch is None:
+        raise ModelError(f"{name}: expected it to return (model, batch), as nothing else says what forward is given")
+    return model, placed(batch, dtype=dtype, device=device)
 
 
 def _called(source: Source) -> str:
     return source if isinstance(source, str) else type(source).__name__
-
-
-def describe(model: nn.Module, batch: dict[str, Tensor]) -> str:
-    """The model and the batch in a line."""
-    parameters = list(model.parameters())
-    shapes = ", ".join(f"{name} {'x'.join(map(str, tensor.shape))}" for name, tensor in batch.items())
-    count = sum(parameter.numel() for parameter in parameters)
-    where = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device.type}"
-    return f"{type(model).__name__}, {count:,} parameters, {where}; {shapes}"
 
 
 def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, positions: int) -> nn.Module:
@@ -145,7 +137,8 @@ def _read(source: str) -> transformers.PretrainedConfig:
         return transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{source}: expected an ablation's .yaml file, a config.json or its folder, or a model's name; {error}"
+            f"{source}: expected an ablation's .yaml file, a config.json or its folder, or a model's name (or "
+            f"package.module:factory); {error}"
         ) from error
 
 

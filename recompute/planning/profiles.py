@@ -15,6 +15,7 @@ from torch import nn
 from recompute.attach import apply
 from recompute.entries import module_entries
 from recompute.errors import ModelError, RecomputeError, warn
+from recompute.factories import describe
 from recompute.planning import profiling
 from recompute.planning.candidates import Candidate, Group, Layout, discover, policy_of
 from recompute.planning.profile_table import Choice, Place, Profile, RegionCosts
@@ -105,7 +106,6 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def _described(model: nn.Module, batch: Any) -> str:
-    from recompute.planning.models import describe  # which needs transformers
 
     return describe(model, named(batch))
 

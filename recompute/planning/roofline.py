@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.ops import Kind, facts, work
 from recompute.errors import ModelError
+from recompute.factories import describe
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.imagining import as_on_cuda
-from recompute.planning.models import describe, without_packing
+from recompute.planning.models import without_packing
 from recompute.planning.profile_table import Profile
 from recompute.planning.profiles import Progress, measured
 from recompute.planning.profiling import Clock, MemoryTrace

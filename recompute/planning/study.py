@@ -16,10 +16,11 @@ from transformers import PretrainedConfig
 
 from recompute.attach import apply
 from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
+from recompute.factories import describe
 from recompute.planning.estimate_result import Advice, Estimate, ModuleActivations, Settings
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.layers import find_stack, step_of_many
-from recompute.planning.models import batch_of, describe, imagined, without_packing
+from recompute.planning.models import batch_of, imagined, without_packing
 from recompute.planning.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate
 from recompute.planning.static_memory import (
     OPTIMIZERS,

@@ -88,6 +88,11 @@ def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
     assert len({*dropped}) == len({*kept}) == 1  # of a forward, however many there were
     assert logged(found, "recompute_regenerated_nbytes")[0] >= dropped[0]  # what is on the way to a dropped one, too
     assert 0.5 * dropped[0] < plain.held[0] - found.held[0] < 1.5 * dropped[0]
+    eager = logged(found, "recompute_eager_nbytes")
+    assert eager == [dropped[0] + kept[0]] * STEPS  # here nothing is held for others alone
+    by_kernels = trained(tmp_path, RecomputeCallback("kernel"))
+    saved = logged(by_kernels, "recompute_eager_nbytes")[0] - logged(by_kernels, "recompute_kept_nbytes")[0]
+    assert 0.5 * saved < plain.held[0] - by_kernels.held[0] < 1.5 * saved
     without = trained(tmp_path, RecomputeCallback("elementwise", logs=False))
     assert [entry.keys() for entry in without.state.log_history] == [entry.keys() for entry in plain.state.log_history]
 
