@@ -108,10 +108,10 @@ class Record:
         plan = self.plan
         assert plan is not None
         with asking():
-            for handle, stand_in in self._stand_ins():
-                handle.tensor = stand_in.get()
-                handle.version = version_of(handle.tensor)
-                self.held.setdefault(handle.slot, seen_as(handle.tensor, plan.facts[handle.slot].layout))
+            for dropped, stand_in in self._stand_ins():
+                dropped.tensor = stand_in.get()
+                dropped.version = version_of(dropped.tensor)
+                self.held.setdefault(dropped.slot, seen_as(dropped.tensor, plan.facts[dropped.slot].layout))
         for reference in self.handles:
             handle = reference()
             if handle is not None and handle.tensor is not None and handle.slot not in self.stale:
