@@ -16,8 +16,15 @@ from torch._C import DispatchKey
 from recompute.errors import UnsupportedError
 
 _PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
-CASTS_INSIDE = frozenset((torch.ops.aten._trilinear.default, _PINV))
-"""Ops that autocast does not know and whose kernels call ops that it does: all that torch's own samples of ops find.
+CASTS_INSIDE = frozenset(
+    (
+        _PINV,
+        torch.ops.aten._trilinear.default,  # of nn.Bilinear
+        torch.ops.aten._native_multi_head_attention.default,  # in eval mode without gradients, as the next one
+        torch.ops.aten._transformer_encoder_layer_fwd.default,
+    )
+)
+"""Ops that autocast does not know and whose kernels call ops that it does: all that torch's own samples find.
 
 Under inference mode every composite op is one, as a mode sees it whole.
 """

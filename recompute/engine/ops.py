@@ -18,6 +18,8 @@ from torch import Tag, Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
+from recompute.engine.autocast import CASTS_INSIDE
+
 
 class Kind(enum.Enum):
     """What running an op again amounts to."""
@@ -45,6 +47,8 @@ class OpFacts(NamedTuple):
     statistics: tuple[int | str, ...] = ()
     """The arguments, all of ``writes``, that only collect statistics: given None for them the op is pure, and its
     outputs are the same."""
+    casts_inside: bool = False
+    """Whether autocast applies to the ops that its kernel calls."""
 
 
 FACTORY = "a factory: something unseen may have filled its output"
@@ -239,7 +243,7 @@ def _classify(op: Any) -> OpFacts:
         best = _opaque(op, UNKNOWN)
     else:
         best = _classify_custom(op, base)
-    best = best._replace(name=f"{space}.{base}")
+    best = best._replace(name=f"{space}.{base}", casts_inside=op in CASTS_INSIDE)
     condition = _condition(op, space, base)
     if condition is None or best.kind is Kind.OPAQUE:
         return best

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recompute.engine.autocast import CASTS_INSIDE, in_force, left_out
+from recompute.engine.autocast import in_force, left_out
 from recompute.engine.exposed import bytes_of, expose, is_exposed, watch
 from recompute.engine.modes import (
     are_others_in_force,
@@ -167,13 +167,13 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
-        if (op in CASTS_INSIDE or torch.is_inference_mode_enabled()) and (keys := left_out()):
-            with in_force(keys, op, kwargs, self.owner.name):
-                return self.__torch_dispatch__(op, types, args, kwargs)
         if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
             self.record.see(tensors_in((args, kwargs)))
             return NotImplemented
         known, reason = self.setting.verdicts.get(op) or self.setting.judge(op)
+        if (known.casts_inside or torch.is_inference_mode_enabled()) and (keys := left_out()):
+            with in_force(keys, op, kwargs, self.owner.name):
+                return self.__torch_dispatch__(op, types, args, kwargs)
         dark = not torch.is_grad_enabled() and is_in_the_dark(_RUN)
         if known.kind is Kind.VIEW and not dark:
             return op(*args, **kwargs)
@@ -225,7 +225,9 @@ class Tape(TorchDispatchMode):
             if record.plan is not None:
                 record.leave()
             return self._run(op, known, reason, args, kwargs, guide.dark)
-        output = self._call(op, known, args, kwargs)
+        output = op(*args, **kwargs)
+        if known.writes:
+            self._count_writes(at(known.writes, args, kwargs))
         made = self._made(known, reason, guide.dark, args, kwargs, output, guide.layouts)
         if made is None or (rerun is not None and rerun.has_not_drawn()) or not _agree(made, guide.layouts):
             record.leave()
@@ -251,7 +253,9 @@ class Tape(TorchDispatchMode):
             reason = reason or str(unfit)
         if known.statistics and rerun is not None:
             reason = ""
-        output = self._call(op, known, args, kwargs)
+        output = op(*args, **kwargs)
+        if known.writes:
+            self._count_writes(at(known.writes, args, kwargs))
         made = self._made(known, reason, dark, args, kwargs, output)
         if made is None:
             made, rerun, reason = [], None, reason or "its output shares memory with another tensor"
@@ -261,13 +265,12 @@ class Tape(TorchDispatchMode):
         self._note(op, known, reason, inputs, made, rerun, dark, costs)
         return output
 
-    def _call(self, op: Any, known: OpFacts, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a step, and count its writes to lists of tensors, which torch does not under a mode."""
-        output = op(*args, **kwargs)
-        for value in at(known.writes, args, kwargs) if known.writes else ():
+    @staticmethod
+    def _count_writes(written: list[Any]) -> None:
+        """Move the versions of lists of tensors, as ``_foreach_add_`` writes to: under a mode torch does not."""
+        for value in written:
             if type(value) in LISTS:
                 torch.autograd.graph.increment_version(value)
-        return output
 
     def _note(
         self,

@@ -104,7 +104,7 @@ def test_a_sample_of_torchs_ops_under_autocast_and_other_modes() -> None:
 
 
 def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recompute.engine.tape.CASTS_INSIDE", frozenset())
+    monkeypatch.setattr("recompute.engine.tape.left_out", list)
     args = (torch.randn(5, 4), torch.randn(5, 6), torch.randn(3, 4, 6, requires_grad=True))
     call = (nn.functional.bilinear, args, {}, "autocast")
     assert outcome(*call, tape=True) != outcome(*call, tape=False)
@@ -122,6 +122,16 @@ def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around: st
             return y.exp().sin() * y.sigmoid()
 
     assert_as_plain(Holder(Model()), policy(("inside", "recompute")), tokens(), around=AROUND[around])
+
+
+@pytest.mark.parametrize("around", ["no_grad", "autocast and no_grad"])
+def test_fast_paths_of_torchs_attention_in_eval_mode(around: str) -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    for function, args in ((attention, (x, x, x)), (layer, (x,))):
+        call = (function, args, {}, around)
+        assert outcome(*call, tape=True) == outcome(*call, tape=False)
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:
