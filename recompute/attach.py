@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from recompute.deferred import LossObserver
-from recompute.engine.context import RUNNER, reachable
+from recompute.engine.context import RUNNER
 from recompute.engine.ops import is_op
 from recompute.engine.plan import Plan, PlanCache
+from recompute.engine.reach import reachable
 from recompute.engine.region import Region, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.stopwatch import Stopwatch

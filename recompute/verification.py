@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from recompute.attach import AppliedPolicy, PolicyLike, apply
-from recompute.engine.context import ModuleState, map_leaves, snapshot, surroundings
+from recompute.engine.context import ModuleState, map_leaves, snapshot
+from recompute.engine.reach import sources_behind
 from recompute.engine.recipe import count_different, verifying
-from recompute.engine.rng import RngState, is_source
+from recompute.engine.rng import RngState
 from recompute.engine.saved import describe
 from recompute.errors import GradientMismatch, MutationError, UnsupportedError
 from recompute.kernel_runners import kernel_of
@@ -132,10 +131,10 @@ def verify(model: nn.Module, batch: Any, *, policy: PolicyLike, loss: Loss | Non
 
 
 def sources_of(model: nn.Module, batch: Any) -> list[Any]:
-    """All that the model may draw random numbers from, besides torch's default generators."""
-    reached = surroundings(model.modules())
+    """What the model may draw random numbers from, besides the default generators of torch, Python and NumPy."""
+    reached: list[Any] = [*model.modules()]
     map_leaves(reached.append, dict(batch) if isinstance(batch, Mapping) else batch)
-    return [random, np.random, *filter(is_source, reached)]
+    return sources_behind(reached)
 
 
 class _Outcome(NamedTuple):

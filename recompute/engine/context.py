@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_is_leaf, tree_map
 
+from recompute.engine.rng import GENERATORS
 from recompute.engine.saved import Foreign, Kept, describe, hold, version_of
 from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
@@ -52,10 +53,11 @@ class _Opaque:
 
     __slots__ = ("before", "fingerprint", "used", "value")
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Any, generators: list[Any]):
+        """generators: gets the random generators in ``value``."""
         # Weakly: a cache is given tensors of the very graph that this belongs to (invariant 8).
         self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
-        self.before = snapshot(value)
+        self.before = _snapshot(value, _DEPTH, {}, generators)
         self.fingerprint = fingerprint(self.before)
         self.used = False
 
@@ -84,7 +86,7 @@ class Inputs:
         self._tensors: dict[int, _Input] = {}  # by id: one tensor passed twice is one tensor again
         self._opaque: dict[int, _Opaque] = {}
         self.others: list[Any] = []
-        """The arguments that are neither."""
+        """The arguments that are neither, and random generators in those that have a state."""
         self._arguments = map_leaves(self._hold, arguments)
 
     def _hold(self, value: Any) -> Any:
@@ -93,7 +95,9 @@ class Inputs:
                 held = self._tensors[id(value)] = _Input(value, self._name)
             return held
         if _is_opaque(value):
-            return self._opaque.setdefault(id(value), _Opaque(value))
+            if (opaque := self._opaque.get(id(value))) is None:
+                opaque = self._opaque[id(value)] = _Opaque(value, self.others)
+            return opaque
         self.others.append(value)
         return value
 
@@ -158,7 +162,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-_IMMUTABLE = (Tensor, nn.Module, type, enum.Enum, torch.Generator, functools.partial, MethodType, ModuleType)
+_IMMUTABLE = (Tensor, nn.Module, type, enum.Enum, functools.partial, MethodType, ModuleType, *GENERATORS)
 
 
 def _is_opaque(value: Any) -> bool:
@@ -199,18 +203,20 @@ def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
 
 def snapshot(value: Any) -> Any:
     """A copy of the objects, lists and dicts in ``value``: they refer alike to each other, and to the same tensors."""
-    return _snapshot(value, _DEPTH, {})
+    return _snapshot(value, _DEPTH, {}, [])
 
 
 def _snapshot(
-    value: Any, depth: int, copies: dict[int, Any]
+    value: Any, depth: int, copies: dict[int, Any], generators: list[Any]
 ) -> Any:  # no closure, which would be a cycle (invariant 8)
     if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+        if isinstance(value, GENERATORS):  # whose states are for ``RngState``
+            generators.append(value)
         return value
     if id(value) in copies:
         return copies[id(value)]
     if type(value) is tuple:
-        return tuple([_snapshot(item, depth - 1, copies) for item in value])
+        return tuple([_snapshot(item, depth - 1, copies, generators) for item in value])
     try:
         copied = copies[id(value)] = copy.copy(value)
     except TypeError:  # a stream, a lock: not state that forward changes
@@ -218,68 +224,16 @@ def _snapshot(
     if copied is value:  # a logger, a singleton
         return value
     if isinstance(value, dict):
-        dict.update(copied, {key: _snapshot(item, depth - 1, copies) for key, item in value.items()})
+        dict.update(copied, {key: _snapshot(item, depth - 1, copies, generators) for key, item in value.items()})
     elif isinstance(value, list):
-        list.__setitem__(copied, slice(None), [_snapshot(item, depth - 1, copies) for item in value])
+        list.__setitem__(copied, slice(None), [_snapshot(item, depth - 1, copies, generators) for item in value])
     if _is_opaque(value):
         for name, item in (_attributes(value) or {}).items():
-            object.__setattr__(copied, name, _snapshot(item, depth - 1, copies))
+            object.__setattr__(copied, name, _snapshot(item, depth - 1, copies, generators))
     return copied
 
 
 _DEPTH = 6  # a cache, its layers, a layer, its attributes: and not all that hangs on a configuration
-
-
-def reachable(function: Callable[..., Any]) -> list[Any]:
-    """What ``function`` can use without being passed it: bound arguments, closure, defaults and named globals."""
-    found: list[Any] = []
-    pending: list[Any] = [function]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            inside = [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, MethodType):
-            inside = [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
-        elif isinstance(value, FunctionType):
-            inside = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-            inside += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-            used = [value.__globals__.get(name) for name in _names(value.__code__)]
-            found += used
-            for helper in used:  # as Megatron's random tracker is got from a function; what else those use is their own
-                if isinstance(helper, FunctionType):
-                    names = _names(helper.__code__)
-                    globals_ = (helper.__globals__.get(name) for name in names)
-                    found += [value for value in globals_ if not isinstance(value, (ModuleType, Tensor, nn.Module))]
-        elif value is function and hasattr(value, "__dict__"):  # an object that can be called
-            inside = [type(value).__call__, *vars(value).values()]
-        else:
-            continue
-        found += inside
-        pending += inside
-    return found
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def surroundings(modules: Iterable[nn.Module]) -> list[Any]:
-    """What the forwards of ``modules`` reach besides arguments, parameters and buffers, by attribute or name."""
-    found: list[Any] = []
-    for module in modules:
-        found += reachable(type(module).forward)
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                found += [value, *(value if isinstance(value, (list, tuple)) else ())]
-                found += value.values() if isinstance(value, dict) else ()
-    return found
 
 
 RUNNER = "_recompute_runner"
@@ -348,6 +302,9 @@ class ModuleState:
             self._learned[self._flags] = frozenset(self._before)
             ours = {id(self._buffers[index]) for index in self._before}
             self._versions = [version for version in self._versions if id(version[0]) not in ours]
+
+    def modules(self) -> list[nn.Module]:
+        return [module for module, _, _ in self._modules]
 
     def unlearn(self) -> None:
         """The frame changed something that others with these flags did not: learn again."""

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.context import Autocast, Inputs, ModuleState
 from recompute.engine.kept import kept
+from recompute.engine.reach import sources_behind
 from recompute.engine.recipe import Handle, Recipe, RecipeBook, count_different, is_verifying, local, open_book
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
@@ -125,8 +126,8 @@ class Region:
         """beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
         self.owner = owner
         self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
-        self.generators: list[torch.Generator] | None = None
-        """Those that its first frame drew from."""
+        self.found: list[Any] | None = None
+        """The random generators that its first frame may have drawn from, or was seen to."""
         self.reach(beyond)
 
     def reach(self, beyond: Iterable[Any]) -> None:
@@ -182,8 +183,10 @@ class Frame(Recipe):
         self._state = ModuleState(modules, _alive(region.tensors), region.learned)
         self._rng: RngState | None = None
         if not is_fake():
-            sources = filter(is_source, self._inputs.others)
-            self._rng = RngState([*region.sources, *(region.generators or ()), *sources], name=region.owner.name)
+            given = self._inputs.others
+            if (found := region.found) is None:
+                found = sources_behind((function, *self._state.modules(), *given))
+            self._rng = RngState([*region.sources, *found, *filter(is_source, given)], name=region.owner.name)
         self._autocast = Autocast()
         self._expected: dict[int, _Expected] = {}
         self._originals: dict[int, Tensor] = {}  # copies, to compare with
@@ -218,7 +221,7 @@ class Frame(Recipe):
 
     def watched(self) -> AbstractContextManager[Any]:
         """Around the first frame of a region: learn which generators it draws from, and whether it may run again."""
-        if self._rng is None or self._region.generators is not None:
+        if self._rng is None or self._region.found is not None:
             return _NOTHING
         return _FirstFrame(self._rng)
 
@@ -270,7 +273,8 @@ class Frame(Recipe):
                         continue
             handle.keep(self._kept(tensor, handle.version, parameters.get(_place_of(tensor)), changed is not None))
         if self._rng is not None:
-            self._region.generators = self._rng.generators()
+            if self._region.found is None:
+                self._region.found = self._rng.extra()
             self._rng = self._rng.drawn()
         if changed is not None:
             self.owner.kept_nbytes += sum(saved.values())
@@ -327,6 +331,8 @@ class Frame(Recipe):
         with (
             temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
             self._state.replayed(self.owner.name),
+            # Also a region after which a stream was where it had been before may have moved it: torch.manual_seed(0).
+            nullcontext() if is_fake() else RngState(self._region.found or ()).left_alone(),
             nullcontext() if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             torch.enable_grad(),
