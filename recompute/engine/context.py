@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_is_leaf, tree_map
 
 from recompute.engine.rng import GENERATORS
-from recompute.engine.saved import Foreign, Kept, describe, hold, version_of
+from recompute.engine.saved import Foreign, Kept, describe, hold, storage_of, version_of
 from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
 
@@ -105,10 +105,10 @@ class Inputs:
         """Names an argument that has been modified in place since, if there is one."""
         for held in self._tensors.values():
             if held.original is not None and version_of(held.original) != held.version:
-                return f"an argument, a {describe(held.original)}"
+                return f"an argument, a {describe(held.original)}, has been modified in place"
         for opaque in self._opaque.values():
             if opaque.changed():
-                return f"a tensor in an argument, a {type(opaque.before).__name__}"
+                return f"a tensor in an argument, a {type(opaque.before).__name__}, has been modified in place"
         return None
 
     def settle(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -132,8 +132,7 @@ class Inputs:
         """The same arguments, their tensors leaves of a new graph."""
         if (what := self.changed()) is not None:
             raise MutationError(
-                f"in {self._name}: {what}, has been modified in place between forward and backward, so the region "
-                "cannot be run again as it ran"
+                f"in {self._name}: {what} between forward and backward, so the region cannot be run again as it ran"
             )
 
         restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors.values()}
@@ -288,12 +287,12 @@ class ModuleState:
         parameters += tensors
         for _, _, attributes in self._modules:
             parameters += [value for value in attributes.values() if type(value) is Tensor]
-        self._versions = [(t, version_of(t), t.requires_grad) for t in parameters if t is not None]
+        self._versions = [(t, version_of(t), t.requires_grad, storage_of(t)) for t in parameters if t is not None]
 
     def settle(self) -> None:
         """At the end of the frame: keep copies of those buffers only that it changed."""
         if self._buffers and self._flags not in self._learned:
-            versions = {id(tensor): version for tensor, version, _ in self._versions}
+            versions = {id(tensor): version for tensor, version, _, _ in self._versions}
             self._before = {
                 index: before
                 for index, before in self._before.items()
@@ -312,14 +311,26 @@ class ModuleState:
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers, all alive anyway (invariant 7)."""
-        return [tensor for tensor, _, _ in self._versions] + self._buffers
+        return [tensor for tensor, _, _, _ in self._versions] + self._buffers
 
     def changed(self) -> str | None:
-        """Names a parameter or buffer that has been modified since, if there is one."""
-        for tensor, version, _ in self._versions:
+        """Names a parameter or buffer that has been modified since, or got other memory, if there is one."""
+        for tensor, version, _, storage in self._versions:
+            if storage is not None and (now := storage_of(tensor)) is not storage:
+                had_another = now is not None and now.cdata == storage.cdata  # in between
+                if not had_another and not self._is_gathered(tensor):
+                    name = self._name(tensor)
+                    return f"{name}, a {describe(tensor)}, has been given other data (parameter.data = ...)"
             if version_of(tensor) != version:
-                return f"{self._name(tensor)}, a {describe(tensor)}"
+                return f"{self._name(tensor)}, a {describe(tensor)}, has been modified in place"
         return None
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        """Whether somebody gives ``tensor`` its memory for each run anew: DeepSpeed, or a hook before forward."""
+        if hasattr(tensor, "ds_id"):
+            return True
+        hooked = [module for module, _, _ in self._modules if module._forward_pre_hooks]
+        return any(tensor is value for module in hooked for value in (*module.parameters(), *module.buffers()))
 
     def _name(self, tensor: Tensor) -> str:
         for module, _, _ in self._modules:
@@ -333,8 +344,8 @@ class ModuleState:
         """Modules as they were when the frame began; as they are now again afterwards."""
         if (what := self.changed()) is not None:
             raise MutationError(
-                f"in {name}: {what}, has been modified in place between forward and backward (an optimizer step?), so "
-                "the region cannot be run again as it ran. Call backward first, or leave this module out of the policy."
+                f"in {name}: {what} between forward and backward (an optimizer step?), so the region cannot be run "
+                "again as it ran. Call backward first, or leave this module out of the policy."
             )
         buffers = [self._buffers[index] for index in self._before]
         with ExitStack() as stack:
@@ -342,7 +353,7 @@ class ModuleState:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(buffers)))
                 stack.callback(_assign, buffers, [buffer.detach().clone() for buffer in buffers])
                 _assign(buffers, list(self._before.values()))
-            for tensor, _, requires_grad in self._versions:
+            for tensor, _, requires_grad, _ in self._versions:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)

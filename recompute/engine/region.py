@@ -280,9 +280,7 @@ class Frame(Recipe):
             self.owner.kept_nbytes += sum(saved.values())
             self._state.unlearn()
             name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
-            warn(
-                f"{name} changes {changed} in place while it runs, so it cannot run again and nothing is dropped there."
-            )
+            warn(f"in {name}: {changed} while it ran, so it cannot run again and nothing is dropped there.")
             del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
@@ -293,7 +291,9 @@ class Frame(Recipe):
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
         if parameter is not None and parameter.dtype is tensor.dtype:
             version = version_of(parameter) if has_layout(parameter) else version
-            return Alive(parameter, Layout.of(tensor), version, self.owner.name)
+            layout = Layout.of(tensor)
+            memory = None if layout == Layout.of(local_of(parameter)) else tensor.untyped_storage()
+            return Alive(parameter, layout, version, self.owner.name, memory)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
             return hold_through(self.outer, tensor.detach(), self.owner.name)
         return Kept(tensor.detach(), self.owner.name, version)

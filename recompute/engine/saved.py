@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from recompute.engine.sharded import local_of
+from recompute.engine.sharded import has_layout, local_of
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import MutationError
 
@@ -68,18 +69,33 @@ class Alive(Saved):
     """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it.
 
     Of one that is a DTensor, what this rank has.
+    memory: what it has now, to be used even if ``parameter.data`` is replaced. Autograd holds that of a view, and of a
+    parameter itself none: there None does what eager does.
     """
 
-    __slots__ = ("layout", "name", "parameter", "version")
+    __slots__ = ("layout", "memory", "name", "parameter", "version")
 
-    def __init__(self, parameter: Tensor, layout: Layout, version: int, name: str):
+    def __init__(
+        self,
+        parameter: Tensor,
+        layout: Layout,
+        version: int,
+        name: str,
+        memory: torch.UntypedStorage | None = None,
+    ):
         self.parameter = parameter
         self.layout = layout
         self.version = version
         self.name = name
+        # DeepSpeed replaces the data of its parameters, which have a ``ds_id``, when it gathers them.
+        self.memory = None if has_layout(parameter) or hasattr(parameter, "ds_id") else memory
 
     def get(self) -> Tensor:
         tensor = local_of(checked(self.parameter, self.version, self.name)).detach()
+        memory = self.memory
+        if memory is not None and memory._cdata != tensor.untyped_storage()._cdata and memory.nbytes():
+            tensor = torch.empty(0, dtype=self.layout.dtype, device=memory.device)
+            return tensor.set_(memory, self.layout.offset, self.layout.shape, self.layout.stride)  # type: ignore[call-overload]
         if Layout.of(tensor) == self.layout:
             return tensor
         return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
@@ -273,6 +289,27 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # an inference tensor keeps no count
         return -1
+
+
+_STRIDED = (Tensor, torch.nn.Parameter)
+_storages: dict[int, StorageWeakRef] = {}
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    """Which storage a parameter or buffer has, to be compared by ``cdata``; None where that may change by itself.
+
+    The reference keeps the address from being used again (invariant 3). It is remembered by the tensor's id, which may
+    be used again, but not by a tensor with that storage.
+    """
+    if type(tensor) not in _STRIDED or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    storage, number = tensor.untyped_storage(), id(tensor)
+    known = _storages.get(number)
+    if known is None or known.cdata != storage._cdata:
+        if len(_storages) >= 1 << 16:  # most are of tensors that are gone: no callback tells, as none may refer to
+            _storages.clear()  # a parameter weakly, lest torch.utils.swap_tensors refuse it
+        known = _storages[number] = StorageWeakRef(storage)
+    return known
 
 
 def storage_key(tensor: Tensor) -> int | None:

@@ -449,7 +449,9 @@ class Tape(TorchDispatchMode):
             return hold_through(self.outer, aliased(tensor), self.owner.name)
         record.saves.append((number, record.count))
         if number in record.parameters:
-            return record.alive(number, Layout.of(tensor), parameter_of(tensor))
+            parameter = parameter_of(tensor)
+            memory = None if parameter is tensor else tensor.untyped_storage()
+            return record.alive(number, Layout.of(tensor), parameter, memory)
         plan = record.plan
         if plan is None:
             record.held.setdefault(number, tensor)

@@ -367,3 +367,99 @@ def test_a_parametrized_weight_cached_across_regions_is_right_or_refused() -> No
     except RegenerationError:
         return
     assert found == expected
+
+
+# Memory that is swapped under a parameter, which no version tells
+
+
+class Weighted(nn.Module):
+    """Uses one weight as it is, and another by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(HIDDEN))
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x.exp()) * torch.cos(x)).sin() + self.scale * x.sin()
+
+
+def replace_once(parameter: Tensor) -> None:
+    parameter.data = torch.rand_like(parameter)
+
+
+def replace_twice(parameter: Tensor) -> None:
+    """The second time, perhaps, by what lies where the original lay."""
+    replace_once(parameter)
+    replace_once(parameter)
+
+
+def swap(parameter: Tensor) -> None:
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.rand_like(parameter)))
+
+
+CHANGES = {"data": replace_once, "data twice": replace_twice, "swapped": swap}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
+def test_a_checkpoint_refuses_a_parameter_whose_data_has_been_replaced_and_names_it(name: str, change: str) -> None:
+    model = policed(holding(lambda self, x: self.part(x), part=Weighted()))
+    for _ in range(2):
+        result = model(tokens())
+        CHANGES[change](model.get_parameter(f"inside.part.{name}"))
+        with pytest.raises(MutationError, match=rf"^in inside \(Body\): part\.{name}, .* other data \(parameter\.data = "):
+            result.sum().backward()
+
+
+def test_data_that_is_put_back_before_backward_or_replaced_by_itself_is_no_change() -> None:
+    model = policed(holding(lambda self, x: self.part(x), part=Weighted()))
+    x, part = tokens(), model.inside.part
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    result = model(x)
+    old = part.linear.weight.data
+    part.linear.weight.data = torch.rand_like(old)
+    part.linear.weight.data = old
+    model.to("cpu").float()
+    assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(expected)
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
+@pytest.mark.parametrize("rules", ["recompute", "gemms", "checkpoint that keeps"])
+def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name: str, rules: str) -> None:
+    """Plain eager holds a view's memory; a parameter itself it asks again, and gets the new data."""
+    setting = {
+        "recompute": {"action": "recompute", "via": "hook"},
+        "gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
+        "checkpoint that keeps": {"action": "checkpoint", "keep": ["attention"]},
+    }[rules]
+    model, x = holding(lambda self, x: self.part(x).exp(), part=Weighted()), tokens()
+    changed = model.get_parameter(f"inside.part.{name}")
+    original = changed.data
+
+    def grads() -> list[Any]:
+        found = []
+        for _ in range(2):
+            changed.data = original
+            result = model(x)
+            changed.data = torch.full_like(changed, 3.0)
+            found += torch.autograd.grad(result.sum(), [x, *model.parameters()])
+        return [bits(grad) for grad in found]
+
+    expected = grads()
+    recompute.apply(model, {"rules": [{"match": "inside", **setting}]})
+    assert grads() == expected
+
+
+@both_actions
+def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action: str) -> None:
+    """``Module.to`` may do so, and refuses parameters that anything refers to weakly."""
+    model, x = policed(holding(lambda self, x: self.part(x), part=Weighted()), action), tokens()
+    model(x).sum().backward()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    (found,) = torch.autograd.grad(model(x.double()).sum(), x)
+    assert found.dtype is torch.float32
