@@ -15,7 +15,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from recompute.attach import AppliedPolicy, PolicyLike, apply
-from recompute.engine.context import ModuleState, map_leaves, snapshot
+from recompute.engine.arguments import map_leaves, snapshot
+from recompute.engine.context import ModuleState
 from recompute.engine.reach import sources_behind
 from recompute.engine.recipe import count_different, verifying
 from recompute.engine.rng import RngState

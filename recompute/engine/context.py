@@ -1,239 +1,19 @@
-"""What a frame's result depends on besides its code: inputs, module state, autocast. Captured, compared, put back."""
+"""What a frame's result depends on besides its code and arguments: module state and autocast, captured and put back."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import enum
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_is_leaf, tree_map
 
-from recompute.engine.rng import GENERATORS
-from recompute.engine.saved import Foreign, Kept, describe, hold, storage_of, version_of
+from recompute.engine.saved import describe, storage_of, version_of
 from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
-
-
-class _Input:
-    """A tensor among a frame's arguments, and as it stands while the frame runs."""
-
-    __slots__ = ("original", "requires_grad", "saved", "stride", "version")
-
-    def __init__(self, tensor: Tensor, name: str):
-        # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
-        self.saved = Kept(tensor, name) if isinstance(tensor, nn.Parameter) else hold(tensor, name)
-        self.stride = tensor.stride() if isinstance(self.saved, Foreign) and tensor.layout is torch.strided else None
-        self.requires_grad = tensor.requires_grad
-        self.original: Tensor | None = tensor
-        self.version = version_of(tensor)
-
-    def restore(self) -> Tensor:
-        tensor = self.saved.get()
-        if isinstance(tensor, nn.Parameter):
-            return tensor
-        if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
-            # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
-            tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
-        return tensor.detach().requires_grad_(self.requires_grad)
-
-
-class _Opaque:
-    """An object with state that forward may change, such as a key/value cache, and a copy of its state before."""
-
-    __slots__ = ("before", "fingerprint", "used", "value")
-
-    def __init__(self, value: Any, generators: list[Any]):
-        """generators: gets the random generators in ``value``."""
-        # Weakly: a cache is given tensors of the very graph that this belongs to (invariant 8).
-        self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
-        self.before = _snapshot(value, _DEPTH, {}, generators)
-        self.fingerprint = fingerprint(self.before)
-        self.used = False
-
-    def settle(self) -> None:
-        """At the end of the frame: note whether it changed the object."""
-        self.used = fingerprint(self.value()) != self.fingerprint
-
-    def changed(self) -> bool:
-        """Whether a tensor in it has been modified in place: that state cannot be put back."""
-        return fingerprint(self.before) != self.fingerprint
-
-    def restore(self) -> Any:
-        """The object as it was: itself, if the frame leaves it alone and nobody else has changed it."""
-        value = self.value()
-        as_it_was = not self.used and fingerprint(value) == self.fingerprint
-        return value if as_it_was else snapshot(self.before)
-
-
-class Inputs:
-    """A frame's arguments, with every tensor in tuples, lists, dicts and dataclasses held for backward."""
-
-    __slots__ = ("_arguments", "_name", "_opaque", "_tensors", "others")
-
-    def __init__(self, arguments: tuple[tuple, dict], name: str):
-        self._name = name
-        self._tensors: dict[int, _Input] = {}  # by id: one tensor passed twice is one tensor again
-        self._opaque: dict[int, _Opaque] = {}
-        self.others: list[Any] = []
-        """The arguments that are neither, and random generators in those that have a state."""
-        self._arguments = map_leaves(self._hold, arguments)
-
-    def _hold(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if (held := self._tensors.get(id(value))) is None:
-                held = self._tensors[id(value)] = _Input(value, self._name)
-            return held
-        if _is_opaque(value):
-            if (opaque := self._opaque.get(id(value))) is None:
-                opaque = self._opaque[id(value)] = _Opaque(value, self.others)
-            return opaque
-        self.others.append(value)
-        return value
-
-    def changed(self) -> str | None:
-        """Names an argument that has been modified in place since, if there is one."""
-        for held in self._tensors.values():
-            if held.original is not None and version_of(held.original) != held.version:
-                return f"an argument, a {describe(held.original)}, has been modified in place"
-        for opaque in self._opaque.values():
-            if opaque.changed():
-                return f"a tensor in an argument, a {type(opaque.before).__name__}, has been modified in place"
-        return None
-
-    def settle(self) -> tuple[list[Tensor], list[Tensor]]:
-        """At the end of the frame: forget the arguments' graph.
-
-        Returns the tensors that were given, and those of them that are held as they are.
-        """
-        for opaque in self._opaque.values():
-            opaque.settle()
-        given, kept = [], []
-        for held in self._tensors.values():
-            if held.original is not None:
-                given.append(held.original)
-                held.original = None
-            if type(held.saved) is Kept:
-                kept.append(held.saved.tensor)
-        return given, kept
-
-    @contextmanager
-    def restored(self) -> Iterator[tuple[tuple, dict]]:
-        """The same arguments, their tensors leaves of a new graph."""
-        if (what := self.changed()) is not None:
-            raise MutationError(
-                f"in {self._name}: {what} between forward and backward, so the region cannot be run again as it ran"
-            )
-
-        restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors.values()}
-        restored |= {id(opaque): opaque.restore() for opaque in self._opaque.values()}
-        yield map_leaves(lambda value: restored.get(id(value), value), self._arguments)
-
-
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with each leaf of its tuples, lists, dicts, dataclasses and registered pytrees replaced."""
-    kind = type(value)
-    if kind is Tensor:
-        return function(value)
-    if kind is tuple:
-        return tuple([map_leaves(function, item) for item in value])
-    if kind is dict:
-        return {key: map_leaves(function, item) for key, item in value.items()} if value else {}
-    if kind is list:
-        return [map_leaves(function, item) for item in value]
-    if not tree_is_leaf(value):
-        return tree_map(functools.partial(map_leaves, function), value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(mapped, field.name, map_leaves(function, getattr(value, field.name)))
-        return mapped
-    return function(value)
-
-
-_IMMUTABLE = (Tensor, nn.Module, type, enum.Enum, functools.partial, MethodType, ModuleType, *GENERATORS)
-
-
-def _is_opaque(value: Any) -> bool:
-    return not callable(value) and not isinstance(value, _IMMUTABLE) and _attributes(value) is not None
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object of a class written in Python refers to by name; None for any other."""
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    if not slots and not hasattr(value, "__dict__"):
-        return None
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__weakref__"}
-    return {**found, **getattr(value, "__dict__", {})}
-
-
-def fingerprint(value: Any) -> Any:
-    """What a value refers to: two fingerprints differ if it was changed in between, or a tensor in it was."""
-    return _fingerprint(value, _DEPTH, {})
-
-
-def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
-    if isinstance(value, Tensor):
-        return id(value), version_of(value)
-    if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
-        return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
-    if id(value) in seen:
-        return "seen", seen[id(value)]
-    seen[id(value)] = len(seen)
-    parts: list[Any] = [type(value)]
-    if isinstance(value, dict):
-        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts += [_fingerprint(item, depth - 1, seen) for item in value]
-    if _is_opaque(value):
-        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in (_attributes(value) or {}).items()]
-    return parts
-
-
-def snapshot(value: Any) -> Any:
-    """A copy of the objects, lists and dicts in ``value``: they refer alike to each other, and to the same tensors."""
-    return _snapshot(value, _DEPTH, {}, [])
-
-
-def _snapshot(
-    value: Any, depth: int, copies: dict[int, Any], generators: list[Any]
-) -> Any:  # no closure, which would be a cycle (invariant 8)
-    if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
-        if isinstance(value, GENERATORS):  # whose states are for ``RngState``
-            generators.append(value)
-        return value
-    if id(value) in copies:
-        return copies[id(value)]
-    if type(value) is tuple:
-        return tuple([_snapshot(item, depth - 1, copies, generators) for item in value])
-    try:
-        copied = copies[id(value)] = copy.copy(value)
-    except TypeError:  # a stream, a lock: not state that forward changes
-        return value
-    if copied is value:  # a logger, a singleton
-        return value
-    if isinstance(value, dict):
-        dict.update(copied, {key: _snapshot(item, depth - 1, copies, generators) for key, item in value.items()})
-    elif isinstance(value, list):
-        list.__setitem__(copied, slice(None), [_snapshot(item, depth - 1, copies, generators) for item in value])
-    if _is_opaque(value):
-        for name, item in (_attributes(value) or {}).items():
-            object.__setattr__(copied, name, _snapshot(item, depth - 1, copies, generators))
-    return copied
-
-
-_DEPTH = 6  # a cache, its layers, a layer, its attributes: and not all that hangs on a configuration
-
 
 RUNNER = "_recompute_runner"
 """In the ``__dict__`` of a module under a policy: how it runs its forward. A DataParallel replica gets a copy."""
@@ -272,7 +52,11 @@ class ModuleState:
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-        self._modules = [(module, type(module), _attributes_of(module.__dict__)) for module in modules]
+        self._modules = [
+            (module, type(module), _attributes_of(module.__dict__))
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)  # whose attributes are not Python's
+        ]
         self._flags = tuple([module.training for module in modules])
         self._buffers = buffers
         self._learned = learned

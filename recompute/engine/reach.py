@@ -50,13 +50,17 @@ def surroundings(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def sources_behind(roots: Iterable[Any]) -> list[Any]:
-    """The random generators that ``roots``, which are functions, modules or any objects, may draw from.
+    """The random generators among what is behind ``roots``."""
+    return list({id(value): value for value in behind(roots) if is_source(value)}.values())
+
+
+def behind(roots: Iterable[Any]) -> Iterator[Any]:
+    """What ``roots``, which are functions, modules or any objects, may use; some of it more than once.
 
     Follows the names in their code through helpers, methods, Python modules, objects and containers, as far as it is
     not torch's, NumPy's or Python's own. It misses what no name leads to: ``getattr(self, name)``, code in C, a
     generator that is made while the code runs.
     """
-    found: dict[int, Any] = {}
     functions: list[tuple[FunctionType, Any]] = []  # and what it is a method of
     walked: set[tuple[int, int]] = set()
     values: list[Any] = list(roots)
@@ -68,9 +72,8 @@ def sources_behind(roots: Iterable[Any]) -> list[Any]:
             if isinstance(value, _PRIMITIVE) or id(value) in seen:
                 continue
             seen.add(id(value))
-            if is_source(value):
-                found[id(value)] = value
-            elif isinstance(value, FunctionType):
+            yield value
+            if isinstance(value, FunctionType):
                 functions.append((value, None))
             elif isinstance(value, MethodType):
                 values.append(value.__self__)
@@ -89,7 +92,7 @@ def sources_behind(roots: Iterable[Any]) -> list[Any]:
                         values.append(attribute)
         while not values:
             if not functions:
-                return list(found.values())
+                return
             function, owner = functions.pop()
             if (id(function), id(owner)) not in walked:
                 walked.add((id(function), id(owner)))
@@ -119,7 +122,7 @@ def _is_foreign(value: Any) -> bool:
 def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
     """What the attributes of ``value`` that are called ``names`` are: looked up, so that no property runs."""
     if isinstance(value, nn.Module):
-        yield base_of(value).forward
+        yield from _defined(base_of(value), "forward")
         yield from _attributes_of(value)
     elif not isinstance(value, (type, ModuleType)) and callable(value):
         yield from _defined(type(value), "__call__")

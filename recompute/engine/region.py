@@ -24,19 +24,20 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.context import Autocast, Inputs, ModuleState
+from recompute.engine.arguments import Inputs
+from recompute.engine.context import Autocast, ModuleState
 from recompute.engine.kept import kept
-from recompute.engine.reach import sources_behind
+from recompute.engine.reach import behind
 from recompute.engine.recipe import Handle, Recipe, RecipeBook, count_different, is_verifying, local, open_book
+from recompute.engine.replay import Expected, OpNames, Replay, Stop
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
     Alive,
@@ -45,7 +46,6 @@ from recompute.engine.saved import (
     Owner,
     Saved,
     Sharded,
-    describe,
     hold_through,
     storage_key,
     top_hooks,
@@ -128,6 +128,8 @@ class Region:
         self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
         self.found: list[Any] | None = None
         """The random generators that its first frame may have drawn from, or was seen to."""
+        self.is_scripted = False
+        """Whether its first frame may have run a ScriptModule."""
         self.reach(beyond)
 
     def reach(self, beyond: Iterable[Any]) -> None:
@@ -185,10 +187,12 @@ class Frame(Recipe):
         if not is_fake():
             given = self._inputs.others
             if (found := region.found) is None:
-                found = sources_behind((function, *self._state.modules(), *given))
+                reached = [*behind((function, *self._state.modules(), *given))]
+                region.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in reached)
+                found = {id(value): value for value in reached if is_source(value)}.values()
             self._rng = RngState([*region.sources, *found, *filter(is_source, given)], name=region.owner.name)
         self._autocast = Autocast()
-        self._expected: dict[int, _Expected] = {}
+        self._expected: dict[int, Expected] = {}
         self._originals: dict[int, Tensor] = {}  # copies, to compare with
         self._pins: list[Kept] = []
         self.count = 0  # tensors that autograd saved
@@ -245,6 +249,8 @@ class Frame(Recipe):
         """Drop what comes back by running again: everything, unless the frame changed what it started from."""
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
+        if self._region.is_scripted:
+            changed = "it runs a ScriptModule, which takes other ops once it has profiled some runs"
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
         parameters = {_place_of(tensor): tensor for tensor in self._state.tensors()}
@@ -262,7 +268,7 @@ class Frame(Recipe):
                 continue
             key = storage_key(tensor)
             if key not in pinned:
-                expected = _Expected(tensor.shape, tensor.dtype, key, alive.get(key))
+                expected = Expected(tensor.shape, tensor.dtype, key, alive.get(key))
                 self._expected[handle.slot] = expected
                 if expected.lives is None:
                     saved[key] = tensor.untyped_storage().nbytes()
@@ -280,7 +286,7 @@ class Frame(Recipe):
             self.owner.kept_nbytes += sum(saved.values())
             self._state.unlearn()
             name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
-            warn(f"in {name}: {changed} while it ran, so it cannot run again and nothing is dropped there.")
+            warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
             del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
@@ -299,25 +305,25 @@ class Frame(Recipe):
         return Kept(tensor.detach(), self.owner.name, version)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        replay = _Replay(self, self._expected, wanted)
+        replay = Replay(self, self._expected, wanted)
         self._run(replay)
         what = replay.mismatch
         if what is None and len(replay.values) < len(wanted):
             what = f"it saved {self.count} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
-            named = _Replay(self, self._expected, wanted)
-            with _OpNames(named):
+            named = Replay(self, self._expected, wanted)
+            with OpNames(named):
                 self._run(named)
             what = named.mismatch or self._difference(named) or what
         if what is not None:
             raise RegenerationError(
                 f"{self.owner.name} did not run the same way twice: {what}. Look for state that forward changes (a "
-                "cache, a counter), an op that is not deterministic, or control flow that depends on one; or leave the "
-                "module out of the policy."
+                "cache, a counter), an op that is not deterministic, control flow that depends on one, or TorchScript "
+                "that still profiles (run it twice before); or leave the module out of the policy."
             )
         return replay.values
 
-    def _difference(self, replay: _Replay) -> str | None:
+    def _difference(self, replay: Replay) -> str | None:
         """How a value that came back differs from its original, where there is one to compare with."""
         for slot, original in self._originals.items():
             if slot in replay.values and (different := count_different(replay.values[slot].get(), original)):
@@ -327,7 +333,7 @@ class Frame(Recipe):
                 )
         return None
 
-    def _run(self, replay: _Replay) -> None:
+    def _run(self, replay: Replay) -> None:
         with (
             temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
             self._state.replayed(self.owner.name),
@@ -338,9 +344,12 @@ class Frame(Recipe):
             torch.enable_grad(),
             self._inputs.restored() as (args, kwargs),
             replay,
-            suppress(_Stop),
         ):
-            self._function(*args, **kwargs)
+            try:
+                self._function(*args, **kwargs)
+            except (Stop, RuntimeError):  # as which TorchScript passes it on
+                if not replay.is_done:
+                    raise
 
 
 def _place_of(tensor: Tensor) -> tuple[int | None, Any]:
@@ -380,118 +389,6 @@ class _InPlaceOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class _Stop(Exception):
-    """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
-
-
-class _Expected(NamedTuple):
-    """What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed.
-
-    ``lives`` is the parameter or input that it shares its storage with, if it does.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    storage: int | None
-    lives: Tensor | None
-
-
-class _Replay:
-    """A frame being run again, to collect the values of the slots in ``wanted``."""
-
-    is_checkpoint = True
-
-    def __init__(self, frame: Frame, expected: dict[int, _Expected], wanted: Collection[int]):
-        self.frame = frame
-        self.expected = expected
-        self.wanted = wanted
-        self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
-        self.values: dict[int, Saved] = {}
-        self.count = 0
-        self._unfilled = -2  # the last slot with a tensor that has no gradient
-        self.mismatch: str | None = None
-        self.op = "an op"
-        self._ops: dict[int, str] = {}  # that saved the values
-        self.outer = None
-        self._pins = 0
-
-    def __enter__(self) -> None:
-        _push_hooks(self._pack, unpack_saved)
-        local.books.append(None)
-        local.spans.append(self)
-
-    def __exit__(self, *error: object) -> None:
-        _pop_hooks()
-        local.spans.pop()
-        local.books.pop()
-
-    def _pack(self, tensor: Tensor) -> Saved:
-        slot = self.count
-        self.count += 1
-        self._stop_if_complete(slot)
-        if not tensor.requires_grad:
-            self._unfilled = slot
-        alias = tensor.detach() if has_layout(tensor) else None
-        tensor = local_of(tensor).detach()  # an op's own output comes with a graph that this would make a cycle
-        self._compare(slot, tensor)
-        if slot in self.wanted:
-            self.values[slot] = Kept(tensor, self.frame.owner.name)
-            self._ops[slot] = self.op
-            self._stop_if_complete(slot)
-        kept = Kept(tensor, self.frame.owner.name)
-        return kept if alias is None else Sharded(alias, kept, self.frame.owner.name)
-
-    def described(self, slot: int, tensor: Tensor) -> str:
-        """Which tensor it was that was received, for messages."""
-        return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
-
-    def _compare(self, slot: int, tensor: Tensor) -> None:
-        """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
-        expected = self.expected.get(slot)
-        if expected is None:
-            return
-        which = f"tensor {slot} that autograd saved"
-        if tensor.shape != expected.shape or tensor.dtype is not expected.dtype:
-            self.mismatch = (
-                f"{which}, a {expected.dtype} of shape {tuple(expected.shape)} in forward, is a {tensor.dtype} of "
-                f"shape {tuple(tensor.shape)}, from {self.op}, when run again"
-            )
-            raise _Stop
-        key = storage_key(tensor)
-        if expected.lives is not None:
-            same = key == storage_key(expected.lives)
-        elif slot in self.wanted:  # others may be freed by now, and their storage's address used again
-            same = self._storages.setdefault(expected.storage, key) == key
-        else:
-            same = True
-        if not same:
-            self.mismatch = f"{which}, a {describe(tensor)} from {self.op}, was another one in forward"
-            raise _Stop
-
-    def _stop_if_complete(self, slot: int) -> None:
-        """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
-        if len(self.values) == len(self.wanted) and slot > self._unfilled + 1:
-            raise _Stop
-
-    def pin(self, tensor: Tensor, name: str | None) -> Tensor:
-        if name is not None:
-            return tensor
-        self._pins += 1
-        return self.frame.pinned(self._pins - 1, tensor)
-
-
-class _OpNames(TorchFunctionMode):
-    """Tells a replay which function is running."""
-
-    def __init__(self, replay: _Replay):
-        super().__init__()
-        self._replay = replay
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._replay.op = resolve_name(function) or getattr(function, "__name__", str(function))
-        return function(*args, **(kwargs or {}))
 
 
 def keep(tensor: Tensor, name: str | None = None) -> Tensor:

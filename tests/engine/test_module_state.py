@@ -408,7 +408,9 @@ def test_a_checkpoint_refuses_a_parameter_whose_data_has_been_replaced_and_names
     for _ in range(2):
         result = model(tokens())
         CHANGES[change](model.get_parameter(f"inside.part.{name}"))
-        with pytest.raises(MutationError, match=rf"^in inside \(Body\): part\.{name}, .* other data \(parameter\.data = "):
+        with pytest.raises(
+            MutationError, match=rf"^in inside \(Body\): part\.{name}, .* other data \(parameter\.data = "
+        ):
             result.sum().backward()
 
 
