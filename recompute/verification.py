@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from recompute.attach import AppliedPolicy, PolicyLike, apply
 from recompute.engine.arguments import map_leaves, snapshot
-from recompute.engine.context import ModuleState
+from recompute.engine.context import Learned, ModuleState
 from recompute.engine.reach import sources_behind
 from recompute.engine.recipe import count_different, verifying
 from recompute.engine.rng import RngState
@@ -232,7 +232,7 @@ def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | N
 @contextmanager
 def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
     """In training mode and without gradients so far; at the end ``model`` and the random state are as before."""
-    state = ModuleState([model], (), {})
+    state = ModuleState([model], (), Learned())
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [value for module in model.modules() for value in vars(module).values()]
     tensors = [value for value in attributes if type(value) is Tensor]

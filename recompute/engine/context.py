@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,22 +25,59 @@ def base_of(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_recompute_base", type(module))
 
 
+class Learned:
+    """What a region's frames tell the next ones of its numbered buffers, by the training flags of their modules."""
+
+    __slots__ = ("changing", "copies")
+
+    def __init__(self) -> None:
+        self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
+        """Those that a frame has changed."""
+        self.copies: dict[tuple[bool, ...], _Copies] = {}
+        """Of small ones that none has changed."""
+
+
+class _Copies:
+    """Buffers, and copies of them that all frames share until one of the buffers moves on."""
+
+    __slots__ = ("buffers", "values", "versions")
+
+    def __init__(self, buffers: list[Tensor], values: list[Tensor]):
+        self.buffers = buffers
+        self.values = values
+        self.versions = [version_of(buffer) for buffer in buffers]
+
+    def moved(self) -> list[int]:
+        """Which of them have been changed in place since, as far as versions tell."""
+        pairs = zip(self.buffers, self.versions, strict=True)
+        return [number for number, (buffer, version) in enumerate(pairs) if version_of(buffer) != version]
+
+    def changed(self) -> list[int]:
+        """Which of them have been changed, by value too."""
+        moved = self.moved()
+        pairs = zip(self.values, self.buffers, strict=True)
+        return [number for number, pair in enumerate(pairs) if number in moved or _differ(*pair)]
+
+    def are_of(self, buffers: list[Tensor]) -> bool:
+        return len(buffers) == len(self.buffers) and all(map(operator.is_, buffers, self.buffers)) and not self.moved()
+
+
+_SMALL = 1 << 16
+"""Bytes of a buffer that takes no longer to copy than a kernel takes to launch."""
+
+
 class ModuleState:
     """What the modules that a frame runs are made of: their classes, attributes, parameters and buffers.
 
     Buffers that forward itself changes in place, such as batch-norm statistics, are copied before it runs. Which those
     are is learned in the first frame with the same training flags, by value too because kernels write some of them
-    without a new version; ``learned`` keeps it from frame to frame.
+    without a new version. Of the others the small ones have copies too, which all frames share as long as nobody
+    changes them, and the large ones are refused if somebody does.
     """
 
-    __slots__ = ("_before", "_buffers", "_flags", "_learned", "_modules", "_versions")
+    __slots__ = ("_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
 
-    def __init__(
-        self,
-        roots: Iterable[nn.Module],
-        tensors: Iterable[Tensor],
-        learned: dict[tuple[bool, ...], frozenset[int]],
-    ):
+    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: Learned):
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
@@ -61,37 +99,64 @@ class ModuleState:
         self._buffers = buffers
         self._learned = learned
         self._before: dict[int, Tensor] = {}
-        steady: list[Tensor] = buffers
+        self._copies: _Copies | None = None
         if buffers:
-            changing = learned.get(self._flags)
-            indices = range(len(buffers)) if changing is None else changing
-            self._before = {index: buffers[index].detach().clone() for index in indices}
-            steady = [buffer for index, buffer in enumerate(buffers) if changing is None or index not in changing]
-        parameters += steady
+            parameters += self._capture_buffers()
         parameters += tensors
         for _, _, attributes in self._modules:
             parameters += [value for value in attributes.values() if type(value) is Tensor]
         self._versions = [(t, version_of(t), t.requires_grad, storage_of(t)) for t in parameters if t is not None]
 
+    def _capture_buffers(self) -> list[Tensor]:
+        """Copy what may have to be put back; returns the other buffers, whose versions have to be watched."""
+        buffers, changing = self._buffers, self._learned.changing.get(self._flags)
+        indices = range(len(buffers)) if changing is None else changing
+        self._before = {index: buffers[index].detach().clone() for index in indices}
+        if changing is None:
+            return buffers
+        steady = [buffer for index, buffer in enumerate(buffers) if index not in changing]
+        small = [buffer for buffer in steady if buffer.nbytes <= _SMALL]
+        if small:
+            copies = self._learned.copies.get(self._flags)
+            if copies is None or not copies.are_of(small):
+                copies = _Copies(small, [buffer.detach().clone() for buffer in small])
+                self._learned.copies[self._flags] = copies
+            self._copies = copies
+        return [buffer for buffer in steady if buffer.nbytes > _SMALL]
+
     def settle(self) -> None:
         """At the end of the frame: keep copies of those buffers only that it changed."""
-        if self._buffers and self._flags not in self._learned:
+        if self._buffers and self._flags not in self._learned.changing:
             versions = {id(tensor): version for tensor, version, _, _ in self._versions}
-            self._before = {
-                index: before
-                for index, before in self._before.items()
-                if version_of(buffer := self._buffers[index]) != versions[id(buffer)] or _differ(before, buffer)
-            }
-            self._learned[self._flags] = frozenset(self._before)
-            ours = {id(self._buffers[index]) for index in self._before}
-            self._versions = [version for version in self._versions if id(version[0]) not in ours]
+            copies, self._before = self._before, {}
+            small = []
+            for index, before in copies.items():
+                buffer = self._buffers[index]
+                if version_of(buffer) != versions[id(buffer)] or _differ(before, buffer):
+                    self._before[index] = before
+                elif buffer.nbytes <= _SMALL:
+                    small.append(index)
+            self._copies = _Copies([self._buffers[index] for index in small], [copies[index] for index in small])
+            self._learned.changing[self._flags] = frozenset(self._before)
+            self._learned.copies[self._flags] = self._copies
+            self._unwatch([*self._before, *small])
+        elif self._copies is not None and self._copies.moved():  # it changes some that no frame has changed before
+            numbers = {id(buffer): index for index, buffer in enumerate(self._buffers)}
+            for number in self._copies.changed():
+                self._before[numbers[id(self._copies.buffers[number])]] = self._copies.values[number]
+            self._learned.changing[self._flags] = frozenset(self._before)
+            self._learned.copies.pop(self._flags, None)
+
+    def _unwatch(self, indices: Iterable[int]) -> None:
+        ours = {id(self._buffers[index]) for index in indices}
+        self._versions = [version for version in self._versions if id(version[0]) not in ours]
 
     def modules(self) -> list[nn.Module]:
         return [module for module, _, _ in self._modules]
 
     def unlearn(self) -> None:
         """The frame changed something that others with these flags did not: learn again."""
-        self._learned.pop(self._flags, None)
+        self._learned.changing.pop(self._flags, None)
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers, all alive anyway (invariant 7)."""
@@ -132,11 +197,16 @@ class ModuleState:
                 "again as it ran. Call backward first, or leave this module out of the policy."
             )
         buffers = [self._buffers[index] for index in self._before]
+        values = list(self._before.values())
+        if self._copies is not None:
+            moved = [number for number in self._copies.moved() if not _is_among(self._copies.buffers[number], buffers)]
+            buffers += [self._copies.buffers[number] for number in moved]
+            values += [self._copies.values[number] for number in moved]
         with ExitStack() as stack:
             if buffers:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(buffers)))
                 stack.callback(_assign, buffers, [buffer.detach().clone() for buffer in buffers])
-                _assign(buffers, list(self._before.values()))
+                _assign(buffers, values)
             for tensor, _, requires_grad, _ in self._versions:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
@@ -191,6 +261,10 @@ def _differ(before: Tensor, now: Tensor) -> bool:
     if before.layout is not torch.strided:
         before, now = before.to_dense(), now.to_dense()
     return not torch.equal(before, now)
+
+
+def _is_among(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
 
 
 def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:

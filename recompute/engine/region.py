@@ -33,7 +33,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.arguments import Inputs
-from recompute.engine.context import Autocast, ModuleState
+from recompute.engine.context import Autocast, Learned, ModuleState
 from recompute.engine.kept import kept
 from recompute.engine.reach import behind
 from recompute.engine.recipe import Handle, Recipe, RecipeBook, count_different, is_verifying, local, open_book
@@ -125,7 +125,7 @@ class Region:
     def __init__(self, owner: Owner, *, beyond: Iterable[Any] = ()):
         """beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
         self.owner = owner
-        self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
+        self.learned = Learned()
         self.found: list[Any] | None = None
         """The random generators that its first frame may have drawn from, or was seen to."""
         self.is_scripted = False
@@ -253,7 +253,9 @@ class Frame(Recipe):
             changed = "it runs a ScriptModule, which takes other ops once it has profiled some runs"
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        parameters = {_place_of(tensor): tensor for tensor in self._state.tensors()}
+        parameters: dict[tuple[int | None, Any], Tensor] = {}
+        for tensor in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
+            parameters.setdefault(_place_of(tensor), tensor)
         parameters.pop((None, None), None)
         alive: dict[int | None, Tensor] = {key: tensor for (key, _), tensor in parameters.items()}
         alive |= {storage_key(tensor): tensor for tensor in held}
@@ -295,8 +297,10 @@ class Frame(Recipe):
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
-        if parameter is not None and parameter.dtype is tensor.dtype:
-            version = version_of(parameter) if has_layout(parameter) else version
+        if has_layout(parameter):
+            version = version_of(parameter)
+        # One that is at another version counts for itself, as ``parameter.data`` does.
+        if parameter is not None and parameter.dtype is tensor.dtype and version_of(parameter) == version:
             layout = Layout.of(tensor)
             memory = None if layout == Layout.of(local_of(parameter)) else tensor.untyped_storage()
             return Alive(parameter, layout, version, self.owner.name, memory)
