@@ -123,7 +123,7 @@ class KeepRunner:
             return KEEPS.run(forward, args, kwargs)
         if not is_active(module):
             return forward(*args, **kwargs)
-        with KeepSpan(self.owner):
+        with KeepSpan():
             return forward(*args, **kwargs)
 
 

@@ -260,7 +260,8 @@ class Record:
         return {
             number
             for number, parameter in self.parameters.items()
-            if self.held[number].untyped_storage().nbytes() == 0 or hasattr(parameter, "ds_id")
+            if (held := self.held.get(number)) is not None  # a backward inside may have written to any other
+            and (held.untyped_storage().nbytes() == 0 or hasattr(parameter, "ds_id"))
         }
 
     def _solve_for_what_is_left(self, results: Collection[int]) -> Plan:

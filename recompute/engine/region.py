@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.arguments import Inputs
@@ -41,11 +42,13 @@ from recompute.engine.replay import Expected, OpNames, Replay, Stop
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
     Alive,
+    Hooks,
     Kept,
     Layout,
     Owner,
     Saved,
     Sharded,
+    explain_transforms,
     hold_through,
     storage_key,
     top_hooks,
@@ -64,11 +67,12 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def is_recording() -> bool:
-    """Whether autograd records, and neither a compiler nor a functional transform is at work."""
+    """Whether autograd records, and no compiler, functional transform or forward-mode differentiation is at work."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
     )
 
 
@@ -95,9 +99,10 @@ class Scope:
         _push_hooks(self._pack, unpack_saved)  # raises where the user has switched such hooks off
         local.books.append(self._book)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
         _pop_hooks()
         local.books.pop()
+        explain_transforms(error, self._owner)
         self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
     def _pack(self, tensor: Tensor) -> Saved:
@@ -107,16 +112,23 @@ class Scope:
         return hold_through(self.outer, tensor.detach(), self._owner.name)
 
 
-class KeepSpan(Scope):
-    """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops."""
+class KeepSpan:
+    """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops.
 
-    may_be_passed = False
+    There are no hooks of ours in it, so that ``torch.func.grad``, which bears none, works there.
+    """
 
-    def __init__(self, owner: Owner):
-        super().__init__(owner)
-        self._book = None
-        while self.outer is not None and self.outer[1] is unpack_saved:  # ours would drop
-            self.outer = self.outer[0].__self__.outer  # type: ignore[attr-defined]
+    def __enter__(self) -> None:
+        self._hooks: list[Hooks] = []
+        while (top := top_hooks()) is not None and top[1] is unpack_saved:
+            self._hooks.append(top)
+            _pop_hooks()
+        local.books.append(None)
+
+    def __exit__(self, *error: object) -> None:
+        local.books.pop()
+        while self._hooks:
+            _push_hooks(*self._hooks.pop())
 
 
 class Region:
@@ -203,11 +215,12 @@ class Frame(Recipe):
         local.books.append(None)
         local.spans.append(self)
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         _pop_hooks()
         local.spans.pop()
         local.books.pop()
         if kind is not None:  # what ran of the region may live on, as it is
+            explain_transforms(error, self.owner)
             for ref in self.handles:
                 if (handle := ref()) is not None and handle.tensor is not None:
                     handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))

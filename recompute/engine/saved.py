@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.sharded import has_layout, local_of
 from recompute.engine.stopwatch import Stopwatch
-from recompute.errors import MutationError
+from recompute.errors import MutationError, UnsupportedError
 
 if TYPE_CHECKING:
     from recompute.engine.plan import Plan
@@ -238,6 +238,16 @@ def unpack_saved(saved: Saved) -> Tensor:
 
 def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def explain_transforms(error: BaseException | None, owner: Owner) -> None:
+    """Raise what says more, if ``error`` is that of a transform of ``torch.func``, which refuses all such hooks."""
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        raise UnsupportedError(
+            f"in {owner.name}: torch.func.grad, vjp, jacrev and hessian cannot be called inside of a module under a "
+            "policy, nor of a model in which one is, as they bear no saved-tensor hooks. Give the module that calls "
+            "them a rule with `action: keep`; torch.autograd.grad works everywhere."
+        ) from error
 
 
 class PassingBy:

@@ -42,6 +42,7 @@ from recompute.engine.saved import (
     Layout,
     Saved,
     Sharded,
+    explain_transforms,
     hold_through,
     is_under_a_checkpoint,
     top_hooks,
@@ -93,7 +94,7 @@ class _Joined:
     def __enter__(self) -> None:
         self._outer, self._tape.setting = self._tape.setting, self._setting
         top = top_hooks()
-        self._pushed = top is not None and top[1] is unpack_saved  # such as those of an ``action: keep`` in between
+        self._pushed = top is None or top[1] is unpack_saved  # as inside of an ``action: keep`` in between
         if self._pushed:
             _push_hooks(self._tape.pack, unpack_saved)
 
@@ -139,14 +140,15 @@ class Tape(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        super().__exit__(kind, *error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
         local.regenerating = self._regenerating
         local.spans.pop()
         local.books.pop()
         _pop_hooks()
         if kind is not None:  # what ran of the region may live on
             self.record.finish((), self.record.as_it_is)
+            explain_transforms(error, self.owner)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
