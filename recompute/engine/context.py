@@ -66,6 +66,10 @@ _SMALL = 1 << 16
 """Bytes of a buffer that takes no longer to copy than a kernel takes to launch."""
 
 
+def _is_small(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and buffer.nbytes <= _SMALL
+
+
 class ModuleState:
     """What the modules that a frame runs are made of: their classes, attributes, parameters and buffers.
 
@@ -115,14 +119,14 @@ class ModuleState:
         if changing is None:
             return buffers
         steady = [buffer for index, buffer in enumerate(buffers) if index not in changing]
-        small = [buffer for buffer in steady if buffer.nbytes <= _SMALL]
+        small = [buffer for buffer in steady if _is_small(buffer)]
         if small:
             copies = self._learned.copies.get(self._flags)
             if copies is None or not copies.are_of(small):
                 copies = _Copies(small, [buffer.detach().clone() for buffer in small])
                 self._learned.copies[self._flags] = copies
             self._copies = copies
-        return [buffer for buffer in steady if buffer.nbytes > _SMALL]
+        return [buffer for buffer in steady if not _is_small(buffer)]
 
     def settle(self) -> None:
         """At the end of the frame: keep copies of those buffers only that it changed."""
@@ -134,7 +138,7 @@ class ModuleState:
                 buffer = self._buffers[index]
                 if version_of(buffer) != versions[id(buffer)] or _differ(before, buffer):
                     self._before[index] = before
-                elif buffer.nbytes <= _SMALL:
+                elif _is_small(buffer):
                     small.append(index)
             self._copies = _Copies([self._buffers[index] for index in small], [copies[index] for index in small])
             self._learned.changing[self._flags] = frozenset(self._before)

@@ -80,7 +80,7 @@ def behind(roots: Iterable[Any]) -> Iterator[Any]:
                 functions.append((value.__func__, value.__self__))  # type: ignore[arg-type]
             elif isinstance(value, functools.partial):
                 values += [value.func, *value.args, *value.keywords.values()]
-            elif "__wrapped__" in (own := getattr(value, "__dict__", ())):  # as by functools.cache
+            elif "__wrapped__" in (own := getattr(value, "__dict__", {})):  # as by functools.cache
                 values.append(own["__wrapped__"])
             elif isinstance(value, (dict, list, tuple)):
                 values += itertools.islice(value.values() if isinstance(value, dict) else value, _MANY)

@@ -201,7 +201,7 @@ class Frame(Recipe):
             if (found := region.found) is None:
                 reached = [*behind((function, *self._state.modules(), *given))]
                 region.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in reached)
-                found = {id(value): value for value in reached if is_source(value)}.values()
+                found = [*{id(value): value for value in reached if is_source(value)}.values()]
             self._rng = RngState([*region.sources, *found, *filter(is_source, given)], name=region.owner.name)
         self._autocast = Autocast()
         self._expected: dict[int, Expected] = {}
@@ -267,8 +267,8 @@ class Frame(Recipe):
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
         parameters: dict[tuple[int | None, Any], Tensor] = {}
-        for tensor in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
-            parameters.setdefault(_place_of(tensor), tensor)
+        for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
+            parameters.setdefault(_place_of(each), each)
         parameters.pop((None, None), None)
         alive: dict[int | None, Tensor] = {key: tensor for (key, _), tensor in parameters.items()}
         alive |= {storage_key(tensor): tensor for tensor in held}
@@ -310,7 +310,7 @@ class Frame(Recipe):
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
-        if has_layout(parameter):
+        if parameter is not None and has_layout(parameter):
             version = version_of(parameter)
         # One that is at another version counts for itself, as ``parameter.data`` does.
         if parameter is not None and parameter.dtype is tensor.dtype and version_of(parameter) == version:

@@ -25,8 +25,7 @@ class Source(Protocol):
 
     def restore(self, state: Any) -> None: ...
 
-    @staticmethod
-    def same(a: Any, b: Any) -> bool: ...
+    def same(self, a: Any, b: Any) -> bool: ...
 
 
 class _CpuSource:
@@ -184,7 +183,7 @@ class _GlobalPython(_Remembered):
     """What the functions of Python's ``random`` draw from."""
 
     def __init__(self) -> None:
-        super().__init__(_PythonSource(random._inst))  # type: ignore[attr-defined]
+        super().__init__(_PythonSource(random._inst))
         self._fields = _fields_of(self.generator)
 
     def _memory(self) -> Any:
@@ -195,7 +194,7 @@ class _GlobalNumpy(_Remembered):
     """What the functions of ``numpy.random`` draw from."""
 
     def __init__(self) -> None:
-        super().__init__(_LegacyNumpySource(np.random.mtrand._rand))  # type: ignore[attr-defined]
+        super().__init__(_LegacyNumpySource(np.random.mtrand._rand))
         self._fields = _fields_of(self.generator)
         self._bits: tuple[Any, Any] = (None, None)
 
