@@ -169,11 +169,10 @@ class ModuleState:
     def changed(self) -> str | None:
         """Names a parameter or buffer that has been modified since, or got other memory, if there is one."""
         for tensor, version, _, storage in self._versions:
-            if storage is not None and (now := storage_of(tensor)) is not storage:
-                had_another = now is not None and now.cdata == storage.cdata  # in between
-                if not had_another and not self._is_gathered(tensor):
-                    name = self._name(tensor)
-                    return f"{name}, a {describe(tensor)}, has been given other data (parameter.data = ...)"
+            has_another = storage is not None and tensor.untyped_storage()._cdata != storage.cdata
+            if has_another and not self._is_gathered(tensor):
+                name = self._name(tensor)
+                return f"{name}, a {describe(tensor)}, has been given other data (parameter.data = ...)"
             if version_of(tensor) != version:
                 return f"{self._name(tensor)}, a {describe(tensor)}, has been modified in place"
         return None
