@@ -18,8 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from recompute.deferred import LossObserver
 from recompute.effect import check_effect, listed
-from recompute.engine.context import RUNNER, reachable
+from recompute.engine.context import RUNNER
 from recompute.engine.plan import Plan, PlanCache
+from recompute.engine.reach import reachable
 from recompute.engine.region import Region, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.stopwatch import Stopwatch

@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from recompute.engine.context import RUNNER, base_of, fingerprint, snapshot
+from recompute.engine.arguments import fingerprint, snapshot
+from recompute.engine.context import RUNNER, base_of
 from recompute.engine.rng import RngState
 
 

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recompute.engine.context import RUNNER, surroundings
+from recompute.engine.context import RUNNER
 from recompute.engine.plan import PlanCache
+from recompute.engine.reach import surroundings
 from recompute.engine.region import KeepSpan, Region, Scope, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.setting import Setting
@@ -122,7 +123,7 @@ class KeepRunner:
             return KEEPS.run(forward, args, kwargs)
         if not is_active(module):
             return forward(*args, **kwargs)
-        with KeepSpan(self.owner):
+        with KeepSpan():
             return forward(*args, **kwargs)
 
 

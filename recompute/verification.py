@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -18,9 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from recompute.attach import AppliedPolicy, PolicyLike, apply
 from recompute.effect import listed, means_to_drop
-from recompute.engine.context import ModuleState, map_leaves, snapshot, surroundings
+from recompute.engine.arguments import map_leaves, snapshot
+from recompute.engine.context import Learned, ModuleState
+from recompute.engine.reach import sources_behind
 from recompute.engine.recipe import count_different, verifying
-from recompute.engine.rng import RngState, is_source
+from recompute.engine.rng import RngState
 from recompute.engine.saved import describe
 from recompute.errors import GradientMismatch, MutationError, NoEffectError, UnsupportedError
 from recompute.kernel_runners import kernel_of
@@ -141,10 +141,10 @@ def verify(
 
 
 def sources_of(model: nn.Module, batch: Any) -> list[Any]:
-    """All that the model may draw random numbers from, besides torch's default generators."""
-    reached = surroundings(model.modules())
+    """What the model may draw random numbers from, besides the default generators of torch, Python and NumPy."""
+    reached: list[Any] = [*model.modules()]
     map_leaves(reached.append, dict(batch) if isinstance(batch, Mapping) else batch)
-    return [random, np.random, *filter(is_source, reached)]
+    return sources_behind(reached)
 
 
 class _Outcome(NamedTuple):
@@ -241,7 +241,7 @@ def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | N
 @contextmanager
 def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
     """In training mode and without gradients so far; at the end ``model`` and the random state are as before."""
-    state = ModuleState([model], (), {})
+    state = ModuleState([model], (), Learned())
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [value for module in model.modules() for value in vars(module).values()]
     tensors = [value for value in attributes if type(value) is Tensor]

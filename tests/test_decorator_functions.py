@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import recompute
-from recompute.errors import NoEffectError, UnsupportedError
+from recompute.errors import NoEffectError, PolicyWarning, UnsupportedError
 
 HIDDEN = 8
 
@@ -308,3 +309,41 @@ def test_what_does_not_run_in_one_piece_is_refused(target: Any, wrap: Callable[[
 def test_a_wrong_target_is_refused(target: Any) -> None:
     with pytest.raises(TypeError, match=r"recompute decorates an nn\.Module class, a module or a function, got"):
         recompute.recompute(target)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("setting", [{"action": "checkpoint"}, {"action": "recompute", "via": "hook"}], ids=str)
+@pytest.mark.parametrize("what", ["linear", "batch norm", "function"])
+def test_torchscript_that_a_function_uses_is_run_as_it_is_without(what: str, setting: dict[str, str]) -> None:
+    """A ScriptModule's state is not Python's; and errors that pass through TorchScript become others."""
+    script = torch.jit.script
+    parts = {
+        "linear": lambda: script(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())),
+        "batch norm": lambda: script(nn.Sequential(nn.BatchNorm1d(HIDDEN), nn.Tanh())),
+        "function": lambda: script(scripted),
+    }
+    torch.manual_seed(0)
+    part, x = parts[what](), inputs().requires_grad_()
+    state = {name: tensor.clone() for name, tensor in getattr(part, "state_dict", dict)().items()}
+
+    def block(x: Tensor) -> Tensor:
+        return part(x.sin()).exp()
+
+    def steps(block: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        if state:
+            part.load_state_dict(state)
+        weights = list(part.parameters()) if state else []
+        found = [grad for _ in range(3) for grad in torch.autograd.grad(block(x).sum(), [x, *weights])]
+        return [*found, *(tensor.clone() for tensor in getattr(part, "buffers", list)())]
+
+    decorated = recompute.recompute(block, policy={"rules": [{"match": "**", **setting}]})
+    steps(block)  # profiles it, which changes bits by itself
+    is_module = what != "function"
+    warns = pytest.warns(PolicyWarning, match=r"block .*nothing is dropped.*a ScriptModule")
+    with warns if is_module and setting["action"] == "checkpoint" else nullcontext():
+        found = steps(decorated)
+    assert_same(found, steps(block))
+
+
+def scripted(x: Tensor) -> Tensor:
+    return (x * 2).sigmoid() * x.tanh()

@@ -1,310 +1,20 @@
-"""What a frame's result depends on besides its code: inputs, module state, autocast. Captured, compared, put back."""
+"""What a frame's result depends on besides its code and arguments: module state and autocast, captured and put back."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import enum
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_is_leaf, tree_map
 
-from recompute.engine.exposed import is_exposed
-from recompute.engine.recipe import count_different
-from recompute.engine.saved import Foreign, Kept, describe, hold, storage_key, version_of
+from recompute.engine.saved import describe, storage_of, version_of
 from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
-
-
-class _Input:
-    """A tensor among a frame's arguments, and as it stands while the frame runs."""
-
-    __slots__ = ("before", "original", "requires_grad", "saved", "stride", "version")
-
-    def __init__(self, tensor: Tensor, name: str):
-        # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
-        self.saved = Kept(tensor, name) if isinstance(tensor, nn.Parameter) else hold(tensor, name)
-        self.stride = tensor.stride() if isinstance(self.saved, Foreign) and tensor.layout is torch.strided else None
-        self.requires_grad = tensor.requires_grad
-        self.original: Tensor | None = tensor
-        self.version = version_of(tensor)
-        self.before: Tensor | None = None
-        """A copy of what an array has the memory of: whoever writes to that changes no version."""
-        if type(tensor) is Tensor and tensor.layout is torch.strided and is_exposed(tensor.untyped_storage()):
-            self.expose()
-
-    def expose(self) -> None:
-        """Others may write to it unseen."""
-        if self.before is None and type(self.saved) is Kept:
-            self.before = self.saved.tensor.detach().clone()
-
-    def changed(self) -> bool:
-        """Whether it has been modified in place since."""
-        if self.original is not None and version_of(self.original) != self.version:
-            return True
-        return self.before is not None and count_different(self.saved.tensor, self.before) > 0  # type: ignore[attr-defined]
-
-    def restore(self) -> Tensor:
-        tensor = self.saved.get()
-        if isinstance(tensor, nn.Parameter):
-            return tensor
-        if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
-            # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
-            tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
-        return tensor.detach().requires_grad_(self.requires_grad)
-
-
-class _Opaque:
-    """An object with state that forward may change, such as a key/value cache, and a copy of its state before."""
-
-    __slots__ = ("before", "fingerprint", "used", "value")
-
-    def __init__(self, value: Any):
-        # Weakly: a cache is given tensors of the very graph that this belongs to (invariant 8).
-        self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
-        self.before = snapshot(value)
-        self.fingerprint = fingerprint(self.before)
-        self.used = False
-
-    def settle(self) -> None:
-        """At the end of the frame: note whether it changed the object."""
-        self.used = fingerprint(self.value()) != self.fingerprint
-
-    def changed(self) -> bool:
-        """Whether a tensor in it has been modified in place: that state cannot be put back."""
-        return fingerprint(self.before) != self.fingerprint
-
-    def restore(self) -> Any:
-        """The object as it was: itself, if the frame leaves it alone and nobody else has changed it."""
-        value = self.value()
-        as_it_was = not self.used and fingerprint(value) == self.fingerprint
-        return value if as_it_was else snapshot(self.before)
-
-
-class Inputs:
-    """A frame's arguments, with every tensor in tuples, lists, dicts and dataclasses held for backward."""
-
-    __slots__ = ("_arguments", "_name", "_opaque", "_tensors", "others")
-
-    def __init__(self, arguments: tuple[tuple, dict], name: str):
-        self._name = name
-        self._tensors: dict[int, _Input] = {}  # by id: one tensor passed twice is one tensor again
-        self._opaque: dict[int, _Opaque] = {}
-        self.others: list[Any] = []
-        """The arguments that are neither."""
-        self._arguments = map_leaves(self._hold, arguments)
-
-    def _hold(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if (held := self._tensors.get(id(value))) is None:
-                held = self._tensors[id(value)] = _Input(value, self._name)
-            return held
-        if _is_opaque(value):
-            return self._opaque.setdefault(id(value), _Opaque(value))
-        self.others.append(value)
-        return value
-
-    def hand_out(self, tensor: Tensor) -> None:
-        """The memory of a tensor is about to become an array."""
-        key = storage_key(tensor)
-        for held in self._tensors.values():
-            if key is not None and held.original is not None and storage_key(held.original) == key:
-                held.expose()
-
-    def changed(self) -> str | None:
-        """Names an argument that has been modified in place since, if there is one."""
-        for held in self._tensors.values():
-            if held.changed():
-                return f"an argument, a {describe(held.before if held.original is None else held.original)}"  # type: ignore[arg-type]
-        for opaque in self._opaque.values():
-            if opaque.changed():
-                return f"a tensor in an argument, a {type(opaque.before).__name__}"
-        return None
-
-    def settle(self) -> tuple[list[Tensor], list[Tensor]]:
-        """At the end of the frame: forget the arguments' graph.
-
-        Returns the tensors that were given, and those of them that are held as they are.
-        """
-        for opaque in self._opaque.values():
-            opaque.settle()
-        given, kept = [], []
-        for held in self._tensors.values():
-            if held.original is not None:
-                given.append(held.original)
-                held.original = None
-            if type(held.saved) is Kept:
-                kept.append(held.saved.tensor)
-        return given, kept
-
-    @contextmanager
-    def restored(self) -> Iterator[tuple[tuple, dict]]:
-        """The same arguments, their tensors leaves of a new graph."""
-        if (what := self.changed()) is not None:
-            raise MutationError(
-                f"in {self._name}: {what}, has been modified in place between forward and backward, so the region "
-                "cannot be run again as it ran"
-            )
-
-        restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors.values()}
-        restored |= {id(opaque): opaque.restore() for opaque in self._opaque.values()}
-        yield map_leaves(lambda value: restored.get(id(value), value), self._arguments)
-
-
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with each leaf of its tuples, lists, dicts, dataclasses and registered pytrees replaced."""
-    kind = type(value)
-    if kind is Tensor:
-        return function(value)
-    if kind is tuple:
-        return tuple([map_leaves(function, item) for item in value])
-    if kind is dict:
-        return {key: map_leaves(function, item) for key, item in value.items()} if value else {}
-    if kind is list:
-        return [map_leaves(function, item) for item in value]
-    if not tree_is_leaf(value):
-        return tree_map(functools.partial(map_leaves, function), value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(mapped, field.name, map_leaves(function, getattr(value, field.name)))
-        return mapped
-    return function(value)
-
-
-_IMMUTABLE = (Tensor, nn.Module, type, enum.Enum, torch.Generator, functools.partial, MethodType, ModuleType)
-
-
-def _is_opaque(value: Any) -> bool:
-    return not callable(value) and not isinstance(value, _IMMUTABLE) and _attributes(value) is not None
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object of a class written in Python refers to by name; None for any other."""
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    if not slots and not hasattr(value, "__dict__"):
-        return None
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__weakref__"}
-    return {**found, **getattr(value, "__dict__", {})}
-
-
-def fingerprint(value: Any) -> Any:
-    """What a value refers to: two fingerprints differ if it was changed in between, or a tensor in it was."""
-    return _fingerprint(value, _DEPTH, {})
-
-
-def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
-    if isinstance(value, Tensor):
-        return id(value), version_of(value)
-    if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
-        return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
-    if id(value) in seen:
-        return "seen", seen[id(value)]
-    seen[id(value)] = len(seen)
-    parts: list[Any] = [type(value)]
-    if isinstance(value, dict):
-        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts += [_fingerprint(item, depth - 1, seen) for item in value]
-    if _is_opaque(value):
-        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in (_attributes(value) or {}).items()]
-    return parts
-
-
-def snapshot(value: Any) -> Any:
-    """A copy of the objects, lists and dicts in ``value``: they refer alike to each other, and to the same tensors."""
-    return _snapshot(value, _DEPTH, {})
-
-
-def _snapshot(
-    value: Any, depth: int, copies: dict[int, Any]
-) -> Any:  # no closure, which would be a cycle (invariant 8)
-    if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
-        return value
-    if id(value) in copies:
-        return copies[id(value)]
-    if type(value) is tuple:
-        return tuple([_snapshot(item, depth - 1, copies) for item in value])
-    try:
-        copied = copies[id(value)] = copy.copy(value)
-    except TypeError:  # a stream, a lock: not state that forward changes
-        return value
-    if copied is value:  # a logger, a singleton
-        return value
-    if isinstance(value, dict):
-        dict.update(copied, {key: _snapshot(item, depth - 1, copies) for key, item in value.items()})
-    elif isinstance(value, list):
-        list.__setitem__(copied, slice(None), [_snapshot(item, depth - 1, copies) for item in value])
-    if _is_opaque(value):
-        for name, item in (_attributes(value) or {}).items():
-            object.__setattr__(copied, name, _snapshot(item, depth - 1, copies))
-    return copied
-
-
-_DEPTH = 6  # a cache, its layers, a layer, its attributes: and not all that hangs on a configuration
-
-
-def reachable(function: Callable[..., Any]) -> list[Any]:
-    """What ``function`` can use without being passed it: bound arguments, closure, defaults and named globals."""
-    found: list[Any] = []
-    pending: list[Any] = [function]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            inside = [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, MethodType):
-            inside = [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
-        elif isinstance(value, FunctionType):
-            inside = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-            inside += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-            used = [value.__globals__.get(name) for name in _names(value.__code__)]
-            found += used
-            for helper in used:  # as Megatron's random tracker is got from a function; what else those use is their own
-                if isinstance(helper, FunctionType):
-                    names = _names(helper.__code__)
-                    globals_ = (helper.__globals__.get(name) for name in names)
-                    found += [value for value in globals_ if not isinstance(value, (ModuleType, Tensor, nn.Module))]
-        elif value is function and hasattr(value, "__dict__"):  # an object that can be called
-            inside = [type(value).__call__, *vars(value).values()]
-        else:
-            continue
-        found += inside
-        pending += inside
-    return found
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def surroundings(modules: Iterable[nn.Module]) -> list[Any]:
-    """What the forwards of ``modules`` reach besides arguments, parameters and buffers, by attribute or name."""
-    found: list[Any] = []
-    for module in modules:
-        found += reachable(type(module).forward)
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                found += [value, *(value if isinstance(value, (list, tuple)) else ())]
-                found += value.values() if isinstance(value, dict) else ()
-    return found
-
 
 RUNNER = "_recompute_runner"
 """In the ``__dict__`` of a module under a policy: how it runs its forward. A DataParallel replica gets a copy."""
@@ -315,22 +25,63 @@ def base_of(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_recompute_base", type(module))
 
 
+class Learned:
+    """What a region's frames tell the next ones of its numbered buffers, by the training flags of their modules."""
+
+    __slots__ = ("changing", "copies")
+
+    def __init__(self) -> None:
+        self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
+        """Those that a frame has changed."""
+        self.copies: dict[tuple[bool, ...], _Copies] = {}
+        """Of small ones that none has changed."""
+
+
+class _Copies:
+    """Buffers, and copies of them that all frames share until one of the buffers moves on."""
+
+    __slots__ = ("buffers", "values", "versions")
+
+    def __init__(self, buffers: list[Tensor], values: list[Tensor]):
+        self.buffers = buffers
+        self.values = values
+        self.versions = [version_of(buffer) for buffer in buffers]
+
+    def moved(self) -> list[int]:
+        """Which of them have been changed in place since, as far as versions tell."""
+        pairs = zip(self.buffers, self.versions, strict=True)
+        return [number for number, (buffer, version) in enumerate(pairs) if version_of(buffer) != version]
+
+    def changed(self) -> list[int]:
+        """Which of them have been changed, by value too."""
+        moved = self.moved()
+        pairs = zip(self.values, self.buffers, strict=True)
+        return [number for number, pair in enumerate(pairs) if number in moved or _differ(*pair)]
+
+    def are_of(self, buffers: list[Tensor]) -> bool:
+        return len(buffers) == len(self.buffers) and all(map(operator.is_, buffers, self.buffers)) and not self.moved()
+
+
+_SMALL = 1 << 16
+"""Bytes of a buffer that takes no longer to copy than a kernel takes to launch."""
+
+
+def _is_small(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and buffer.nbytes <= _SMALL
+
+
 class ModuleState:
     """What the modules that a frame runs are made of: their classes, attributes, parameters and buffers.
 
     Buffers that forward itself changes in place, such as batch-norm statistics, are copied before it runs. Which those
     are is learned in the first frame with the same training flags, by value too because kernels write some of them
-    without a new version; ``learned`` keeps it from frame to frame.
+    without a new version. Of the others the small ones have copies too, which all frames share as long as nobody
+    changes them, and the large ones are refused if somebody does.
     """
 
-    __slots__ = ("_before", "_buffers", "_flags", "_learned", "_modules", "_versions")
+    __slots__ = ("_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
 
-    def __init__(
-        self,
-        roots: Iterable[nn.Module],
-        tensors: Iterable[Tensor],
-        learned: dict[tuple[bool, ...], frozenset[int]],
-    ):
+    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: Learned):
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
@@ -343,50 +94,95 @@ class ModuleState:
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-        self._modules = [(module, type(module), _attributes_of(module.__dict__)) for module in modules]
+        self._modules = [
+            (module, type(module), _attributes_of(module.__dict__))
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)  # whose attributes are not Python's
+        ]
         self._flags = tuple([module.training for module in modules])
         self._buffers = buffers
         self._learned = learned
         self._before: dict[int, Tensor] = {}
-        steady: list[Tensor] = buffers
+        self._copies: _Copies | None = None
         if buffers:
-            changing = learned.get(self._flags)
-            indices = range(len(buffers)) if changing is None else changing
-            self._before = {index: buffers[index].detach().clone() for index in indices}
-            steady = [buffer for index, buffer in enumerate(buffers) if changing is None or index not in changing]
-        parameters += steady
+            parameters += self._capture_buffers()
         parameters += tensors
         for _, _, attributes in self._modules:
             parameters += [value for value in attributes.values() if type(value) is Tensor]
-        self._versions = [(t, version_of(t), t.requires_grad) for t in parameters if t is not None]
+        self._versions = [(t, version_of(t), t.requires_grad, storage_of(t)) for t in parameters if t is not None]
+
+    def _capture_buffers(self) -> list[Tensor]:
+        """Copy what may have to be put back; returns the other buffers, whose versions have to be watched."""
+        buffers, changing = self._buffers, self._learned.changing.get(self._flags)
+        indices = range(len(buffers)) if changing is None else changing
+        self._before = {index: buffers[index].detach().clone() for index in indices}
+        if changing is None:
+            return buffers
+        steady = [buffer for index, buffer in enumerate(buffers) if index not in changing]
+        small = [buffer for buffer in steady if _is_small(buffer)]
+        if small:
+            copies = self._learned.copies.get(self._flags)
+            if copies is None or not copies.are_of(small):
+                copies = _Copies(small, [buffer.detach().clone() for buffer in small])
+                self._learned.copies[self._flags] = copies
+            self._copies = copies
+        return [buffer for buffer in steady if not _is_small(buffer)]
 
     def settle(self) -> None:
         """At the end of the frame: keep copies of those buffers only that it changed."""
-        if self._buffers and self._flags not in self._learned:
-            versions = {id(tensor): version for tensor, version, _ in self._versions}
-            self._before = {
-                index: before
-                for index, before in self._before.items()
-                if version_of(buffer := self._buffers[index]) != versions[id(buffer)] or _differ(before, buffer)
-            }
-            self._learned[self._flags] = frozenset(self._before)
-            ours = {id(self._buffers[index]) for index in self._before}
-            self._versions = [version for version in self._versions if id(version[0]) not in ours]
+        if self._buffers and self._flags not in self._learned.changing:
+            versions = {id(tensor): version for tensor, version, _, _ in self._versions}
+            copies, self._before = self._before, {}
+            small = []
+            for index, before in copies.items():
+                buffer = self._buffers[index]
+                if version_of(buffer) != versions[id(buffer)] or _differ(before, buffer):
+                    self._before[index] = before
+                elif _is_small(buffer):
+                    small.append(index)
+            self._copies = _Copies([self._buffers[index] for index in small], [copies[index] for index in small])
+            self._learned.changing[self._flags] = frozenset(self._before)
+            self._learned.copies[self._flags] = self._copies
+            self._unwatch([*self._before, *small])
+        elif self._copies is not None and self._copies.moved():  # it changes some that no frame has changed before
+            numbers = {id(buffer): index for index, buffer in enumerate(self._buffers)}
+            for number in self._copies.changed():
+                self._before[numbers[id(self._copies.buffers[number])]] = self._copies.values[number]
+            self._learned.changing[self._flags] = frozenset(self._before)
+            self._learned.copies.pop(self._flags, None)
+
+    def _unwatch(self, indices: Iterable[int]) -> None:
+        ours = {id(self._buffers[index]) for index in indices}
+        self._versions = [version for version in self._versions if id(version[0]) not in ours]
+
+    def modules(self) -> list[nn.Module]:
+        return [module for module, _, _ in self._modules]
 
     def unlearn(self) -> None:
         """The frame changed something that others with these flags did not: learn again."""
-        self._learned.pop(self._flags, None)
+        self._learned.changing.pop(self._flags, None)
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers, all alive anyway (invariant 7)."""
-        return [tensor for tensor, _, _ in self._versions] + self._buffers
+        return [tensor for tensor, _, _, _ in self._versions] + self._buffers
 
     def changed(self) -> str | None:
-        """Names a parameter or buffer that has been modified since, if there is one."""
-        for tensor, version, _ in self._versions:
+        """Names a parameter or buffer that has been modified since, or got other memory, if there is one."""
+        for tensor, version, _, storage in self._versions:
+            has_another = storage is not None and tensor.untyped_storage()._cdata != storage.cdata
+            if has_another and not self._is_gathered(tensor):
+                name = self._name(tensor)
+                return f"{name}, a {describe(tensor)}, has been given other data (parameter.data = ...)"
             if version_of(tensor) != version:
-                return f"{self._name(tensor)}, a {describe(tensor)}"
+                return f"{self._name(tensor)}, a {describe(tensor)}, has been modified in place"
         return None
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        """Whether somebody gives ``tensor`` its memory for each run anew: DeepSpeed, or a hook before forward."""
+        if hasattr(tensor, "ds_id"):
+            return True
+        hooked = [module for module, _, _ in self._modules if module._forward_pre_hooks]
+        return any(tensor is value for module in hooked for value in (*module.parameters(), *module.buffers()))
 
     def _name(self, tensor: Tensor) -> str:
         for module, _, _ in self._modules:
@@ -400,16 +196,21 @@ class ModuleState:
         """Modules as they were when the frame began; as they are now again afterwards."""
         if (what := self.changed()) is not None:
             raise MutationError(
-                f"in {name}: {what}, has been modified in place between forward and backward (an optimizer step?), so "
-                "the region cannot be run again as it ran. Call backward first, or leave this module out of the policy."
+                f"in {name}: {what} between forward and backward (an optimizer step?), so the region cannot be run "
+                "again as it ran. Call backward first, or leave this module out of the policy."
             )
         buffers = [self._buffers[index] for index in self._before]
+        values = list(self._before.values())
+        if self._copies is not None:
+            moved = [number for number in self._copies.moved() if not _is_among(self._copies.buffers[number], buffers)]
+            buffers += [self._copies.buffers[number] for number in moved]
+            values += [self._copies.values[number] for number in moved]
         with ExitStack() as stack:
             if buffers:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(buffers)))
                 stack.callback(_assign, buffers, [buffer.detach().clone() for buffer in buffers])
-                _assign(buffers, list(self._before.values()))
-            for tensor, _, requires_grad in self._versions:
+                _assign(buffers, values)
+            for tensor, _, requires_grad, _ in self._versions:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
@@ -463,6 +264,10 @@ def _differ(before: Tensor, now: Tensor) -> bool:
     if before.layout is not torch.strided:
         before, now = before.to_dense(), now.to_dense()
     return not torch.equal(before, now)
+
+
+def _is_among(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
 
 
 def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:

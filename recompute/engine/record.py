@@ -343,7 +343,8 @@ class Record:
         return {
             number
             for number, parameter in self.parameters.items()
-            if self.held[number].untyped_storage().nbytes() == 0 or hasattr(parameter, "ds_id")
+            if (held := self.held.get(number)) is not None  # a backward inside may have written to any other
+            and (held.untyped_storage().nbytes() == 0 or hasattr(parameter, "ds_id"))
         }
 
     def _solve_for_what_is_left(self, results: Collection[int]) -> Plan:
@@ -412,7 +413,7 @@ class Record:
         """What holds a kept value for backward, as the hooks around the region would have it (invariant 9)."""
         number, layout = ref
         if number in self.parameters:
-            return self.alive(number, layout)
+            return self.alive(number, layout, memory=self.held[number].untyped_storage())
         whole = self.known(number).layout
         held = self._sources.get(ref) or self._sources.get(Ref(number, whole)) or self._hold(number, whole)
         if isinstance(held, Unpacking):
@@ -424,12 +425,18 @@ class Record:
             return held.again((layout, whole))
         return held if layout == whole else View(held, layout)
 
-    def alive(self, number: int, layout: Layout, parameter: Tensor | None = None) -> Alive:
-        """parameter: which one it is, of several in one storage."""
+    def alive(
+        self,
+        number: int,
+        layout: Layout,
+        parameter: Tensor | None = None,
+        memory: torch.UntypedStorage | None = None,
+    ) -> Alive:
+        """parameter: which one it is, of several in one storage. memory: as ``Alive`` takes it."""
         parameter = self.parameters[number] if parameter is None else parameter
         is_known = parameter is self.parameters[number] and not has_layout(parameter)
         version = self.versions[number] or 0 if is_known else version_of(parameter)
-        return Alive(parameter, layout, version, self.owner.name)
+        return Alive(parameter, layout, version, self.owner.name, memory)
 
     def _hold(self, number: int, layout: Layout) -> Saved | Unpacking:
         tensor = seen_as(self.held[number].detach(), layout)

@@ -26,16 +26,17 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.context import Autocast, Inputs, ModuleState
+from recompute.engine.arguments import Inputs
+from recompute.engine.context import Autocast, Learned, ModuleState
 from recompute.engine.kept import kept
 from recompute.engine.modes import (
     Modes,
@@ -45,6 +46,7 @@ from recompute.engine.modes import (
     out_of_sight,
     unseen,
 )
+from recompute.engine.reach import behind
 from recompute.engine.recipe import (
     Handle,
     Recipe,
@@ -55,15 +57,17 @@ from recompute.engine.recipe import (
     local,
     open_book,
 )
+from recompute.engine.replay import Expected, OpNames, Replay, Stop
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
     Alive,
+    Hooks,
     Kept,
     Layout,
     Owner,
     Saved,
     Sharded,
-    describe,
+    explain_transforms,
     hold_through,
     storage_key,
     top_hooks,
@@ -83,11 +87,15 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def is_recording() -> bool:
-    """Whether autograd records, by saved-tensor hooks if there are any, and no compiler or transform is at work."""
+    """Whether autograd records, by saved-tensor hooks if there are any, and plainly.
+
+    Not where a compiler, a functional transform or forward-mode differentiation is at work.
+    """
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and (_has_hooks() or _goes_without())
     )
 
@@ -121,9 +129,10 @@ class Scope:
         _push_hooks(self._pack, unpack_saved)
         local.books.append(self._book)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
         _pop_hooks()
         local.books.pop()
+        explain_transforms(error, self._owner)
         self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
     def _pack(self, tensor: Tensor) -> Saved:
@@ -136,16 +145,23 @@ class Scope:
         return hold_through(self.outer, tensor.detach(), self._owner.name)
 
 
-class KeepSpan(Scope):
-    """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops."""
+class KeepSpan:
+    """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops.
 
-    may_be_passed = False
+    There are no hooks of ours in it, so that ``torch.func.grad``, which bears none, works there.
+    """
 
-    def __init__(self, owner: Owner):
-        super().__init__(owner)
-        self._book = None
-        while self.outer is not None and self.outer[1] is unpack_saved:  # ours would drop
-            self.outer = self.outer[0].__self__.outer  # type: ignore[attr-defined]
+    def __enter__(self) -> None:
+        self._hooks: list[Hooks] = []
+        while (top := top_hooks()) is not None and top[1] is unpack_saved:
+            self._hooks.append(top)
+            _pop_hooks()
+        local.books.append(None)
+
+    def __exit__(self, *error: object) -> None:
+        local.books.pop()
+        while self._hooks:
+            _push_hooks(*self._hooks.pop())
 
 
 class Region:
@@ -154,9 +170,11 @@ class Region:
     def __init__(self, owner: Owner, *, beyond: Iterable[Any] = ()):
         """beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
         self.owner = owner
-        self.learned: dict[tuple[bool, ...], frozenset[int]] = {}
-        self.generators: list[torch.Generator] | None = None
-        """Those that its first frame drew from."""
+        self.learned = Learned()
+        self.found: list[Any] | None = None
+        """The random generators that its first frame may have drawn from, or was seen to."""
+        self.is_scripted = False
+        """Whether its first frame may have run a ScriptModule."""
         self.reach(beyond)
 
     def reach(self, beyond: Iterable[Any]) -> None:
@@ -223,10 +241,14 @@ class Frame(Recipe):
         self._state = ModuleState(modules, _alive(region.tensors), region.learned)
         self._rng: RngState | None = None
         if not is_fake():
-            sources = filter(is_source, self._inputs.others)
-            self._rng = RngState([*region.sources, *(region.generators or ()), *sources], name=region.owner.name)
+            given = self._inputs.others
+            if (found := region.found) is None:
+                reached = [*behind((function, *self._state.modules(), *given))]
+                region.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in reached)
+                found = [*{id(value): value for value in reached if is_source(value)}.values()]
+            self._rng = RngState([*region.sources, *found, *filter(is_source, given)], name=region.owner.name)
         self._autocast = Autocast()
-        self._expected: dict[int, _Expected] = {}
+        self._expected: dict[int, Expected] = {}
         self._originals: dict[int, Tensor] = {}  # copies, to compare with
         self._pins: list[Kept] = []
         self.count = 0  # tensors that autograd saved
@@ -237,11 +259,12 @@ class Frame(Recipe):
         local.books.append(None)
         local.spans.append(self)
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         _pop_hooks()
         local.spans.pop()
         local.books.pop()
         if kind is not None:  # what ran of the region may live on, as it is
+            explain_transforms(error, self.owner)
             for ref in self.handles:
                 if (handle := ref()) is not None and handle.tensor is not None:
                     handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))
@@ -262,7 +285,7 @@ class Frame(Recipe):
 
     def watched(self) -> AbstractContextManager[Any]:
         """Around the first frame of a region: learn which generators it draws from, and whether it may run again."""
-        if self._rng is None or self._region.generators is not None:
+        if self._rng is None or self._region.found is not None:
             return _NOTHING
         return _FirstFrame(self._rng)
 
@@ -294,9 +317,13 @@ class Frame(Recipe):
         """Drop what comes back by running again: everything, unless the frame changed what it started from."""
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
+        if self._region.is_scripted:
+            changed = "it runs a ScriptModule, which takes other ops once it has profiled some runs"
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        parameters = {_place_of(tensor): tensor for tensor in self._state.tensors()}
+        parameters: dict[tuple[int | None, Any], Tensor] = {}
+        for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
+            parameters.setdefault(_place_of(each), each)
         parameters.pop((None, None), None)
         alive: dict[int | None, Tensor] = {key: tensor for (key, _), tensor in parameters.items()}
         alive |= {storage_key(tensor): tensor for tensor in held}
@@ -311,7 +338,7 @@ class Frame(Recipe):
                 continue
             key = storage_key(tensor)
             if key not in pinned:
-                expected = _Expected(tensor.shape, tensor.dtype, key, alive.get(key))
+                expected = Expected(tensor.shape, tensor.dtype, key, alive.get(key))
                 self._expected[handle.slot] = expected
                 if expected.lives is None:
                     saved[key] = tensor.untyped_storage().nbytes()
@@ -322,16 +349,15 @@ class Frame(Recipe):
                         continue
             handle.keep(self._kept(tensor, handle.version, parameters.get(_place_of(tensor)), changed is not None))
         if self._rng is not None:
-            self._region.generators = self._rng.generators()
+            if self._region.found is None:
+                self._region.found = self._rng.extra()
             self._rng = self._rng.drawn()
         if changed is not None:
             self.owner.kept_nbytes += sum(saved.values())
             self.owner.eager_nbytes += sum(saved.values())
             self._state.unlearn()
             name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
-            warn(
-                f"{name} changes {changed} in place while it runs, so it cannot run again and nothing is dropped there."
-            )
+            warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
             del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
@@ -341,32 +367,36 @@ class Frame(Recipe):
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
-        if parameter is not None and parameter.dtype is tensor.dtype:
-            version = version_of(parameter) if has_layout(parameter) else version
-            return Alive(parameter, Layout.of(tensor), version, self.owner.name)
+        if parameter is not None and has_layout(parameter):
+            version = version_of(parameter)
+        # One that is at another version counts for itself, as ``parameter.data`` does.
+        if parameter is not None and parameter.dtype is tensor.dtype and version_of(parameter) == version:
+            layout = Layout.of(tensor)
+            memory = None if layout == Layout.of(local_of(parameter)) else tensor.untyped_storage()
+            return Alive(parameter, layout, version, self.owner.name, memory)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
             return hold_through(self.outer, tensor.detach(), self.owner.name)
         return Kept(tensor.detach(), self.owner.name, version)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        replay = _Replay(self, self._expected, wanted)
+        replay = Replay(self, self._expected, wanted)
         self._run(replay)
         what = replay.mismatch
         if what is None and len(replay.values) < len(wanted):
             what = f"it saved {self.count} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
-            named = _Replay(self, self._expected, wanted)
-            self._run(named, _OpNames(named))
+            named = Replay(self, self._expected, wanted)
+            self._run(named, OpNames(named))
             what = named.mismatch or self._difference(named) or what
         if what is not None:
             raise RegenerationError(
                 f"{self.owner.name} did not run the same way twice: {what}. Look for state that forward changes (a "
-                "cache, a counter), an op that is not deterministic, or control flow that depends on one; or leave the "
-                "module out of the policy."
+                "cache, a counter), an op that is not deterministic, control flow that depends on one, or TorchScript "
+                "that still profiles (run it twice before); or leave the module out of the policy."
             )
         return replay.values
 
-    def _difference(self, replay: _Replay) -> str | None:
+    def _difference(self, replay: Replay) -> str | None:
         """How a value that came back differs from its original, where there is one to compare with."""
         for slot, original in self._originals.items():
             if slot in replay.values and (different := count_different(replay.values[slot].get(), original)):
@@ -376,10 +406,12 @@ class Frame(Recipe):
                 )
         return None
 
-    def _run(self, replay: _Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
+    def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
             temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
             self._state.replayed(self.owner.name),
+            # Also a region after which a stream was where it had been before may have moved it: torch.manual_seed(0).
+            nullcontext() if is_fake() else RngState(self._region.found or ()).left_alone(),
             nullcontext() if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             self.group.numerics.replayed(),
@@ -388,9 +420,12 @@ class Frame(Recipe):
             self._modes.replayed(),
             names,
             replay,
-            suppress(_Stop),
         ):
-            self._function(*args, **kwargs)
+            try:
+                self._function(*args, **kwargs)
+            except (Stop, RuntimeError):  # as which TorchScript passes it on
+                if not replay.is_done:
+                    raise
 
 
 def _place_of(tensor: Tensor) -> tuple[int | None, Any]:
@@ -430,133 +465,6 @@ class _InPlaceOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class _Stop(Exception):
-    """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
-
-
-class _Expected(NamedTuple):
-    """What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed.
-
-    ``lives`` is the parameter or input that it shares its storage with, if it does.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    storage: int | None
-    lives: Tensor | None
-
-
-class _Replay:
-    """A frame being run again, to collect the values of the slots in ``wanted``."""
-
-    is_checkpoint = True
-
-    def __init__(self, frame: Frame, expected: dict[int, _Expected], wanted: Collection[int]):
-        self.frame = frame
-        self.expected = expected
-        self.wanted = wanted
-        self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
-        self.values: dict[int, Saved] = {}
-        self.count = 0
-        self._unfilled = -2  # the last slot with a tensor that has no gradient
-        self.mismatch: str | None = None
-        self.op = "an op"
-        self._ops: dict[int, str] = {}  # that saved the values
-        self.outer = None
-        self._pins = 0
-        self._refusal: str | None = None
-
-    def __enter__(self) -> None:
-        self._refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-        if self._refusal is not None:  # what backward runs in may have no hooks: what was saved in forward had
-            torch._C._autograd._saved_tensors_hooks_enable()
-        _push_hooks(self._pack, unpack_saved)
-        local.books.append(None)
-        local.spans.append(self)
-
-    def __exit__(self, *error: object) -> None:
-        _pop_hooks()
-        if self._refusal is not None:
-            torch._C._autograd._saved_tensors_hooks_disable(self._refusal)
-        local.spans.pop()
-        local.books.pop()
-
-    def _pack(self, tensor: Tensor) -> Saved:
-        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
-            with unseen():
-                return self._pack(tensor)
-        slot = self.count
-        self.count += 1
-        self._stop_if_complete(slot)
-        if not tensor.requires_grad:
-            self._unfilled = slot
-        alias = tensor.detach() if has_layout(tensor) else None
-        tensor = local_of(tensor).detach()  # an op's own output comes with a graph that this would make a cycle
-        self._compare(slot, tensor)
-        if slot in self.wanted:
-            self.values[slot] = Kept(tensor, self.frame.owner.name)
-            self._ops[slot] = self.op
-            self._stop_if_complete(slot)
-        kept = Kept(tensor, self.frame.owner.name)
-        return kept if alias is None else Sharded(alias, kept, self.frame.owner.name)
-
-    def described(self, slot: int, tensor: Tensor) -> str:
-        """Which tensor it was that was received, for messages."""
-        return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
-
-    def _compare(self, slot: int, tensor: Tensor) -> None:
-        """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
-        expected = self.expected.get(slot)
-        if expected is None:
-            return
-        which = f"tensor {slot} that autograd saved"
-        if tensor.shape != expected.shape or tensor.dtype is not expected.dtype:
-            self.mismatch = (
-                f"{which}, a {expected.dtype} of shape {tuple(expected.shape)} in forward, is a {tensor.dtype} of "
-                f"shape {tuple(tensor.shape)}, from {self.op}, when run again"
-            )
-            raise _Stop
-        key = storage_key(tensor)
-        if expected.lives is not None:
-            same = key == storage_key(expected.lives)
-        elif slot in self.wanted:  # others may be freed by now, and their storage's address used again
-            same = self._storages.setdefault(expected.storage, key) == key
-        else:
-            same = True
-        if not same:
-            self.mismatch = f"{which}, a {describe(tensor)} from {self.op}, was another one in forward"
-            raise _Stop
-
-    def _stop_if_complete(self, slot: int) -> None:
-        """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
-        if len(self.values) == len(self.wanted) and slot > self._unfilled + 1:
-            raise _Stop
-
-    def hand_out(self, memory: Any, is_array: bool) -> None:
-        """What forward writes to, it writes to again."""
-
-    def take_in(self, tensor: Tensor) -> None:
-        """As in forward."""
-
-    def pin(self, tensor: Tensor, name: str | None) -> Tensor:
-        if name is not None:
-            return tensor
-        self._pins += 1
-        return self.frame.pinned(self._pins - 1, tensor)
-
-
-class _OpNames(TorchFunctionMode):
-    """Tells a replay which function is running."""
-
-    def __init__(self, replay: _Replay):
-        super().__init__()
-        self._replay = replay
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._replay.op = resolve_name(function) or getattr(function, "__name__", str(function))
-        return function(*args, **(kwargs or {}))
 
 
 def keep(tensor: Tensor, name: str | None = None) -> Tensor:

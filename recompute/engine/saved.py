@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
-from recompute.engine.sharded import local_of
+from recompute.engine.sharded import has_layout, local_of
 from recompute.engine.stopwatch import Stopwatch
-from recompute.errors import MutationError
+from recompute.errors import MutationError, UnsupportedError
 
 if TYPE_CHECKING:
     from recompute.engine.plan import Plan
@@ -82,18 +83,33 @@ class Alive(Saved):
     """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it.
 
     Of one that is a DTensor, what this rank has.
+    memory: what it has now, to be used even if ``parameter.data`` is replaced. Autograd holds that of a view, and of a
+    parameter itself none: there None does what eager does.
     """
 
-    __slots__ = ("layout", "name", "parameter", "version")
+    __slots__ = ("layout", "memory", "name", "parameter", "version")
 
-    def __init__(self, parameter: Tensor, layout: Layout, version: int, name: str):
+    def __init__(
+        self,
+        parameter: Tensor,
+        layout: Layout,
+        version: int,
+        name: str,
+        memory: torch.UntypedStorage | None = None,
+    ):
         self.parameter = parameter
         self.layout = layout
         self.version = version
         self.name = name
+        # DeepSpeed replaces the data of its parameters, which have a ``ds_id``, when it gathers them.
+        self.memory = None if has_layout(parameter) or hasattr(parameter, "ds_id") else memory
 
     def get(self) -> Tensor:
         tensor = local_of(checked(self.parameter, self.version, self.name)).detach()
+        memory = self.memory
+        if memory is not None and memory._cdata != tensor.untyped_storage()._cdata and memory.nbytes():
+            tensor = torch.empty(0, dtype=self.layout.dtype, device=memory.device)
+            return tensor.set_(memory, self.layout.offset, self.layout.shape, self.layout.stride)
         if Layout.of(tensor) == self.layout:
             return tensor
         return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
@@ -241,6 +257,16 @@ def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def explain_transforms(error: BaseException | None, owner: Owner) -> None:
+    """Raise what says more, if ``error`` is that of a transform of ``torch.func``, which refuses all such hooks."""
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        raise UnsupportedError(
+            f"in {owner.name}: torch.func.grad, vjp, jacrev and hessian cannot be called inside of a module under a "
+            "policy, nor of a model in which one is, as they bear no saved-tensor hooks. Give the module that calls "
+            "them a rule with `action: keep`; torch.autograd.grad works everywhere."
+        ) from error
+
+
 class PassingBy:
     """The span in which what autograd saves goes past a scope, to the hooks around it: about 3 µs less a tensor.
 
@@ -290,6 +316,27 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # an inference tensor keeps no count
         return -1
+
+
+_STRIDED = (Tensor, torch.nn.Parameter)
+_storages: dict[int, StorageWeakRef] = {}
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    """Which storage a parameter or buffer has, to be compared by ``cdata``; None where that may change by itself.
+
+    The reference keeps the address from being used again (invariant 3). It is remembered by the tensor's id, which may
+    be used again, but not by a tensor with that storage.
+    """
+    if type(tensor) not in _STRIDED or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    storage, number = tensor.untyped_storage(), id(tensor)
+    known = _storages.get(number)
+    if known is None or known.cdata != storage._cdata:
+        if len(_storages) >= 1 << 16:  # most are of tensors that are gone: no callback tells, as none may refer to
+            _storages.clear()  # a parameter weakly, lest torch.utils.swap_tensors refuse it
+        known = _storages[number] = StorageWeakRef(storage)
+    return known
 
 
 def storage_key(tensor: Tensor) -> int | None:

@@ -52,6 +52,7 @@ from recompute.engine.saved import (
     Layout,
     Saved,
     Sharded,
+    explain_transforms,
     hold_through,
     is_under_a_checkpoint,
     top_hooks,
@@ -104,7 +105,7 @@ class _Joined:
     def __enter__(self) -> None:
         self._outer, self._tape.setting = self._tape.setting, self._setting
         top = top_hooks()
-        self._pushed = top is not None and top[1] is unpack_saved  # such as those of an ``action: keep`` in between
+        self._pushed = top is None or top[1] is unpack_saved  # as inside of an ``action: keep`` in between
         if self._pushed:
             _push_hooks(self._tape.pack, unpack_saved)
 
@@ -152,16 +153,17 @@ class Tape(TorchDispatchMode):
             put_beneath(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if count_dispatch_modes() > 1:
             put_on_top(self)
-        super().__exit__(kind, *error)
+        super().__exit__(kind, error, trace)
         local.regenerating = self._regenerating
         local.spans.pop()
         local.books.pop()
         _pop_hooks()
         if kind is not None:  # what ran of the region may live on
             self.record.finish((), self.record.as_it_is)
+            explain_transforms(error, self.owner)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -489,7 +491,9 @@ class Tape(TorchDispatchMode):
             return hold_through(self.outer, aliased(tensor), self.owner.name)
         record.saves.append((number, record.count))
         if number in record.parameters:
-            return record.alive(number, Layout.of(tensor), parameter_of(tensor))
+            parameter = parameter_of(tensor)
+            memory = None if parameter is tensor else tensor.untyped_storage()
+            return record.alive(number, Layout.of(tensor), parameter, memory)
         plan = record.plan
         if plan is None:
             record.held.setdefault(number, tensor)

@@ -6,8 +6,9 @@ import dataclasses
 import enum
 import logging
 import threading
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,8 +29,10 @@ from engine_testing import (
     weak,
 )
 from torch import Tensor, nn
+from torch.nested import nested_tensor
+from torch.nn.utils.rnn import pack_padded_sequence
 
-from recompute.errors import MutationError
+from recompute.errors import MutationError, PolicyWarning
 
 
 class Color(enum.Enum):
@@ -54,12 +57,115 @@ class Frozen:
     nested: tuple[Batch, ...] = ()
 
 
+class Checked(Pair):
+    """A named tuple that looks at what it is given, as ``PackedSequence`` does."""
+
+    def __new__(cls, left: Tensor, right: Tensor) -> Checked:
+        assert left.shape == right.shape
+        return super().__new__(cls, left, right)
+
+
+class Labelled(tuple):  # type: ignore[type-arg]
+    """A tuple with an attribute and a constructor of its own."""
+
+    label: Tensor
+
+    def __new__(cls, first: Tensor, *, label: Tensor) -> Labelled:
+        made = super().__new__(cls, (first, first * 2))
+        made.label = label
+        return made
+
+
+@dataclasses.dataclass
+class Derived:
+    """Derives a field from another in its constructor, and has one without a value."""
+
+    hidden: Tensor
+    total: Tensor = dataclasses.field(init=False)
+    unset: Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.hidden, Tensor)
+        self.total = self.hidden * 3
+
+
+@dataclasses.dataclass
+class Guarded:
+    """Takes no values but tensors, and refuses to be copied."""
+
+    hidden: Tensor
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert isinstance(value, Tensor)
+        object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Guarded:
+        raise RuntimeError("there is but one")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    hidden: Tensor
+
+
+class Unpicklable:
+    """An object that refuses to be copied."""
+
+    def __init__(self, scale: Tensor):
+        self.scale = scale
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("this belongs to its process")
+
+
+class Registered:
+    """A container that pytrees know, which looks at what it is made of."""
+
+    def __init__(self, *items: Tensor):
+        assert len({item.shape for item in items}) == 1
+        self.items = items
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered, lambda made: (list(made.items), None), lambda items, _: Registered(*items)
+)
+
+
+class Like:
+    """No tensor, but torch's functions take it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*[arg.tensor if isinstance(arg, Like) else arg for arg in args], **(kwargs or {}))
+
+
+class Tagged(Tensor):
+    """A tensor with an attribute."""
+
+    tag: float
+
+    @staticmethod
+    def of(tensor: Tensor, tag: float) -> Tagged:
+        made = tensor.as_subclass(Tagged)
+        made.tag = tag
+        return made
+
+
 class Settings:
     def __init__(self, scale: float):
         self.scale = scale
 
 
 # Kinds of arguments and results
+
+
+def _endless(x: Tensor) -> list[Any]:
+    made: list[Any] = [x * 2]
+    made.append(made)
+    return made
 
 
 def double(x: Tensor) -> Tensor:
@@ -76,6 +182,25 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, Callable[..., Any]]]] = {
     "named tuple": lambda x: (Pair(x, None), lambda v: v.left.sin()),
     "dataclass": lambda x: (Batch(x, extra={"w": x * 2}), lambda v: v.hidden * v.extra["w"]),
     "frozen dataclass": lambda x: (Frozen(x, (Batch(x * 2),)), lambda v: v.scale * v.nested[0].hidden),
+    "checked named tuple": lambda x: (Checked(x, x * 2), lambda v: v.left * v.right),
+    "tuple with an attribute": lambda x: (Labelled(x, label=x * 2), lambda v: v[0] * v[1] * v.label),
+    "packed sequence": lambda x: (pack_padded_sequence((x * 2)[:, None], [TOKENS]), lambda v: v.data.sin()),
+    "result of an op": lambda x: ((x * 2).max(0), lambda v: v.values * v.indices),
+    "dataclass that derives a field": lambda x: (Derived(x * 2), lambda v: v.hidden * v.total),
+    "dataclass that guards its fields": lambda x: (Guarded(x * 2), lambda v: v.hidden.sin()),
+    "dataclass in slots": lambda x: (Slotted(x * 2), lambda v: v.hidden.sin()),
+    "registered container": lambda x: (Registered(x * 2, x * 3), lambda v: v.items[0] * v.items[1]),
+    "object that cannot be copied": lambda x: (Unpicklable(x * 2), lambda v: v.scale.sin()),
+    "user dict": lambda x: (UserDict(a=x * 2), lambda v: v["a"].sin()),
+    "namespace": lambda x: (SimpleNamespace(a=x * 2), lambda v: v.a.sin()),
+    "mapping proxy": lambda x: (MappingProxyType({"a": x * 2}), lambda v: v["a"].sin()),
+    "like a tensor": lambda x: (Like(x * 2), lambda v: torch.mul(v, 2.0)),
+    "list within itself": lambda x: (_endless(x), lambda v: v[1][1][0].sin()),
+    "nested": lambda x: (nested_tensor([x[:2].detach(), x[2:].detach()]), lambda v: v.unbind()[0].sum()),
+    "nested, jagged": lambda x: (
+        nested_tensor([x[:2].detach(), x[2:].detach()], layout=torch.jagged, requires_grad=True) * 2,
+        lambda v: v.sin().values().sum(),
+    ),
     "object": lambda x: (Settings(2.0), lambda v: v.scale),
     "number": lambda x: (3, lambda v: v),
     "bool": lambda x: (True, lambda v: 2.0 if v else 1.0),
@@ -118,6 +243,61 @@ def test_an_argument_comes_back_as_it_was_whatever_it_is(kind: str, given: str, 
 
     stats = assert_as_plain(Model(), policy(("inside", action)), tokens())
     assert stats.regenerations >= 2
+
+
+def test_a_subclass_of_tensor_comes_back_with_its_attributes() -> None:
+    model, x = holding(lambda self, x, v: (x.exp() * v * v.tag).sin()), tokens()
+    given = Tagged.of(torch.rand(HIDDEN), 3.0)
+    (expected,) = torch.autograd.grad(model(x, given).sum(), x)
+    policed(model)
+    (found,) = torch.autograd.grad(model(x, given).sum(), x)
+    assert bits(found.as_subclass(Tensor)) == bits(expected.as_subclass(Tensor))
+
+
+@both_actions
+def test_an_lstm_takes_a_packed_sequence(action: str) -> None:
+    model, x = holding(lambda self, packed: self.lstm(packed)[0].data, lstm=nn.LSTM(HIDDEN, HIDDEN)), tokens()
+
+    def grads() -> list[Any]:
+        result = model(pack_padded_sequence(torch.stack([x, x.sin()], 1), [TOKENS, 2]))
+        return [bits(grad) for grad in torch.autograd.grad(result.sum(), [x, *model.parameters()])]
+
+    expected = grads()
+    policed(model, action)
+    assert grads() == expected
+
+
+def test_one_list_passed_twice_is_one_list_again() -> None:
+    def forward(self: Any, x: Tensor, first: list[float], second: list[float]) -> Tensor:
+        first.append(3.0)
+        return (x * second[-1]).exp().sin()
+
+    model, x = holding(forward), tokens()
+    (expected,) = torch.autograd.grad(model(x, *([[1.0]] * 2)).sum(), x)
+    policed(model)
+    (found,) = torch.autograd.grad(model(x, *([[1.0]] * 2)).sum(), x)
+    assert bits(found) == bits(expected)
+
+
+ONCE: dict[str, Callable[[Tensor], Any]] = {
+    "generator": lambda x: (scale for scale in (2.0, 3.0)),
+    "zip": lambda x: zip([2.0], strict=True),
+    "iterator": lambda x: iter([2.0, 3.0]),
+}
+
+
+@pytest.mark.parametrize("kind", ONCE)
+def test_an_argument_that_can_be_used_but_once_leaves_the_region_as_it_is(kind: str) -> None:
+    def forward(self: Any, x: Tensor, values: Any) -> Tensor:
+        first = next(values)
+        return (x * (first[0] if isinstance(first, tuple) else first)).exp().sin()
+
+    model, x = holding(forward), tokens()
+    (expected,) = torch.autograd.grad(model(x, ONCE[kind](x)).sum(), x)
+    policed(model)
+    with pytest.warns(PolicyWarning, match=r"inside .* nothing is dropped there: an argument, .* used up"):
+        result = model(x, ONCE[kind](x))
+    assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(expected)
 
 
 RESULTS: dict[str, Callable[[Tensor], Any]] = {

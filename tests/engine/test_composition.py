@@ -34,10 +34,11 @@ from engine_testing import (
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import recompute
-from recompute.errors import MutationError
+from recompute.errors import MutationError, UnsupportedError
 from recompute.planning.profiling import memory_trace
 
 NESTED = policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
@@ -199,9 +200,7 @@ def test_a_vectorized_backward_gives_the_plain_gradients_or_is_refused(
 
 
 @pytest.mark.parametrize("rules", [INSIDE, policy(("norm", "recompute"))], ids=["in a region", "beside a region"])
-def test_a_forward_that_takes_functional_gradients_is_refused_by_torch_and_leaves_nothing_behind(
-    rules: dict[str, Any],
-) -> None:
+def test_a_forward_that_takes_functional_gradients_is_refused_unless_a_rule_keeps_it(rules: dict[str, Any]) -> None:
     """torch.func takes none while saved-tensor hooks are set, by whomever."""
 
     class Inner(nn.Module):
@@ -219,11 +218,111 @@ def test_a_forward_that_takes_functional_gradients_is_refused_by_torch_and_leave
     model, x = Model(), tokens()
     expected = bits(torch.autograd.grad(model(x).sum(), x)[0])
     with recompute.apply(model, rules):
-        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        with pytest.raises(UnsupportedError, match=r"torch\.func\.grad.*action: keep"):
             model(x)
         with torch.no_grad():
             model(x)
-    assert bits(torch.autograd.grad(model(x).sum(), x)[0]) == expected
+    keeping = {"rules": [{"match": "inside", "action": "keep"}, *policy(("norm", "recompute"))["rules"]]}
+    with recompute.apply(model, keeping):
+        for _ in range(2):
+            assert bits(torch.autograd.grad(model(x).sum(), x)[0]) == expected
+
+
+def test_functional_gradients_in_a_kept_part_of_a_region_leave_the_rest_to_the_region() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), RMSNorm()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.grad(lambda x: self.linear(x).sin().sum())(x) * self.norm(x)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.after(self.part(self.before(x).exp()).sin())
+
+    model, x = holding(forward, part=Inner(), before=RMSNorm(), after=RMSNorm()), tokens()
+    for action in ("recompute", "checkpoint"):
+        for nested in ([], [{"match": "**.norm", "action": "recompute", "via": "hook"}]):
+            rules = [{"match": "inside.part", "action": "keep"}, *policy(("inside", action))["rules"]]
+            assert assert_as_plain(model, {"rules": [*nested, *rules]}, x).dropped_tensors > 0
+
+
+# Forward mode
+
+
+def directional(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of an argument that is dual, and backward through that, inside and outside of the level."""
+    with forward_ad.dual_level():
+        output = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos())))
+        assert output.tangent is not None
+        total = output.primal.sum() + output.tangent.sum()
+        inside = torch.autograd.grad(total, [x, *model.parameters()], retain_graph=True)
+    return [output.tangent.clone(), *inside]
+
+
+def directional_in_parameters(model: nn.Module, x: Tensor) -> list[Tensor]:
+    with forward_ad.dual_level():
+        named = {name: forward_ad.make_dual(value, value.cos()) for name, value in model.named_parameters()}
+        output = forward_ad.unpack_dual(torch.func.functional_call(model, named, (x,)))
+        assert output.tangent is not None
+        return [output.primal.clone(), output.tangent.clone()]
+
+
+def directional_inside(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """With a region before the level, run again in it."""
+    result = model(x)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent
+        return [tangent.clone(), *torch.autograd.grad(result.sum(), [x, *model.parameters()])]
+
+
+def hessian_product(model: nn.Module, x: Tensor) -> list[Tensor]:
+    value, product = torch.autograd.functional.hvp(lambda x: model(x).sin().sum(), x, x.cos())
+    return [value, product]
+
+
+def jacobian(model: nn.Module, x: Tensor) -> list[Tensor]:
+    both = [torch.func.jacfwd(model)(x[:2]), torch.func.jacrev(model)(x[:2])]
+    return [*both, torch.autograd.functional.jacobian(model, x[:2], vectorize=True)]
+
+
+FORWARD_MODE = [directional, directional_in_parameters, directional_inside, hessian_product, jacobian]
+
+
+@pytest.mark.parametrize("derive", FORWARD_MODE, ids=lambda derive: derive.__name__)
+@every_policy
+def test_derivatives_in_forward_mode_are_those_without_a_policy(rules: dict[str, Any], derive: Any) -> None:
+    model, x = Stack(count=1, p=0.0), tokens()
+    layer = model.layers[0]
+    layer.attention, layer.mlp.act_fn = layer.attention.q, nn.Tanh()  # torch differentiates attention and SiLU but once
+    expected = [bits(value) for value in derive(model, x)]
+    recompute.apply(model, rules)
+    for _ in range(2):
+        assert [bits(value) for value in derive(model, x)] == expected
+
+
+INSIDE_OF_A_REGION: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "vmap": lambda self, x: torch.func.vmap(lambda row: self.norm(row).sin())(x.exp()),
+    "vmap that drops out": lambda self, x: torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x),
+    "jvp": lambda self, x: torch.func.jvp(lambda y: self.norm(y).sin(), (x.exp(),), (x.cos(),))[1].exp(),
+    "a gradient": lambda self, x: torch.autograd.grad(self.norm(x).sin().sum(), x, create_graph=True)[0].exp(),
+    "a dual level": lambda self, x: _tangent(self.norm, x).exp(),
+}
+
+
+def _tangent(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x.exp(), x.cos())).sin()).tangent.clone()
+
+
+@pytest.mark.parametrize("inner", [None, "checkpoint", "recompute"])
+@pytest.mark.parametrize("setting", ["checkpoint", "recompute", "checkpoint that keeps"])
+@pytest.mark.parametrize("kind", INSIDE_OF_A_REGION)
+def test_derivatives_inside_of_a_region_are_those_without_a_policy(kind: str, setting: str, inner: str | None) -> None:
+    rules = policy(("**.norm", inner))["rules"] if inner else []
+    rule = {"action": "checkpoint", "keep": ["attention"]} if "keeps" in setting else policy(("", setting))["rules"][0]
+    model = holding(lambda self, x: INSIDE_OF_A_REGION[kind](self, x.sin()).cos(), norm=RMSNorm())
+    assert_as_plain(model, {"rules": [*rules, {**rule, "match": "inside"}]}, tokens())
 
 
 @both_actions

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from engine_testing import (
     HIDDEN,
     INSIDE,
     POLICIES,
+    TOKENS,
     RMSNorm,
     Stack,
     assert_as_plain,
@@ -27,6 +30,7 @@ from engine_testing import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.errors import MutationError, RegenerationError, UnsupportedError
@@ -91,6 +95,133 @@ def test_statistics_that_are_updated_in_some_runs_only_are_updated_once() -> Non
     make = lambda: holding(forward, norm=nn.InstanceNorm1d(4, track_running_stats=True))  # noqa: E731
     expected = train(make())
     assert train(policed(make())) == expected
+
+
+def between(model: nn.Module, x: Tensor, other: Callable[[], Any]) -> list[Any]:
+    """Gradients of a loss where ``other`` runs between its forward and its backward; thrice, and the buffers then."""
+    found: list[Any] = []
+    for _ in range(3):
+        loss = model(x).sum()
+        other()
+        found += torch.autograd.grad(loss, [x, *model.parameters()])
+    return [bits(value) for value in (*found, *(buffer.clone() for buffer in model.buffers()))]
+
+
+class Counting(nn.Module):
+    """Changes a buffer in those runs only in which it is told to."""
+
+    def __init__(self, size: int = HIDDEN) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(size))
+        self.linear, self.counts = nn.Linear(HIDDEN, HIDDEN), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.seen.add_(1.0)
+        return (self.linear(x) * self.seen.mean()).exp().sin()
+
+
+@pytest.mark.parametrize("how", ["graph", "no graph", "by hand"])
+def test_a_small_buffer_that_changes_between_forward_and_backward_is_as_it_was_when_the_region_runs_again(
+    how: str,
+) -> None:
+    def run(model: nn.Module) -> list[Any]:
+        part, x = model.inside.part, torch.ones(TOKENS, HIDDEN, requires_grad=True)
+
+        def other() -> None:
+            part.counts = how in ("graph", "no graph")
+            with torch.set_grad_enabled(how == "graph"):
+                model(x)
+            part.counts = False
+            if how == "by hand":
+                part.seen.mul_(2.0)
+
+        return between(model, x, other)
+
+    make = lambda: (torch.manual_seed(0), holding(lambda self, x: self.part(x), part=Counting()))[1]  # noqa: E731
+    assert run(policed(make())) == run(make())
+
+
+def test_a_large_buffer_that_changes_between_forward_and_backward_is_refused_by_name() -> None:
+    model = policed(holding(lambda self, x: self.part(x), part=Counting(1 << 15)))
+    for _ in range(2):
+        result = model(tokens())
+        model.inside.part.seen.add_(1.0)
+        with pytest.raises(MutationError, match=r"part\.seen.* modified in place between forward and backward"):
+            result.sum().backward()
+
+
+def test_small_buffers_that_nobody_changes_are_copied_once_for_all_runs() -> None:
+    model, x = policed(holding(lambda self, x: self.part(x), part=Counting())), tokens()
+    with counted() as counts:
+        for _ in range(3):
+            model(x).sum().backward()
+    assert counts["aten.clone"] == 1
+
+
+def test_batch_norm_that_runs_in_some_forwards_only_counts_each_once() -> None:
+    """Its kernel changes the statistics without a new version; that of the count of batches tells."""
+
+    def run(model: nn.Module) -> list[Any]:
+        found = []
+        for updates in (False, True, False, True, True):
+            x = torch.linspace(-1, 1, 24).reshape(6, 4).requires_grad_()
+            losses = [model(x, updates).sum(), model(x.cos(), not updates).sum()]
+            found += [grad for loss in losses for grad in torch.autograd.grad(loss, x)]
+        return [bits(value) for value in (*found, *model.buffers())]
+
+    make = lambda: holding(lambda self, x, updates: (self.norm(x) if updates else x).exp(), norm=nn.BatchNorm1d(4))  # noqa: E731
+    assert run(policed(make())) == run(make())
+
+
+NORMALIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "spectral norm, by a hook": lambda linear: torch.nn.utils.spectral_norm(linear, n_power_iterations=2),
+    "weight norm, by a hook": torch.nn.utils.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "weight norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+class Normalized(nn.Module):
+    def __init__(self, normalize: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.first = normalize(nn.Linear(HIDDEN, HIDDEN))
+        self.rest = nn.Sequential(nn.Tanh(), normalize(nn.Linear(HIDDEN, HIDDEN)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.first(x).exp())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("match", ["inside", ["**.first", "**.rest"], "**", "**.first"], ids=str)
+@pytest.mark.parametrize("setting", ["checkpoint", "recompute", "nested"])
+@pytest.mark.parametrize("kind", NORMALIZED)
+def test_normalized_weights_train_as_without_wherever_the_rule_is(kind: str, setting: str, match: Any) -> None:
+    """Hooks, or parametrizations, make their weights anew for each run, and change buffers by that."""
+
+    def train(rules: dict[str, Any] | None) -> list[Any]:
+        torch.manual_seed(0)
+        model = holding(lambda self, x: self.part(x).sin(), part=Normalized(NORMALIZED[kind]))
+        if rules is not None:
+            recompute.apply(model, rules)
+        optimizer, x, found = torch.optim.SGD(model.parameters(), lr=0.1), tokens(), []
+        for _ in range(3):
+            losses = [model(x).sum(), model(x.cos()).sum()]
+            with torch.no_grad():
+                model(x)
+            for loss in reversed(losses):
+                loss.backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [bits(value) for value in (*found, *model.buffers())]
+
+    actions = {"checkpoint": ["checkpoint"], "recompute": ["recompute"], "nested": ["recompute", "checkpoint"]}[setting]
+    rules = [{"match": match, "action": actions[0], **({"via": "hook"} if actions[0] == "recompute" else {})}]
+    if setting == "nested":
+        rules.append({"match": "inside.part", "action": "checkpoint"})
+    assert train({"rules": rules}) == train(None)
 
 
 def test_a_buffer_that_forward_replaces_is_the_old_one_again_when_the_region_runs_again() -> None:
@@ -274,6 +405,20 @@ def test_rrelu_whose_noise_is_filled_after_it_was_saved() -> None:
 # Parameters that come and go
 
 
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often each op is called."""
+    counts: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[op.__module__.rpartition(".")[2] + "." + op.overloadpacket.__name__] += 1
+            return op(*args, **(kwargs or {}))
+
+    with Count():
+        yield counts
+
+
 class SavesTheWeightItself(torch.autograd.Function):
     """A linear layer that saves no view of its weight, which would keep the gathered memory alive."""
 
@@ -367,3 +512,101 @@ def test_a_parametrized_weight_cached_across_regions_is_right_or_refused() -> No
     except RegenerationError:
         return
     assert found == expected
+
+
+# Memory that is swapped under a parameter, which no version tells
+
+
+class Weighted(nn.Module):
+    """Uses one weight as it is, and another by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(HIDDEN))
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x.exp()) * torch.cos(x)).sin() + self.scale * x.sin()
+
+
+def replace_once(parameter: Tensor) -> None:
+    parameter.data = torch.rand_like(parameter)
+
+
+def replace_twice(parameter: Tensor) -> None:
+    """The second time, perhaps, by what lies where the original lay."""
+    replace_once(parameter)
+    replace_once(parameter)
+
+
+def swap(parameter: Tensor) -> None:
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.rand_like(parameter)))
+
+
+CHANGES = {"data": replace_once, "data twice": replace_twice, "swapped": swap}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
+def test_a_checkpoint_refuses_a_parameter_whose_data_has_been_replaced_and_names_it(name: str, change: str) -> None:
+    model = policed(holding(lambda self, x: self.part(x), part=Weighted()))
+    for _ in range(2):
+        result = model(tokens())
+        CHANGES[change](model.get_parameter(f"inside.part.{name}"))
+        with pytest.raises(
+            MutationError, match=rf"^in inside \(Body\): part\.{name}, .* other data \(parameter\.data = "
+        ):
+            result.sum().backward()
+
+
+def test_data_that_is_put_back_before_backward_or_replaced_by_itself_is_no_change() -> None:
+    model = policed(holding(lambda self, x: self.part(x), part=Weighted()))
+    x, part = tokens(), model.inside.part
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    result = model(x)
+    old = part.linear.weight.data
+    part.linear.weight.data = torch.rand_like(old)
+    part.linear.weight.data = old
+    model.to("cpu").float()
+    assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(expected)
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
+@pytest.mark.parametrize("rules", ["recompute", "gemms", "checkpoint that keeps"])
+def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name: str, rules: str) -> None:
+    """Plain eager holds a view's memory; a parameter itself it asks again, and gets the new data."""
+    setting = {
+        "recompute": {"action": "recompute", "via": "hook"},
+        "gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
+        "checkpoint that keeps": {"action": "checkpoint", "keep": ["attention"]},
+    }[rules]
+    model, x = holding(lambda self, x: self.part(x).exp(), part=Weighted()), tokens()
+    changed = model.get_parameter(f"inside.part.{name}")
+    original = changed.data
+
+    def grads() -> list[Any]:
+        found = []
+        for _ in range(2):
+            changed.data = original
+            result = model(x)
+            changed.data = torch.full_like(changed, 3.0)
+            found += torch.autograd.grad(result.sum(), [x, *model.parameters()])
+        return [bits(grad) for grad in found]
+
+    expected = grads()
+    recompute.apply(model, {"rules": [{"match": "inside", **setting}]})
+    assert grads() == expected
+
+
+@both_actions
+def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action: str) -> None:
+    """``Module.to`` may do so, and refuses parameters that anything refers to weakly."""
+    model, x = policed(holding(lambda self, x: self.part(x), part=Weighted()), action), tokens()
+    model(x).sum().backward()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    (found,) = torch.autograd.grad(model(x.double()).sum(), x)
+    assert found.dtype is torch.float32

@@ -256,7 +256,7 @@ def test_a_keep_span_keeps_what_is_saved_in_it_also_inside_of_a_scope() -> None:
     cube, references = Cube(), []
 
     def forward(x: Tensor) -> Tensor:
-        with KeepSpan(Owner("kept")):
+        with KeepSpan():
             y = cube(x)
             references.append(weak(y))
             return y.sin()

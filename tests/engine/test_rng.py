@@ -334,7 +334,16 @@ def test_generators_and_trackers_are_sources_and_nothing_else_is() -> None:
     class Half:
         def get_states(self) -> None: ...
 
-    for source in (torch.Generator(), Tracker(), random, random.Random(1), np.random, np.random.default_rng()):
+    own = random.Random(1)
+    for source in (
+        torch.Generator(),
+        Tracker(),
+        own,
+        own.random,
+        random.random,
+        np.random.rand,
+        np.random.default_rng(),
+    ):
         assert is_source(source)
-    for other in (Tracker, Half(), torch.zeros(1), None, nn.Linear(1, 1), torch):
+    for other in (Tracker, Half(), torch.zeros(1), None, nn.Linear(1, 1), torch, random.SystemRandom(), str.upper):
         assert not is_source(other)
