@@ -258,7 +258,7 @@ class _Measuring:
         rules = self.layout.rules(chosen)
         with apply(self.run.model, policy_of(rules)):
             for _ in range(_WARMUP):
-                self.run.step(regions)
+                self.run.warm_up(regions)
                 self._tell()
             at_once = self.run.is_imagined
             clock = self.run.clock() if at_once else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recompute.attach import module_entries
 from recompute.engine.ops import Kind, facts, work
 from recompute.errors import ModelError
 from recompute.planning.fakes import fake_batch, fake_copy
@@ -22,6 +23,7 @@ from recompute.planning.profile_table import Profile
 from recompute.planning.profiles import Progress, measured
 from recompute.planning.profiling import Clock, MemoryTrace
 from recompute.planning.rehearsal import OptimizerFactory, Rehearsal, nbytes_of
+from recompute.planning.shortening import continued, representative, shortened
 from recompute.planning.simulation import fake_mode
 from recompute.planning.tracker import BLOCK_NBYTES, StorageTrace
 from recompute.policy.document import nearest
@@ -89,8 +91,9 @@ def roofline(
         args, kwargs = arguments_of(fake_batch(batch))
         idle: Any = _Idle([parameter for parameter in fake.parameters() if parameter.requires_grad])
         run = _Imagined(fake, args, kwargs, loss, idle, figures)
-        table = measured(run, match, kernels, 1, progress)
-    table["static_nbytes"] += costs.state_nbytes
+        static_nbytes = run.static_nbytes + costs.state_nbytes
+        table = _table(run, match, kernels, progress)
+    table |= {"static_nbytes": static_nbytes}
     table |= {"optimizer_seconds": costs.seconds, "optimizer_peak_nbytes": costs.peak_nbytes}
     return Profile(
         model=describe(model, named(batch)),
@@ -99,6 +102,17 @@ def roofline(
         capacity_nbytes=figures.capacity_nbytes,
         **table,
     )
+
+
+def _table(
+    run: Rehearsal, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None
+) -> dict[str, Any]:
+    """The fields of a profile that steps tell, from few of the layers that are alike."""
+    repeated = representative(run, match)
+    layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
+    with shortened(repeated):
+        table = measured(run, match, kernels, 1, progress)
+    return {**table, "places": tuple(continued(table["places"], repeated, layers))}
 
 
 @dataclass
@@ -133,6 +147,10 @@ class _Imagined(Rehearsal):
     @property
     def static_nbytes(self) -> int:
         return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
+
+    def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
+        """A forward, which is where policies learn what they hold: there is no kernel to compile in backward."""
+        self.forward()
 
     def memory_trace(self) -> MemoryTrace:
         return StorageTrace(BLOCK_NBYTES)
