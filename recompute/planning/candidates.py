@@ -189,7 +189,7 @@ def _everything(via: str) -> dict[str, Any]:
 def _plans(run: Rehearsal, regions: Mapping[str, nn.Module], via: str) -> dict[str, Plan]:
     """What each region runs, where all may run again."""
     with apply(run.model, policy_of(dict.fromkeys(regions, _everything(via)))) as handle:
-        for _ in range(2):  # kernels of a layer learn in the first forward which Linears read a norm
+        for _ in range(1 if via == HOOK else 2):  # kernels learn in the first forward which Linears read a norm
             run.forward()
         return {path: plan for path, plan in handle.plans().items() if path in regions}
 

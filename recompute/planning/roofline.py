@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from recompute.planning.profiling import Clock, MemoryTrace
 from recompute.planning.rehearsal import OptimizerFactory, Rehearsal, nbytes_of
 from recompute.planning.shortening import continued, representative, shortened
 from recompute.planning.simulation import fake_mode
-from recompute.planning.tracker import BLOCK_NBYTES, StorageTrace
+from recompute.planning.tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
 from recompute.policy.document import nearest
 from recompute.verification import Loss, arguments_of, named
 
@@ -148,6 +148,10 @@ class _Imagined(Rehearsal):
     def static_nbytes(self) -> int:
         return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
 
+    def warmup_steps(self, rules: Iterable[Mapping[str, Any] | None]) -> int:
+        """Two only where it is cut what kernels run: the first forward tells what that is, the second how to cut it."""
+        return 2 if any(rule and "rerun" in rule and rule.get("via") != "hook" for rule in rules) else 1
+
     def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
         """A forward, which is where policies learn what they hold: there is no kernel to compile in backward."""
         self.forward()
@@ -184,6 +188,8 @@ class _Mode(TorchDispatchMode):
         self._figures = figures
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is DEVICE:
+            return device_of(args[0])
         output = op(*args, **(kwargs or {}))
         self.seconds += op_seconds(op, args, kwargs or {}, output, self._figures)
         return output
