@@ -111,13 +111,14 @@ def _called(source: Source) -> str:
     return source if isinstance(source, str) else type(source).__name__
 
 
-def describe(model: nn.Module, batch: dict[str, Tensor]) -> str:
-    """The model and the batch in a line."""
+def describe(model: nn.Module, batch: dict[str, Tensor], where: str = "") -> str:
+    """The model and the batch in a line. where: "on cuda", say; by default where the model is."""
     parameters = list(model.parameters())
     shapes = ", ".join(f"{name} {'x'.join(map(str, tensor.shape))}" for name, tensor in batch.items())
     count = sum(parameter.numel() for parameter in parameters)
-    where = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device.type}"
-    return f"{type(model).__name__}, {count:,} parameters, {where}; {shapes}"
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    where = where or f"on {parameters[0].device.type}"
+    return f"{type(model).__name__}, {count:,} parameters, {dtype} {where}; {shapes}"
 
 
 def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, positions: int) -> nn.Module:

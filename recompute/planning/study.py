@@ -20,15 +20,14 @@ from recompute.planning.estimate_result import Advice, Estimate, ModuleActivatio
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.layers import find_stack, step_of_many
 from recompute.planning.models import batch_of, describe, imagined, without_packing
+from recompute.planning.options import Options
+from recompute.planning.shards import parameter_shapes
 from recompute.planning.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate
 from recompute.planning.static_memory import (
     OPTIMIZERS,
     RECIPES,
     Buffer,
-    ParameterShape,
     StaticBytes,
-    check_sharding,
-    chosen,
     shard_shapes,
     share_of,
     static_nbytes,
@@ -38,23 +37,8 @@ from recompute.planning.whereabouts import LOSS, pattern_of, unit_of
 from recompute.policy.loading import load_policy
 from recompute.policy.model import Policy, Rule
 
-LOSSES = ("full", "chunked")
 OPTIMIZER_STEP = "optimizer step"
 _ADVISED = ("elementwise", "auto", "full")
-
-
-class Options(NamedTuple):
-    dtype: str
-    optimizer: str
-    sharding: str
-    devices: int
-    loss: str
-
-    def check(self) -> None:
-        chosen("dtype", self.dtype, RECIPES)
-        chosen("optimizer", self.optimizer, OPTIMIZERS)
-        check_sharding(self.sharding, self.devices)
-        chosen("loss", self.loss, LOSSES)
 
 
 class Subject(NamedTuple):
@@ -115,15 +99,7 @@ class Study:
         self._on_cuda = on_cuda
         self._steps: dict[Any, Step] = {}
         self._optimizer_peaks: dict[Any, int] = {}
-
-        def layer(path: str) -> str:
-            unit = unit_of(path)
-            return unit if unit != LOSS and unit.split(".")[-1].isdigit() else ""
-
-        seen: dict[Tensor, ParameterShape] = {}
-        for path, parameter in subject.model.named_parameters():  # a shared one once
-            seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer(path))
-        self._parameters = list(seen.values())
+        self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
 
