@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from recompute.errors import AblationError
 from recompute.peers import BASELINE, COMPILED, Peer, is_peer, under
 from recompute.planning import profiling
+from recompute.planning.sources import check_writable
 from recompute.policy.loading import load_policy
 from recompute.verification import Widened, deterministic, relative_error, same_bits
 
@@ -170,7 +171,7 @@ def run(config: AblationConfig, out: Path, *, command: str, progress: Progress) 
     }
     if len(text) < (longest := max(config.sequence_lengths)):
         raise AblationError(f"{source}: expected a text of at least {longest} bytes; found {len(text)}")
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable(out, error=AblationError, is_folder=True)
     _write(results, out / "results.json")
     for row in _rows(config, text, device, progress):
         results["rows"].append(asdict(row))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from recompute.engine.setting import PRICE
 from recompute.errors import ModelError, warn
 from recompute.kernel_runners import KernelRunner, is_plain_linear
 from recompute.planning.rehearsal import Rehearsal
+from recompute.planning.sizes import humanize
 from recompute.policy.matching import assign
 from recompute.policy.model import Family, Policy, Rule
 from recompute.recognize import find_norm
@@ -189,7 +191,7 @@ def _everything(via: str) -> dict[str, Any]:
 def _plans(run: Rehearsal, regions: Mapping[str, nn.Module], via: str) -> dict[str, Plan]:
     """What each region runs, where all may run again."""
     with apply(run.model, policy_of(dict.fromkeys(regions, _everything(via)))) as handle:
-        for _ in range(1 if via == HOOK else 2):  # kernels learn in the first forward which Linears read a norm
+        for _ in range(2):  # kernels of a layer learn in the first forward which Linears read a norm
             run.forward()
         return {path: plan for path, plan in handle.plans().items() if path in regions}
 
@@ -285,9 +287,11 @@ def _further(plan: Plan | None, via: str, how: str, others: Sequence[_Point]) ->
     while len(kept) > _MOST_POINTS:
         losses = [_area(*kept[index - 1 : index + 2]) for index in range(1, len(kept) - 1)]
         del kept[1 + losses.index(min(losses))]
-    for point in reversed(kept):
-        price = point.rule["price"]
-        yield Candidate(f"{how} at {price:.3g}", point.rule, point.held_nbytes)
+    texts = Counter(humanize(point.held_nbytes) for point in kept)
+    for point in reversed(kept):  # of a frontier, no two hold the same
+        text = humanize(point.held_nbytes)
+        exact = f"{point.held_nbytes:,} B" if texts[text] > 1 else text
+        yield Candidate(f"{how}, holding {exact}", point.rule, point.held_nbytes)
 
 
 def _are_close(one: _Point, other: _Point, nbytes: int, seconds: float) -> bool:

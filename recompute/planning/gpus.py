@@ -115,13 +115,14 @@ def read_gpu(
             raise ModelError(f"--gpu-tflops: expected a positive number of TFLOP/s, dense; found {tflops:g}")
         gpu = gpu._replace(half_flops=tflops * 1e12, float_flops=tflops * 1e12)
     if bandwidth is not None:
-        gpu = gpu._replace(bandwidth=float(_size("--gpu-bandwidth", bandwidth.removesuffix("/s"), "1008GB/s")))
+        gpu = gpu._replace(bandwidth=float(read_size("--gpu-bandwidth", bandwidth.removesuffix("/s"), "1008GB/s")))
     if memory is not None:
-        gpu = gpu._replace(capacity_nbytes=_size("--gpu-memory", memory, "24GiB"))
+        gpu = gpu._replace(capacity_nbytes=read_size("--gpu-memory", memory, "24GiB"))
     return gpu
 
 
-def _size(option: str, text: str, example: str) -> int:
+def read_size(option: str, text: str, example: str) -> int:
+    """The bytes that a command line's option names. Raises ``ModelError`` with an example of how to."""
     try:
         return parse_budget(text)
     except BudgetError as error:

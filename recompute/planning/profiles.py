@@ -26,6 +26,8 @@ from recompute.verification import Loss, named
 Progress = Callable[[str, int, int], None]
 """Called with what is running, the training steps done, and the steps in all, as far as is known."""
 
+_WARMUP = 2  # steps: the first makes plans and compiles kernels, the second follows what kernels learned in it
+
 
 def profile(
     model: nn.Module,
@@ -197,7 +199,7 @@ class _Measuring:
 
     @property
     def _steps_of_a_job(self) -> int:
-        return self.run.most_warmup_steps + (self.steps if self.run.is_imagined else 1 + 2 * self.steps)
+        return _WARMUP + (self.steps if self.run.is_imagined else 1 + 2 * self.steps)
 
     def _names(self, slot: _Slot) -> str:
         return self.layout.groups[slot.places[-1]].name
@@ -264,9 +266,7 @@ class _Measuring:
         chosen = self._chosen(job)
         rules = self.layout.rules(chosen)
         with apply(self.run.model, policy_of(rules)):
-            warmup = self.run.warmup_steps(rules.values())
-            self.ahead -= self.run.most_warmup_steps - warmup
-            for _ in range(warmup):
+            for _ in range(_WARMUP):
                 self.run.warm_up(regions)
                 self._tell()
             at_once = self.run.is_imagined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -39,8 +39,6 @@ class Rehearsal:
     kwargs: dict[str, Any]
     loss: Loss | None
     optimizer: Optimizer
-    most_warmup_steps: ClassVar[int] = 2
-    """The first makes plans and compiles kernels, the second follows what kernels learned in it."""
     is_imagined: ClassVar[bool] = False
     """Whether time is calculated, so that counting bytes does not disturb it, and it is the same in every step."""
 
@@ -68,10 +66,6 @@ class Rehearsal:
     def forward(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Where backward starts, and the gradient that it starts with. The rest of the output is let go of."""
         return roots(self.model(*self.args, **self.kwargs), self.loss)
-
-    def warmup_steps(self, rules: Iterable[Mapping[str, Any] | None]) -> int:
-        """How many steps it takes until they run as under these rules (fields of a policy's) from then on."""
-        return self.most_warmup_steps
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
         """A training step that nobody looks at."""

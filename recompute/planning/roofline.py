@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -146,10 +146,6 @@ class _Imagined(Rehearsal):
     @property
     def static_nbytes(self) -> int:
         return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
-
-    def warmup_steps(self, rules: Iterable[Mapping[str, Any] | None]) -> int:
-        """Two only where it is cut what kernels run: the first forward tells what that is, the second how to cut it."""
-        return 2 if any(rule and "rerun" in rule and rule.get("via") != "hook" for rule in rules) else 1
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
         """A forward, which is where policies learn what they hold: there is no kernel to compile in backward."""

@@ -38,6 +38,8 @@ from recompute.policy.loading import load_policy
 from recompute.policy.model import Policy, Rule
 
 OPTIMIZER_STEP = "optimizer step"
+_FUSED = "a fused optimizer"
+_WORTH_TELLING = 1e-3  # of the peak
 _ADVISED = ("elementwise", "auto", "full")
 
 
@@ -130,32 +132,34 @@ class Study:
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
     def advice(self, options: Options, policy: Policy | None, now: Estimate) -> Iterator[Advice]:
-        """Of each change that lowers the peak, by how much."""
-        found = []
+        """Of each change that lowers the peak, by how much. Of two together, if that is more than either alone does."""
+        found: dict[str, int] = {}
 
         def try_out(what: str, changed: Options, under: Policy | None = policy, *, offloads: bool = False) -> None:
-            saved = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
-            if saved > 0:
-                found.append(Advice(what, saved))
+            found[what] = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
 
-        fused = options._replace(optimizer="adamw-fused")
+        def with_fused(what: str, changed: Options, under: Policy | None = policy) -> None:
+            try_out(what, changed, under)
+            if can_fuse:
+                both = f"{what} and {_FUSED}"
+                try_out(both, changed._replace(optimizer="adamw-fused"), under)
+                if found[both] <= max(found[what], found[_FUSED]):
+                    del found[both]
+
         can_fuse = options.optimizer in ("adamw", "adamw-loop")
+        if can_fuse:
+            try_out(_FUSED, options._replace(optimizer="adamw-fused"))
         for name in _ADVISED:
             if policy is None or policy.name != name:
-                try_out(f"policy {name}", options, load_policy(name))
-                if can_fuse:
-                    try_out(f"policy {name} and a fused optimizer", fused, load_policy(name))
+                with_fused(f"policy {name}", options, load_policy(name))
         if options.loss == "full" and self.head() is not None:
-            try_out("a chunked cross-entropy", options._replace(loss="chunked"))
-            if can_fuse:
-                try_out("a chunked cross-entropy and a fused optimizer", fused._replace(loss="chunked"))
-        if can_fuse:
-            try_out("a fused optimizer", fused)
+            with_fused("a chunked cross-entropy", options._replace(loss="chunked"))
         devices = 2 * options.devices
         kind = "fsdp2" if options.sharding in ("none", "ddp") else options.sharding
         try_out(f"{kind} over {devices} devices", options._replace(sharding=kind, devices=devices))
         try_out("the optimizer's states and step on the CPU or NVMe", options, offloads=True)
-        return iter(sorted(found, key=lambda each: -each.saves_nbytes))
+        told = [Advice(what, saved) for what, saved in found.items() if saved >= _WORTH_TELLING * now.peak_bytes]
+        return iter(sorted(told, key=lambda each: -each.saves_nbytes))
 
     def _settings(self, options: Options, policy: Policy | None) -> Settings:
         batch = self._subject.batch
