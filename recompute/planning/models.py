@@ -155,8 +155,8 @@ def _refusals_named(source: Source) -> Iterator[None]:
     except Exception as error:
         # transformers checks some values, and of others comes upon what follows from them: any exception may come.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        told = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0].rstrip(".")
-        kind = "" if isinstance(error, (OSError, ValueError)) or told != lines[0] else f"{type(error).__name__}: "
+        told = (lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]).rstrip(".")
+        kind = "" if isinstance(error, (OSError, ValueError)) or len(lines) > 1 else f"{type(error).__name__}: "
         raise ModelError(
             f"{_called(source)}: expected a configuration that transformers {transformers.__version__} builds a model "
             f"of; it refuses this one: {kind}{told}. Correct that, or give the path of another config.json"

@@ -77,7 +77,8 @@ def profile(
         imagined = kernels is None or kernels
         options: dict[str, Any] = {"match": match, "kernels": imagined, "sharding": sharding, "devices": devices}
         return roofline(model, batch, device, loss=loss, optimizer=optimizer, progress=progress, **options)
-    if check_sharding(sharding, devices) != "none":
+    sharding = check_sharding(sharding, devices)
+    if sharding != "none":
         raise EstimateError(
             f"sharding: {sharding} can be calculated, for a device that is named, but is not measured in one process: "
             "there, on all ranks, agree() of recompute.integrations.distributed makes one profile of what each measures"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.attach import module_entries
@@ -73,7 +74,7 @@ def roofline(
         args, kwargs = arguments_of(fake_batch(batch))
         trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
         shards = Shards.of(fake, sharding, devices)
-        costs = _optimizer_costs(optimizer or AdamW, shards.updated(trained), gpu)
+        costs = _optimizer_costs(optimizer or AdamW, partial(shards.updated, trained), gpu)
         idle: Any = _Idle(trained)
         run = _Imagined(fake, args, kwargs, loss, idle, gpu, shards.share)
         static_nbytes = shards.parameter_nbytes + nbytes_of([*fake.buffers(), args, kwargs]) + costs.state_nbytes
@@ -261,16 +262,22 @@ class _OptimizerCosts(NamedTuple):
 
 
 def _optimizer_costs(
-    make: Callable[[list[nn.Parameter]], Optimizer], given: list[nn.Parameter], figures: Gpu
+    make: OptimizerFactory, given: Callable[[str], list[nn.Parameter]], figures: Gpu
 ) -> _OptimizerCosts:
-    """Of a step of the optimizer, on parameters without memory that have gradients."""
-    with unset_fake_temporarily(), torch.no_grad():
-        optimizer = make(given)
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # torch's choice on CUDA; on meta it is a loop
+    """Of a step of the optimizer. given: what it updates, on a device; under fake tensors' mode."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        optimizer = make(given("cpu"))
+        if not any(group.get("fused") for group in optimizer.param_groups):  # which takes nothing on meta
+            # Faster than fakes, and lets the optimizer read its step counts.
+            stack.enter_context(unset_fake_temporarily())
+            optimizer = make(given("meta"))
+            for group in optimizer.param_groups:
+                if group.get("foreach", False) is None:
+                    group["foreach"] = True  # as torch chooses on CUDA
         optimizer.step()  # makes the states
-        with _RooflineClock(figures) as clock, StorageTrace(BLOCK_NBYTES) as trace:
+        clock, trace = _RooflineClock(figures), StorageTrace(BLOCK_NBYTES)
+        with clock, trace:
             optimizer.step()
             clock.mark("step")
         values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recompute.planning.profile_table import Choice, RegionCosts
 from recompute.planning.rehearsal import nbytes_of
@@ -66,17 +65,15 @@ class Shards:
             share_of(sharding, devices) if kind.gradients else None,
         )
 
-    def updated(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """What the device's optimizer is given, without memory: on ``meta``, with gradients."""
-        with unset_fake_temporarily(), torch.no_grad():
-            if self.shapes is None:
-                given = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in parameters]
-            else:
-                dtype = parameters[0].dtype
-                given = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in self.shapes]
-            for parameter in given:
-                parameter.grad = torch.empty_like(parameter)
-            return given
+    def updated(self, parameters: Sequence[nn.Parameter], device: str) -> list[nn.Parameter]:
+        """What the device's optimizer is given, with gradients: new tensors on ``device``, "meta" or fakes' "cpu"."""
+        shapes = [parameter.shape for parameter in parameters] if self.shapes is None else self.shapes
+        dtypes = [parameter.dtype for parameter in parameters] + [parameters[0].dtype] * len(shapes)
+        given = []
+        for shape, dtype in zip(shapes, dtypes, strict=False):
+            given.append(nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+            given[-1].grad = torch.empty(shape, dtype=dtype, device=device)
+        return given
 
     def buffer_nbytes(self, phase: str) -> int:
         """Alive in this part of a step: "forward", "backward" or "optimizer"."""
