@@ -103,7 +103,7 @@ class PlanRequest:
         shape["dtype"] = getattr(torch, self.dtype)
         if self.gpu is not None:
             with imagined(self.model, device=torch.device("cpu"), **shape) as (network, batch):
-                shared = {"device": self.gpu, "sharding": self.sharding, "devices": self.devices}
+                shared: dict[str, Any] = {"device": self.gpu, "sharding": self.sharding, "devices": self.devices}
                 table = profile(network, batch, **shared, **training)
         else:
             network, batch = build(self.model, device=resolve_device(self.device), **shape)

@@ -33,7 +33,7 @@ class Repeated(NamedTuple):
 
     path: str
     layers: nn.ModuleList | nn.Sequential
-    count: int
+    total: int
     few: int
     period: int
 
@@ -42,8 +42,8 @@ class Repeated(NamedTuple):
         cut = self.few - self.period
         if index < cut:
             return index
-        if index >= self.count - self.period:
-            return index - (self.count - self.few)
+        if index >= self.total - self.period:
+            return index - (self.total - self.few)
         return cut - self.period + (index - cut) % self.period
 
 
@@ -119,7 +119,7 @@ def _is_linear(repeated: Sequence[Repeated], step: Callable[[], Sequence[Part]])
             few = step()
         with shortened(repeated, periods=1):
             more = step()
-        longer = [each._replace(count=each.few + each.period) for each in repeated]
+        longer = [each._replace(total=each.few + each.period) for each in repeated]
         rows = _continued([part.path for part in few], longer)
     except Exception:
         # A model that counts its layers in another way may raise anything. If that is not why, it does so again.
@@ -162,7 +162,7 @@ def _continued(paths: Sequence[str], repeated: Sequence[Repeated]) -> list[tuple
             of_layer.setdefault(number, []).append((match[2], rows[position][1]))
         middle = [
             (f"{each.path}.{index}{rest}", source)
-            for index in range(each.count)
+            for index in range(each.total)
             for rest, source in of_layer[each.of(index)]
         ]
         rows[first:last] = middle

@@ -89,7 +89,7 @@ def test_figures_stand_for_a_gpu_and_half_the_bandwidth_takes_longer() -> None:
 
 def test_adamw_is_torchs_choice_on_cuda() -> None:
     """``foreach`` there: its sums over all parameters are alive at once. On other devices torch loops over them."""
-    model, batch = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))), torch.empty(2, 64)
+    model, batch = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), torch.empty(2, 64)
 
     def peak(**options: object) -> int:
         make = partial(torch.optim.AdamW, **options)

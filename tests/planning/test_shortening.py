@@ -65,7 +65,7 @@ def profiled_whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options:
 )
 def test_few_layers_show_all_kinds_and_each_stands_for_its_own(kinds: str, few: int, stand_ins: list[int]) -> None:
     (found,) = find_repeated(Net(kinds))
-    assert (found.path, found.count, found.few) == ("layers", len(kinds), few)
+    assert (found.path, found.total, found.few) == ("layers", len(kinds), few)
     assert [found.of(index) for index in range(len(kinds))] == stand_ins
     assert [kinds[index] for index in stand_ins] == list(kinds)
 
