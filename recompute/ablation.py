@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from recompute.errors import AblationError
 from recompute.peers import BASELINE, COMPILED, Peer
 from recompute.planning import profiling
+from recompute.planning.sources import check_writable
 from recompute.trials import Experiment, Progress, Row, recorded, resolve_device
 
 _VOCABULARY = 256  # byte-level
@@ -111,6 +112,7 @@ def run(config: AblationConfig, out: Path, *, command: str, progress: Progress) 
     source, text = load_text(config.text)
     if len(text) < (longest := max(config.sequence_lengths)):
         raise AblationError(f"{source}: expected a text of at least {longest} bytes; found {len(text)}")
+    check_writable(out, error=AblationError, is_folder=True)
     results: dict[str, Any] = {
         "command": command,
         "complete": False,

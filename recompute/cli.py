@@ -7,16 +7,18 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from functools import partial
-from itertools import product
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import Progress
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -40,6 +42,9 @@ class _Commands(TyperGroup):
     """Every command tells a mistake of the user's in one message, without a traceback, and exits with 2."""
 
     def invoke(self, ctx: Any) -> Any:
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "6"
+        )  # the profiler prints its starts and stops; torch reads this once
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             try:
@@ -64,6 +69,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Activation recomputation for PyTorch: hooks and Triton kernels, chosen by a policy.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        try:
+            found = metadata.version("torch-recompute")
+        except metadata.PackageNotFoundError:  # a checkout that is not installed
+            found = "unknown: torch-recompute is not installed"
+        typer.echo(f"recompute {found}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 class Device(str, Enum):
@@ -115,7 +139,6 @@ def ablate(
     changes = {key: value for key, value in given.items() if value}
     settings = validate(ablation.AblationConfig, {**base.model_dump(), **changes}, label="command line")
 
-    _quiet_the_profiler()
     command = shlex.join(["recompute", *sys.argv[1:]])
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     interrupted = False
@@ -147,16 +170,21 @@ def ablate(
     raise typer.Exit(_INTERRUPTED if interrupted else 1 if problems else 0)
 
 
-def _quiet_the_profiler() -> None:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13's else prints each start and stop
-
-
 class DType(str, Enum):
     """What to calculate in."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+def _dtype(name: str) -> DType:
+    from recompute.planning.static_memory import chosen
+
+    try:
+        return DType(chosen("dtype", name.value if isinstance(name, DType) else name, [each.value for each in DType]))
+    except RecomputeError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
@@ -167,7 +195,11 @@ _MODEL_HELP = (
 ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
 LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)]
 BatchOption = Annotated[int, typer.Option(help="Sequences or images.", min=1)]
-DTypeOption = Annotated[DType, typer.Option(help="The model's dtype.")]
+DTypeOption = Annotated[
+    DType, typer.Option(help="The model's dtype.", parser=_dtype, metavar="float32|bfloat16|float16")
+]
+ShardingOption = Annotated[str, typer.Option(help="none, ddp, zero1, zero2, zero3 or fsdp2.")]
+DevicesOption = Annotated[int, typer.Option(help="That share the model; the batch is one device's.", min=1)]
 
 
 @app.command()
@@ -198,7 +230,7 @@ def explain(
 
 @app.command()
 def estimate(
-    config: Annotated[str, typer.Option("--config", "--model", help=_MODEL_HELP)],
+    model: Annotated[str, typer.Option("--model", "--config", help=_MODEL_HELP)],
     seq_len: LengthOption = 4096,
     batch_size: BatchOption = 1,
     dtype: Annotated[
@@ -207,8 +239,10 @@ def estimate(
     optimizer: Annotated[
         str, typer.Option(help="adamw (foreach), adamw-fused, adamw-loop, adamw-8bit, sgd or sgd-momentum.")
     ] = "adamw",
-    sharding: Annotated[str, typer.Option(help="none, ddp, zero1, zero2, zero3 or fsdp2.")] = "none",
-    devices: Annotated[int, typer.Option(help="That share the model; the batch is one device's.")] = 1,
+    sharding: ShardingOption = "none",
+    devices: DevicesOption = 1,
+    gpu: Annotated[str | None, typer.Option(help="Say whether it fits this GPU (H200, …), and what would.")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="The GPU's memory instead: 24GiB.")] = None,
     policy: Annotated[str | None, typer.Option(help="Preset or policy file.")] = None,
     loss: Annotated[str, typer.Option(help="full: with all logits; chunked: without them.")] = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -221,32 +255,29 @@ def estimate(
     """Print what a training step will take: parameters, gradients, optimizer, activations, and the peak.
 
     Counts on a CUDA device; takes neither a GPU nor memory for the model, nor its weights.
+
+    With --gpu or --gpu-memory it exits with 0 if the step fits, and with 1 if it does not; with 2 for a mistake.
     """
-    import recompute
+    from recompute.planning.estimate_request import EstimateRequest
+    from recompute.planning.estimate_request import as_json as to_json
+    from recompute.planning.fitting import read_capacity
+    from recompute.planning.options import Options
 
-    options: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "sharding": sharding, "devices": devices}
-    options |= {"policy": policy, "loss": loss}
-    if not sweep:
-        found = recompute.estimate(config, batch_size=batch_size, seq_len=seq_len, **options)
-        typer.echo(found.to_json() if as_json else str(found))
-        return
-
-    from recompute.planning import estimate_report
-
-    lengths = (max(2, seq_len // 2), seq_len, 2 * seq_len, 4 * seq_len)
-    sizes = list(product((batch_size, 2 * batch_size, 4 * batch_size), lengths))
-    stderr = Console(stderr=True)
-    points = [
-        (size, length, recompute.estimate(config, batch_size=size, seq_len=length, **options))
-        for size, length in track(sizes, "estimating", console=stderr, transient=True, disable=not stderr.is_terminal)
-    ]
-    out.mkdir(parents=True, exist_ok=True)
-    estimate_report.sweep_plot(points).savefig(out / "estimate.png")
-    if as_json:
-        rows = [{"batch_size": size, "seq_len": length, **each.as_dict()} for size, length, each in points]
-        typer.echo(json.dumps(rows, indent=2))
-    else:
-        typer.echo(f"{estimate_report.sweep_table(points)}\n\nestimate.png is in {out}")
+    request = EstimateRequest.checked(
+        model=model,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        options=Options(dtype, optimizer, sharding, devices, loss),
+        policy=policy,
+        device=read_capacity(gpu, gpu_memory),
+        sweep=sweep,
+        out=out,
+    )
+    with _progress() as tell:
+        answer = request.run(tell)
+    typer.echo(to_json(answer) if as_json else answer.text)
+    if answer.fit is not None and not answer.fit.fits:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -278,15 +309,6 @@ def verify(
         raise typer.Exit(1) from error
 
 
-class PlannedOptimizer(str, Enum):
-    """What updates the parameters: torch's AdamW as it is, fused, or with a loop over parameters; or SGD."""
-
-    adamw = "adamw"
-    adamw_fused = "adamw-fused"
-    adamw_loop = "adamw-loop"
-    sgd = "sgd"
-
-
 @app.command()
 def plan(
     budget: Annotated[str, typer.Option(help="Of the whole step: 40GiB, 40GB, or 80% of the device.")],
@@ -301,9 +323,18 @@ def plan(
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.auto,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Measure nothing: calculate for this GPU (H200, …), which need not be here."),
+        typer.Option(help="Measure nothing: calculate for this GPU (H200, rtx4090, …), which need not be here."),
     ] = None,
-    optimizer: Annotated[PlannedOptimizer, typer.Option(help="Whose step to plan for.")] = PlannedOptimizer.adamw,
+    gpu_memory: Annotated[str | None, typer.Option(help="Of a GPU by its data sheet: 24GiB.")] = None,
+    gpu_tflops: Annotated[
+        float | None, typer.Option(help="Of a GPU by its data sheet, dense, in the model's dtype: 165.")
+    ] = None,
+    gpu_bandwidth: Annotated[str | None, typer.Option(help="Of a GPU by its data sheet: 1008GB/s.")] = None,
+    sharding: ShardingOption = "none",
+    devices: DevicesOption = 1,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw (torch's own choice), adamw-fused, adamw-loop, sgd or sgd-momentum.")
+    ] = "adamw",
     allow: Annotated[
         list[str] | None,
         typer.Option(help="keep, hook, kernel or checkpoint: only what is listed may be chosen. Repeatable."),
@@ -321,56 +352,59 @@ def plan(
 
     Exits with 1 if --verify finds the plan over the budget.
     """
-    from recompute.errors import PlanError
-    from recompute.planning.plans import check_request, with_frontier
-    from recompute.planning.plans import plan as make_plan
-    from recompute.planning.profile_table import Profile
+    from recompute.planning.gpus import read_gpu
+    from recompute.planning.plan_request import PlanRequest
 
-    check_request(budget, allow)
-    if (model is None) == (profile is None) and not (verify and model is not None):
-        raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
-    if verify and model is None:
-        raise PlanError("expected --model to --verify a plan with; found --profile alone")
-    if gpu is not None and (verify or model is None):
-        raise PlanError("expected --gpu beside --model, whose profile it calculates, and no --verify, which runs it")
-    table = None if profile is None else Profile.load(profile)
-    _quiet_the_profiler()
-    stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-
-        def tell(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total or None)
-
-        training: dict[str, Any] = {"optimizer": _optimizer(optimizer), "progress": tell}
-        if model is not None:
-            from recompute.planning.models import build, imagined
-            from recompute.planning.profiles import profile as measure
-
-            where = Device.cpu if gpu is not None else device
-            options = _build_options(seq_len, batch_size, dtype, where)
-            if gpu is not None:
-                with imagined(model, **options) as (network, batch):
-                    table = measure(network, batch, device=gpu, **training)
-            else:
-                network, batch = build(model, **options)
-                table = table or measure(network, batch, **training)
-        assert table is not None, "there is a profile, or a model to make one of"
-        if save_profile is not None:
-            table.save(save_profile)
-        found = make_plan(table, budget=budget, allowed=allow)
-        if verify:
-            from recompute.planning.plan_runs import verify_plan
-
-            found = verify_plan(found, network, batch, **training)
-        if frontier:
-            found = with_frontier(found, tell)
-
+    request = PlanRequest(
+        budget=budget,
+        model=model,
+        profile=profile,
+        save_profile=save_profile,
+        out=out,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        dtype=dtype.value,
+        device=device.value,
+        gpu=read_gpu(gpu, memory=gpu_memory, tflops=gpu_tflops, bandwidth=gpu_bandwidth),
+        sharding=sharding,
+        devices=devices,
+        optimizer=optimizer,
+        allowed=tuple(allow) if allow else None,
+        frontier=frontier,
+        verify=verify,
+    ).checked()
+    with _progress() as tell:
+        found = request.run(tell)
     _show_plan(found, out=out, as_json=as_json, frontier=frontier)
     if save_profile is not None:
         typer.echo(f"written: {save_profile}", err=True)
     over = bool(found.rounds) and found.rounds[-1].measured_peak_nbytes > found.budget_nbytes
     raise typer.Exit(1 if over else 0)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Tells on stderr what is done, how far it is and of how much (0: not known): a bar, or lines where none can be."""
+    stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    if not stderr.is_terminal:
+        yield _Lines()
+        return
+    with Progress(console=stderr, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total or None)
+
+
+class _Lines:
+    """A line for what begins, and for each tenth of what has a known end."""
+
+    def __init__(self) -> None:
+        self._told: tuple[str, int] | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        tenth = 10 * done // total if total else 0
+        if (what, tenth) != self._told:
+            self._told = what, tenth
+            typer.echo(f"recompute: {what}: {done} of {total}" if total else f"recompute: {what}", err=True)
 
 
 def _show_plan(plan: Plan, *, out: Path | None, as_json: bool, frontier: bool) -> None:
@@ -387,14 +421,6 @@ def _show_plan(plan: Plan, *, out: Path | None, as_json: bool, frontier: bool) -
             drawn = out.with_suffix(".png")
             frontiers.plot(plan).savefig(drawn)
             typer.echo(f"written: {drawn}", err=True)
-
-
-def _optimizer(name: PlannedOptimizer) -> Any:
-    """Makes it of parameters."""
-    from torch.optim import SGD, AdamW
-
-    options: dict[str, Any] = {"adamw-fused": {"fused": True}, "adamw-loop": {"foreach": False}}
-    return partial(SGD if name == PlannedOptimizer.sgd else AdamW, **options.get(name.value, {}))
 
 
 def _build_options(seq_len: int, batch_size: int, dtype: DType, device: Device) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def call(model: Any, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def describe(model: nn.Module, batch: Any) -> str:
-    """The model and the batch in a line."""
+def describe(model: nn.Module, batch: Any, where: str = "") -> str:
+    """The model and the batch in a line. where: "on cuda", say; by default where the model is."""
     parameters = list(model.parameters())
     named = batch if isinstance(batch, Mapping) else {"": batch}
     shapes = [
@@ -123,8 +123,9 @@ def describe(model: nn.Module, batch: Any) -> str:
         if isinstance(each, Tensor)
     ]
     count = sum(parameter.numel() for parameter in parameters)
-    where = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device.type}"
-    return f"{type(model).__name__}, {count:,} parameters, {where}; {', '.join(shapes)}"
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    where = where or f"on {parameters[0].device.type}"
+    return f"{type(model).__name__}, {count:,} parameters, {dtype} {where}; {', '.join(shapes)}"
 
 
 def loss_in(output: Any, name: str) -> Tensor:

@@ -150,10 +150,46 @@ def test_policies_refuses_a_name_that_is_no_preset() -> None:
     assert output.startswith("recompute: no preset is named 'hok' (did you mean 'hook'?)")
 
 
+def test_ablate_tells_where_it_cannot_write(config: Path) -> None:
+    code, output = recompute("ablate", config, "--out", "/dev/null/out")
+    assert code == 2
+    assert "recompute: /dev/null/out: expected a folder that can be written; " in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "BF16", "half", "float32"])
+def test_dtypes_go_by_the_names_that_people_give_them(dtype: str, config: Path) -> None:
+    code, output = recompute("explain", "hook", "--model", config, "--seq-len", 16, "--dtype", dtype)
+    assert code == 0, output
+    assert {"fp32": "float32", "BF16": "bfloat16", "half": "float16"}.get(dtype, dtype) in output.splitlines()[0]
+
+
+def test_a_dtype_that_is_none_is_told(config: Path) -> None:
+    code, output = recompute("explain", "hook", "--model", config, "--dtype", "bf61")
+    assert code == 2
+    assert "expected one of float32, bfloat16" in output
+    assert "found 'bf61'" in output
+
+
+def test_version() -> None:
+    code, output = recompute("--version")
+    assert code == 0
+    assert re.fullmatch(r"recompute (\d+\.\d+.*|unknown: torch-recompute is not installed)\n", output)
+
+
+def test_the_profiler_is_silenced_before_torch_reads_that() -> None:
+    script = (
+        "import os, sys; from recompute.cli import app; assert 'torch' not in sys.modules;"
+        "app(['policies'], standalone_mode=False); print(os.environ['KINETO_LOG_LEVEL'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "6"
+
+
 def test_help_does_not_wait_for_heavy_imports() -> None:
     script = (
         "import sys; from recompute.cli import app; app(['--help'], standalone_mode=False);"
-        "print('loaded', sorted({'transformers', 'matplotlib'} & sys.modules.keys()))"
+        "print('loaded', sorted({'torch', 'transformers', 'matplotlib'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "ablate" in done.stdout

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import models
 import pytest
 import transformers
 from test_cli import recompute
+from typer.testing import CliRunner
+
+from recompute.cli import app
 
 
 @pytest.fixture
@@ -17,8 +21,14 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
+def printed(*arguments: object) -> tuple[int, str]:
+    """The exit code of `recompute estimate`, and what it printed to stdout alone."""
+    result = CliRunner().invoke(app, ["estimate", *map(str, arguments)])
+    return result.exit_code, result.stdout
+
+
 def test_prints_tables(config: Path) -> None:
-    code, output = recompute("estimate", "--config", config, "--seq-len", 32, "--policy", "full", "--dtype", "float32")
+    code, output = printed("--config", config, "--seq-len", 32, "--policy", "full", "--dtype", "float32")
     assert code == 0, output
     assert "input_ids 1x32, labels 1x32\nfloat32, adamw, one device, policy full, full loss" in output
     assert "highest moments" in output
@@ -27,7 +37,7 @@ def test_prints_tables(config: Path) -> None:
 
 def test_json_is_one_object_of_what_was_asked_for(config: Path) -> None:
     flags = ("--seq-len", 32, "--batch-size", 2, "--optimizer", "sgd", "--sharding", "zero1", "--devices", 2, "--json")
-    code, output = recompute("estimate", "--model", config, *flags)
+    code, output = printed("--model", config, *flags)
     assert code == 0, output
     found = json.loads(output)
     assert (found["batch"], found["optimizer"], found["sharding"]) == ("input_ids 2x32, labels 2x32", "sgd", "zero1")
@@ -37,13 +47,38 @@ def test_json_is_one_object_of_what_was_asked_for(config: Path) -> None:
 
 def test_sweep_prints_a_table_and_writes_a_plot(config: Path, tmp_path: Path) -> None:
     flags = ("--config", config, "--seq-len", 16, "--sweep", "--out", tmp_path / "out")
-    code, output = recompute("estimate", *flags)
+    code, output = printed(*flags)
     assert code == 0, output
     lines = [line.split() for line in output.splitlines()[2:14]]
     assert [(line[0], line[1]) for line in lines] == [(b, s) for b in "124" for s in ("8", "16", "32", "64")]
     assert (tmp_path / "out" / "estimate.png").read_bytes().startswith(b"\x89PNG")
-    code, output = recompute("estimate", *flags, "--json")
+    code, output = printed(*flags, "--json")
     assert [each["seq_len"] for each in json.loads(output)] == [8, 16, 32, 64] * 3
+
+
+def test_the_exit_code_says_whether_it_fits(config: Path) -> None:
+    code, output = printed("--model", config, "--seq-len", 32, "--gpu", "h100", "--gpu-memory", "80MiB")
+    assert code == 0, output
+    assert re.search(r"Fits H100: .* of 80\.0 MiB\. At sequence 32, the largest batch is \d\d+; at batch 1, ", output)
+    code, output = printed("--model", config, "--seq-len", 32, "--gpu-memory", "64MiB", "--json")
+    fit = json.loads(output)["fit"]
+    assert code == 1
+    assert fit["fits"] is False
+    assert fit["largest_batch"] == fit["longest_sequence"] == 0
+    assert fit["peak_nbytes"] > fit["capacity_nbytes"] == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "sharding"), [("bf16", "adam", "FSDP"), ("FP32", "AdamW_fused", "zero-3")]
+)
+def test_what_people_type_is_understood(config: Path, dtype: str, optimizer: str, sharding: str) -> None:
+    flags = ("--dtype", dtype, "--optimizer", optimizer, "--sharding", sharding, "--devices", 2, "--seq-len", 16)
+    code, output = printed("--model", config, *flags, "--json")
+    found = json.loads(output)
+    assert code == 0
+    assert found["dtype"] == {"bf16": "bfloat16", "FP32": "float32"}[dtype]
+    assert found["optimizer"] == {"adam": "adamw", "AdamW_fused": "adamw-fused"}[optimizer]
+    assert found["sharding"] == {"FSDP": "fsdp2", "zero-3": "zero3"}[sharding]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +88,9 @@ def test_sweep_prints_a_table_and_writes_a_plot(config: Path, tmp_path: Path) ->
         (("--sharding", "zero4"), "found 'zero4' (did you mean 'zero"),
         (("--devices", "2"), "devices: 2 of them with sharding none"),
         (("--policy", "hok"), "no preset and no file is named 'hok' (did you mean 'hook'?)"),
+        (("--dtype", "bf61"), "recompute: dtype: expected one of bfloat16, "),
+        (("--gpu", "H2000"), "found 'H2000' (did you mean 'H200'?)"),
+        (("--sweep", "--out", "/dev/null/x"), "/dev/null/x: expected a folder that can be written"),
         (("--config", "gone.json"), "gone.json: cannot be read as the configuration of a model: there is no such file"),
     ],
 )

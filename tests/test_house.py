@@ -120,11 +120,20 @@ def test_every_floor_imports_only_from_below() -> None:
 def test_no_two_modules_need_each_other_to_be_loaded() -> None:
     needs = {name: set(filter(is_ours, imports(name, when_loaded=True))) for name in MODULES}
     order = list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError with the modules of a cycle
-    assert order.index("recompute.engine.cut") < order.index("recompute.engine.tape") < order.index("recompute")
+    assert order.index("recompute.engine.cut") < order.index("recompute.engine.tape") < order.index("recompute.attach")
 
 
 @pytest.mark.parametrize(
-    "name", ["recompute.policy", "recompute.errors", "recompute.engine.cut", "recompute.planning.planner"]
+    "name",
+    [
+        "recompute.policy",
+        "recompute.errors",
+        "recompute.engine.cut",
+        "recompute.planning.planner",
+        "recompute.planning.gpus",
+        "recompute.planning.sources",
+        "recompute.planning.static_memory",
+    ],
 )
 def test_plain_data_and_tables_know_no_torch(name: str) -> None:
     found = [module for module in MODULES if module == name or module.startswith(f"{name}.")]
@@ -277,6 +286,21 @@ def test_the_public_names() -> None:
     for name in recompute.__all__:
         assert getattr(recompute, name) is not None
         assert name == "errors" or callable(getattr(recompute, name))
+
+
+def test_the_command_line_loads_torch_only_where_it_is_used() -> None:
+    """It answers in milliseconds, and judges what it was given before it waits for torch, which takes seconds."""
+    heavy = "torch transformers triton matplotlib"
+    run(
+        "import sys, recompute, recompute.cli;"
+        "from recompute.planning import estimate_request, fitting, gpus, plan_request;"
+        "recompute.load_policy('hook'), recompute.Policy, recompute.estimate, recompute.plan;"
+        "assert not set(sys.argv[1:]) & set(sys.modules), set(sys.argv[1:]) & set(sys.modules);"
+        "assert set(recompute.__all__) <= set(dir(recompute));"
+        "assert not hasattr(recompute, 'aply');"
+        "import torch; from recompute import recompute as decorate; assert decorate is recompute.recompute",
+        *heavy.split(),
+    )
 
 
 def test_importing_does_nothing_else() -> None:

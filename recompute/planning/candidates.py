@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from recompute.entries import module_entries
 from recompute.errors import ModelError, warn
 from recompute.kernel_runners import KernelRunner, is_plain_linear
 from recompute.planning.rehearsal import Rehearsal
+from recompute.planning.sizes import humanize
 from recompute.policy.matching import assign
 from recompute.policy.model import BLOCK, NO_RULES, Family, Policy, Rule
 from recompute.recognize import find_norm
@@ -287,9 +289,11 @@ def _further(plan: Plan | None, via: str, how: str, others: Sequence[_Point]) ->
     while len(kept) > _MOST_POINTS:
         losses = [_area(*kept[index - 1 : index + 2]) for index in range(1, len(kept) - 1)]
         del kept[1 + losses.index(min(losses))]
-    for point in reversed(kept):
-        price = point.rule["price"]
-        yield Candidate(f"{how} at {price:.3g}", point.rule, point.held_nbytes)
+    texts = Counter(humanize(point.held_nbytes) for point in kept)
+    for point in reversed(kept):  # of a frontier, no two hold the same
+        text = humanize(point.held_nbytes)
+        exact = f"{point.held_nbytes:,} B" if texts[text] > 1 else text
+        yield Candidate(f"{how}, holding {exact}", point.rule, point.held_nbytes)
 
 
 def _are_close(one: _Point, other: _Point, nbytes: int, seconds: float) -> bool:

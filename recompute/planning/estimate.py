@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from recompute.attach import PolicyLike
 from recompute.errors import EstimateError
 from recompute.planning.estimate_result import Estimate
+from recompute.planning.options import Options
 from recompute.policy.loading import load_policy
+
+if TYPE_CHECKING:
+    from recompute.attach import PolicyLike
 
 
 def estimate(
@@ -47,14 +50,14 @@ def estimate(
     Raises ``EstimateError`` for an option that there is not, ``PolicyError`` for a bad policy, and ``ModelError`` where
     there is no such model, or it cannot run on tensors without values: it names the module.
     """
-    from recompute.planning.study import Options, Study, imagined_subject  # which import transformers
-
-    options = Options(dtype, optimizer, sharding, devices, loss)
-    options.check()
+    options = Options(dtype, optimizer, sharding, devices, loss).read()
     for name, number in (("batch_size", batch_size), ("seq_len", seq_len)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise EstimateError(f"{name}: expected at least 1; found {number!r}")
     loaded = None if policy is None else load_policy(policy)
+
+    from recompute.planning.study import Study, imagined_subject  # which import transformers
+
     with imagined_subject(model, options, batch_size, seq_len, batch) as subject:
         study = Study(subject)
         found = study.estimate(options, loaded)

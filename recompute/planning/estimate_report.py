@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -92,6 +93,6 @@ def sweep_plot(estimates: Sequence[tuple[int, int, Estimate]]) -> Figure:
     axes.set_yscale("log", base=2)
     axes.set_xlabel("sequence length")
     axes.set_ylabel("peak, GiB a device")
-    axes.set_title(estimates[0][2].settings.model)
+    axes.set_title("\n".join(textwrap.wrap(estimates[0][2].settings.model, 80)), fontsize="medium")
     axes.legend()
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -11,6 +12,8 @@ from tabulate import tabulate
 from recompute.planning import planner
 from recompute.planning.plans import Plan
 from recompute.planning.sizes import humanize
+
+_TITLE_WIDTH = 90  # characters that the figure has room for
 
 
 def table(plan: Plan) -> str:
@@ -37,7 +40,9 @@ def plot(plan: Plan) -> Figure:
         for unit, exponent in (("GiB", 3), ("MiB", 2), ("KiB", 1), ("B", 0))
         if plan.predicted_peak_bytes >= 1024**exponent or not exponent
     )
-    axes = figure.add_subplot(xlabel=f"peak memory, {unit}", ylabel="milliseconds a step", title=plan.profile.model)
+    title = "\n".join(textwrap.wrap(plan.profile.model, _TITLE_WIDTH))
+    axes = figure.add_subplot(xlabel=f"peak memory, {unit}", ylabel="milliseconds a step")
+    axes.set_title(title, fontsize="medium")
     axes.plot(
         [prediction.peak_nbytes / nbytes for prediction in predictions],
         [prediction.step_seconds * 1e3 for prediction in predictions],

@@ -38,7 +38,7 @@ def find_stack(model: nn.Module, policy: Policy | None) -> Stack | None:
         return None
     lists = [Stack(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     for stack in sorted(lists, key=lambda stack: -len(stack.layers)):
-        if len(stack.layers) >= _WORTH_IT and len({_looks(layer) for layer in stack.layers}) == 1:
+        if len(stack.layers) >= _WORTH_IT and len({looks(layer) for layer in stack.layers}) == 1:
             return stack
     return None
 
@@ -47,7 +47,7 @@ def step_of_many(stack: Stack, simulate: Callable[[], Step]) -> Step | None:
     """What ``simulate()`` would give, from runs of it with few layers; None where they are not on a line."""
     steps = []
     for count in _FEW:
-        with _shortened(stack.layers, count):
+        with shortened_list(stack.layers, count):
             try:
                 steps.append(simulate())
             except ModelError:  # it counts its layers in another way
@@ -69,7 +69,7 @@ def _tells_layers_apart(rule: Any) -> bool:
     return rule.layers is not None or any(re.search(r"\d", glob) for glob in rule.match)
 
 
-def _looks(module: nn.Module) -> Any:
+def looks(module: nn.Module) -> Any:
     """Equal for modules that run the same on tensors of the same shapes, as far as can be seen."""
     plain = (bool, int, float, str, type(None))
     attributes = [
@@ -82,12 +82,13 @@ def _looks(module: nn.Module) -> Any:
         for name, each in (*module._parameters.items(), *module._buffers.items())
         if each is None or isinstance(each, Tensor)
     ]
-    children = [(name, None if child is None else _looks(child)) for name, child in module._modules.items()]
+    children = [(name, None if child is None else looks(child)) for name, child in module._modules.items()]
     return base_of(module), tuple(attributes), tuple(tensors), tuple(children)
 
 
 @contextmanager
-def _shortened(layers: nn.ModuleList, count: int) -> Iterator[None]:
+def shortened_list(layers: nn.Module, count: int) -> Iterator[None]:
+    """With the first ``count`` of a list's layers alone."""
     whole = layers._modules
     layers._modules = dict(list(whole.items())[:count])
     try:

@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from recompute.ablation import AblationConfig, build_model
 from recompute.errors import ModelError
 from recompute.factories import load_factory, make, names_factory, placed
 from recompute.planning.fakes import move
+from recompute.planning.sources import check_source
 from recompute.policy.document import load_document
 
 _PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
@@ -124,21 +124,33 @@ def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, posi
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with device:
+        with device, _refusals_named(source):
             return make(config).train()
     finally:
         torch.set_default_dtype(before)
 
 
 def _read(source: str) -> transformers.PretrainedConfig:
-    if source.endswith(".json") and not Path(source).is_file():
-        raise ModelError(f"{source}: cannot be read as the configuration of a model: there is no such file")
-    try:
+    check_source(source)
+    with _refusals_named(source):
         return transformers.AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+
+
+@contextmanager
+def _refusals_named(source: Source) -> Iterator[None]:
+    """Raise ``ModelError`` with the configuration's name and a line for whatever transformers raises."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # transformers checks some values, and of others comes upon what follows from them: any exception may come.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        told = (lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]).rstrip(".")
+        kind = "" if isinstance(error, (OSError, ValueError)) or len(lines) > 1 else f"{type(error).__name__}: "
         raise ModelError(
-            f"{source}: expected an ablation's .yaml file, a config.json or its folder, or a model's name (or "
-            f"package.module:factory); {error}"
+            f"{_called(source)}: expected a configuration that transformers {transformers.__version__} builds a model "
+            f"of; it refuses this one: {kind}{told}. Correct that, or give the path of another config.json"
         ) from error
 
 

@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from recompute.errors import PlanError
 from recompute.planning import planner
+from recompute.planning.gpus import Gpu
 from recompute.planning.planner import Assignment, Prediction, Solution
 from recompute.planning.profile_table import Choice, Profile, RegionCosts
 from recompute.planning.sizes import humanize, parse_budget
@@ -150,9 +151,13 @@ def plan(
     example_batch: Any = None,
     *,
     budget: str | int,
+    profile: Profile | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     allowed: Collection[str] | None = None,
+    device: str | Gpu | None = None,
+    sharding: str = "none",
+    devices: int = 1,
     frontier: bool = False,
     verify: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
@@ -164,6 +169,8 @@ def plan(
 
     model: what to train, which is profiled on ``example_batch`` first; or a ``Profile``, which takes milliseconds.
     example_batch, loss, optimizer: as ``recompute.profile`` takes them.
+    profile: of this model and batch, which then is not profiled.
+    device, sharding, devices: as ``recompute.profile`` takes them, for GPUs that are not here.
     budget: of the whole step, with parameters, gradients and optimizer states: bytes, "40GiB", "40GB", or "80%" of the
         device.
     allowed: which of "keep" (as it is), "hook", "kernel" and "checkpoint" a region may run by; all of them unless
@@ -180,24 +187,32 @@ def plan(
             raise PlanError(
                 "expected a model and a batch to verify a plan with; found a profile alone: give plan() the model"
             )
-        profile = model
+        table = model
     else:
-        from recompute.planning.profiles import profile as measure  # which needs what a plan from a table does not
-
         check_request(budget, allowed)
         if example_batch is None:
             raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
-        kernels = None if allowed is None or "kernel" in allowed else False
-        profile = measure(model, example_batch, loss=loss, optimizer=optimizer, kernels=kernels, progress=progress)
-    profile = restricted(profile, allowed)
-    found = planned(profile, parse_budget(budget, profile.capacity_nbytes))
-    if not isinstance(model, Profile):
+        if verify and device is not None:
+            raise PlanError(f"expected a plan for {show(device)} to be verified there; found verify=True here")
+        options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
+        shared = {"device": device, "sharding": sharding, "devices": devices}
+        table = profile or _measured(model, example_batch, allowed, **options, **shared)
+    table = restricted(table, allowed)
+    found = planned(table, parse_budget(budget, table.capacity_nbytes))
+    if not isinstance(model, Profile) and (verify or table.source == "measured"):
         from recompute.planning.plan_runs import verify_plan
 
         found = verify_plan(
             found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress, replan=verify
         )
     return with_frontier(found, progress) if frontier else found
+
+
+def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **options: Any) -> Profile:
+    from recompute.planning.profiles import profile  # which needs what a plan from a table does not
+
+    kernels = None if allowed is None or "kernel" in allowed else False
+    return profile(model, batch, kernels=kernels, **options)
 
 
 def check_request(budget: str | int, allowed: Collection[str] | None) -> None:
@@ -342,7 +357,8 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
             "make it faster"
         )
     if profile.source == "roofline":
-        notes.append("the profile is calculated for a device, not measured on one: verify the plan there")
+        shared = ", without what devices tell each other" if profile.machine.get("devices", 1) > 1 else ""
+        notes.append(f"the profile is calculated for a device, not measured on one{shared}: verify the plan there")
     return "; ".join(notes)
 
 

@@ -26,7 +26,7 @@ class Choice(BaseModel):
     model_config = _TABLE
 
     name: str
-    """Unique among the region's choices: "keep", "checkpoint", "kernel, gemm at 3.2e+10" …"""
+    """Unique among the region's choices: "keep", "checkpoint", "kernel, holding 225.0 MiB" …"""
     rule: dict[str, Any] | None
     """The fields of a policy's rule beside match, type and layers; None: no rule, the region runs as it is."""
     forward_seconds: Seconds

@@ -14,13 +14,15 @@ from torch import nn
 
 from recompute.attach import apply
 from recompute.entries import module_entries
-from recompute.errors import ModelError, RecomputeError, warn
+from recompute.errors import EstimateError, ModelError, RecomputeError, warn
 from recompute.factories import describe
 from recompute.planning import profiling
 from recompute.planning.candidates import Candidate, Group, Layout, discover, policy_of
+from recompute.planning.gpus import Gpu
 from recompute.planning.profile_table import Choice, Place, Profile, RegionCosts
 from recompute.planning.rehearsal import OptimizerFactory, Rehearsal, rehearsal
 from recompute.planning.spans import Part, StepSpans
+from recompute.planning.static_memory import check_sharding
 from recompute.verification import Loss, named
 
 Progress = Callable[[str, int, int], None]
@@ -37,7 +39,9 @@ def profile(
     optimizer: OptimizerFactory | None = None,
     match: str | Sequence[str] | None = None,
     kernels: bool | None = None,
-    device: str | None = None,
+    device: str | Gpu | None = None,
+    sharding: str = "none",
+    devices: int = 1,
     steps: int = 3,
     progress: Progress | None = None,
 ) -> Profile:
@@ -55,9 +59,10 @@ def profile(
     optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. Its step is part of the profile.
     match: globs over the paths of the modules to choose for; by default those of layers and blocks, the outermost ones.
     kernels: whether to consider them; by default on CUDA alone.
-    device: a GPU that is not here ("H200"; see ``roofline.DEVICES``): nothing is measured then, but each op takes what
+    device: a GPU that is not here ("H200"; see ``planning.gpus``): nothing is measured then, but each op takes what
         its arithmetic or its traffic takes there, and bytes are those of tensors without values. The profile's
         ``source`` says so.
+    sharding, devices: beside ``device``, as ``recompute.estimate`` takes them: how so many of it share the model.
     steps: timed training steps of each assignment of ways to regions, after warm-up and one that counts bytes; as many
         are timed as a whole, for regions cannot be told apart without slowing a step down.
 
@@ -72,8 +77,13 @@ def profile(
         from recompute.planning.roofline import roofline  # which imports transformers
 
         imagined = kernels is None or kernels
-        return roofline(
-            model, batch, device, loss=loss, optimizer=optimizer, match=match, kernels=imagined, progress=progress
+        options: dict[str, Any] = {"match": match, "kernels": imagined, "sharding": sharding, "devices": devices}
+        return roofline(model, batch, device, loss=loss, optimizer=optimizer, progress=progress, **options)
+    sharding = check_sharding(sharding, devices)
+    if sharding != "none":
+        raise EstimateError(
+            f"sharding: {sharding} can be calculated, for a device that is named, but is not measured in one process: "
+            "there, on all ranks, agree() of recompute.integrations.distributed makes one profile of what each measures"
         )
     with rehearsal(model, batch, loss=loss, optimizer=optimizer) as run:
         on_cuda = run.device.type == "cuda"
@@ -259,7 +269,7 @@ class _Measuring:
         rules = self.layout.rules(chosen)
         with apply(self.run.model, policy_of(rules)):
             for _ in range(_WARMUP):
-                self.run.step(regions)
+                self.run.warm_up(regions)
                 self._tell()
             at_once = self.run.is_imagined
             clock = self.run.clock() if at_once else None

@@ -67,6 +67,10 @@ class Rehearsal:
         """Where backward starts, and the gradient that it starts with. The rest of the output is let go of."""
         return roots(self.model(*self.args, **self.kwargs), self.loss)
 
+    def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
+        """A training step that nobody looks at."""
+        self.step(regions)
+
     def step(
         self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
     ) -> StepSpans:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,48 +11,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.ops import Kind, facts, work
-from recompute.errors import ModelError
+from recompute.entries import module_entries
 from recompute.factories import describe
 from recompute.planning.fakes import fake_batch, fake_copy
+from recompute.planning.gpus import Gpu, find_gpu
 from recompute.planning.imagining import as_on_cuda
 from recompute.planning.models import without_packing
 from recompute.planning.profile_table import Profile
 from recompute.planning.profiles import Progress, measured
 from recompute.planning.profiling import Clock, MemoryTrace
 from recompute.planning.rehearsal import OptimizerFactory, Rehearsal, nbytes_of
+from recompute.planning.shards import Shards
+from recompute.planning.shortening import continued, representative, shortened
 from recompute.planning.simulation import fake_mode
-from recompute.planning.tracker import BLOCK_NBYTES, StorageTrace
-from recompute.policy.document import nearest
+from recompute.planning.spans import StepSpans
+from recompute.planning.static_memory import check_sharding
+from recompute.planning.tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
+from recompute.planning.transients import WORKSPACE_NBYTES
 from recompute.verification import Loss, arguments_of, named
-
-_GIB = 2**30
-
-
-class Device(NamedTuple):
-    """What a GPU does at most, by its data sheet."""
-
-    half_flops: float
-    """Of bfloat16 and float16, dense, with float32 sums, a second."""
-    float_flops: float
-    """Of float32, a second."""
-    bandwidth: float
-    """Of its memory, in bytes a second."""
-    capacity_nbytes: int
-    """About what CUDA says that there is."""
-
-
-DEVICES = {
-    "H200": Device(989e12, 67e12, 4.8e12, 139 * _GIB),
-    "H100": Device(989e12, 67e12, 3.35e12, 79 * _GIB),
-    "A100": Device(312e12, 19.5e12, 2.04e12, 79 * _GIB),
-    "L40S": Device(362e12, 91.6e12, 0.864e12, 44 * _GIB),
-    "RTX 4090": Device(165e12, 82.6e12, 1.008e12, 23 * _GIB),
-}
-"""SXM forms where there are several. From NVIDIA's data sheets of these GPUs, and the Ada white paper (RTX 4090)."""
 
 _OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85  # what large GEMMs and large copies reach of them: 690 to 790 TFLOP/s on an H200
 
@@ -59,12 +40,14 @@ _OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85  # what large GEMMs and large copies reach
 def roofline(
     model: nn.Module,
     batch: Any,
-    device: str,
+    device: str | Gpu,
     *,
     loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
     match: str | Sequence[str] | None = None,
     kernels: bool = True,
+    sharding: str = "none",
+    devices: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
     """What ``recompute.profile`` would find on ``device``, without it, as arithmetic has it: ``source`` is "roofline".
@@ -73,33 +56,62 @@ def roofline(
     whichever takes longer, and launching it takes nothing: small models are slower than that. Bytes are those of
     tensors without values, by CUDA's choice of kernels. The model, which may be on ``meta``, is left as it is.
 
-    optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW`` with ``foreach``.
+    optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. What it leaves open of ``foreach``
+        is as torch has it on CUDA: on.
+    sharding, devices: as ``recompute.estimate`` takes them: bytes are then those of one device. What the devices tell
+        each other takes no time here.
 
-    Raises ``ModelError`` for a device that is not in ``DEVICES``, and where the model cannot run without values.
+    Raises ``ModelError`` for a device that is not known, ``EstimateError`` for a sharding that is not, and
+    ``ModelError`` where the model cannot run without values.
     """
-    if device not in DEVICES:
-        raise ModelError(f"device: expected one of {', '.join(DEVICES)}; found {device!r}{nearest(device, DEVICES)}")
-    figures = DEVICES[device]
+    gpu = device if isinstance(device, Gpu) else find_gpu(device)
+    sharding = check_sharding(sharding, devices)
     name = type(model).__name__
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(f"expected a model to train; none of {name}'s parameters requires a gradient")
-    costs = _optimizer_costs(optimizer or partial(AdamW, foreach=True), parameters, figures)
     with without_packing(name), fake_mode(), as_on_cuda(), torch.inference_mode(False), torch.enable_grad():
         fake = fake_copy(model, parameters[0].dtype)
         args, kwargs = arguments_of(fake_batch(batch))
-        idle: Any = _Idle([parameter for parameter in fake.parameters() if parameter.requires_grad])
-        run = _Imagined(fake, args, kwargs, loss, idle, figures)
-        table = measured(run, match, kernels, 1, progress)
-    table["static_nbytes"] += costs.state_nbytes
-    table |= {"optimizer_seconds": costs.seconds, "optimizer_peak_nbytes": costs.peak_nbytes}
+        trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
+        shards = Shards.of(fake, sharding, devices)
+        costs = _optimizer_costs(optimizer or AdamW, partial(shards.updated, trained), gpu)
+        idle: Any = _Idle(trained)
+        run = _Imagined(fake, args, kwargs, loss, idle, gpu, shards.share)
+        static_nbytes = shards.parameter_nbytes + nbytes_of([*fake.buffers(), args, kwargs]) + costs.state_nbytes
+        table = _table(run, match, kernels, progress)
+    table["regions"] = shards.with_buffers(table["regions"])
+    table |= {"static_nbytes": static_nbytes + WORKSPACE_NBYTES, "optimizer_seconds": costs.seconds}
+    table |= {"optimizer_peak_nbytes": costs.peak_nbytes + shards.buffer_nbytes("optimizer")}
+    machine: dict[str, Any] = {**gpu._asdict(), "torch": torch.__version__}
+    machine["gpu"] = machine.pop("name")
+    if devices > 1:
+        machine |= {"sharding": sharding, "devices": devices}
     return Profile(
-        model=describe(model, named(batch)),
-        machine={"gpu": device, "torch": torch.__version__, **figures._asdict()},
+        model=describe(model, named(batch), _where(gpu, sharding, devices)),
+        machine=machine,
         source="roofline",
-        capacity_nbytes=figures.capacity_nbytes,
+        capacity_nbytes=gpu.capacity_nbytes,
         **table,
     )
+
+
+def _where(gpu: Gpu, sharding: str, devices: int) -> str:
+    of = gpu.name if devices == 1 else f"each of {devices} {gpu.name} under {sharding}"
+    return f"calculated for {of}"
+
+
+def _table(
+    run: Rehearsal, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None
+) -> dict[str, Any]:
+    """The fields of a profile that steps tell, from few of the layers that are alike."""
+    if progress is not None:
+        progress("looking for layers that are alike", 0, 0)
+    repeated = representative(run, match)
+    layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
+    with shortened(repeated):
+        table = measured(run, match, kernels, 1, progress)
+    return {**table, "places": tuple(continued(table["places"], repeated, layers))}
 
 
 @dataclass
@@ -124,7 +136,9 @@ class _Idle:
 class _Imagined(Rehearsal):
     """Steps on fake CPU tensors that stand for CUDA's."""
 
-    figures: Device
+    figures: Gpu
+    share: Callable[[int], int] | None
+    """As in ``Shards``."""
     is_imagined = True
 
     @property
@@ -135,17 +149,48 @@ class _Imagined(Rehearsal):
     def static_nbytes(self) -> int:
         return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
 
+    def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
+        """A forward, which is where policies learn what they hold: there is no kernel to compile in backward."""
+        self.forward()
+
     def memory_trace(self) -> MemoryTrace:
         return StorageTrace(BLOCK_NBYTES)
 
     def clock(self) -> Clock:
         return _RooflineClock(self.figures)
 
+    def step(
+        self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
+    ) -> StepSpans:
+        with ExitStack() as stack:
+            if self.share is not None and isinstance(memory, StorageTrace):
+                stack.enter_context(_reduced(self.optimizer.param_groups[0]["params"], memory, self.share))
+            return super().step(regions, memory=memory, clock=clock)
+
+
+@contextmanager
+def _reduced(parameters: Sequence[nn.Parameter], memory: StorageTrace, share: Callable[[int], int]) -> Iterator[None]:
+    """Gradients become a share of their bytes as soon as they are there. What they are reduced in counts elsewhere."""
+    shards: list[Tensor] = []
+
+    def reduce(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            nbytes = memory.forget(parameter.grad)
+            parameter.grad = None
+            shards.append(torch.empty(share(nbytes), dtype=torch.uint8))
+
+    hooks = [parameter.register_post_accumulate_grad_hook(reduce) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
 
 class _RooflineClock(Clock):
     """Adds up the seconds of this thread's ops. A ``StorageTrace`` inside of it takes our kernels apart into ops."""
 
-    def __init__(self, figures: Device) -> None:
+    def __init__(self, figures: Gpu) -> None:
         super().__init__()
         self._mode = _Mode(figures)
 
@@ -161,18 +206,20 @@ class _RooflineClock(Clock):
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, figures: Device) -> None:
+    def __init__(self, figures: Gpu) -> None:
         super().__init__()
         self.seconds = 0.0
         self._figures = figures
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is DEVICE:
+            return device_of(args[0])
         output = op(*args, **(kwargs or {}))
         self.seconds += op_seconds(op, args, kwargs or {}, output, self._figures)
         return output
 
 
-def op_seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, figures: Device) -> float:
+def op_seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, figures: Gpu) -> float:
     """What ``output = op(*args, **kwargs)`` takes on a device, if nothing else bounds it."""
     known = facts(op)
     if known.kind is Kind.VIEW or op.namespace == "prim" or known.name.removeprefix("aten.") in _FREE:
@@ -216,16 +263,22 @@ class _OptimizerCosts(NamedTuple):
 
 
 def _optimizer_costs(
-    make: Callable[[list[nn.Parameter]], Optimizer], parameters: Sequence[nn.Parameter], figures: Device
+    make: OptimizerFactory, given: Callable[[str], list[nn.Parameter]], figures: Gpu
 ) -> _OptimizerCosts:
-    """Of a step of the optimizer, on parameters without memory."""
-    with unset_fake_temporarily(), torch.no_grad():
-        given = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in parameters]
-        for parameter in given:
-            parameter.grad = torch.empty_like(parameter)
-        optimizer = make(given)
+    """Of a step of the optimizer. given: what it updates, on a device; under fake tensors' mode."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        optimizer = make(given("cpu"))
+        if not any(group.get("fused") for group in optimizer.param_groups):  # which takes nothing on meta
+            # Faster than fakes, and lets the optimizer read its step counts.
+            stack.enter_context(unset_fake_temporarily())
+            optimizer = make(given("meta"))
+            for group in optimizer.param_groups:
+                if group.get("foreach", False) is None:
+                    group["foreach"] = True  # as torch chooses on CUDA
         optimizer.step()  # makes the states
-        with _RooflineClock(figures) as clock, StorageTrace(BLOCK_NBYTES) as trace:
+        clock, trace = _RooflineClock(figures), StorageTrace(BLOCK_NBYTES)
+        with clock, trace:
             optimizer.step()
             clock.mark("step")
         values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -123,22 +124,59 @@ class StaticBytes:
         return self.parameters + self.optimizer + buffers
 
 
-def chosen(what: str, name: str, options: Mapping[str, object] | Sequence[str]) -> None:
-    """Raise ``EstimateError`` where ``name`` is none of the options."""
-    if name not in options:
-        raise EstimateError(
-            f"{what}: expected one of {', '.join(map(str, options))}; found {name!r}{nearest(name, options)}"
-        )
+_ALSO_CALLED = {
+    "bf16": "bfloat16",
+    "bf16-autocast": "bfloat16-autocast",
+    "amp": "bfloat16-autocast",
+    "autocast": "bfloat16-autocast",
+    "bf16-mixed": "bfloat16-mixed",
+    "mixed": "bfloat16-mixed",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "adam": "adamw",
+    "adamw-torch": "adamw",
+    "adam-fused": "adamw-fused",
+    "adamw-torch-fused": "adamw-fused",
+    "fused-adamw": "adamw-fused",
+    "adam-8bit": "adamw-8bit",
+    "adam8bit": "adamw-8bit",
+    "adamw8bit": "adamw-8bit",
+    "adamw-bnb-8bit": "adamw-8bit",
+    "momentum": "sgd-momentum",
+    "fsdp": "fsdp2",
+    "fully-shard": "fsdp2",
+}
+"""Other words for dtypes, optimizers and shardings. Adam holds what AdamW holds."""
 
 
-def check_sharding(sharding: str, devices: int) -> None:
-    """Raise ``EstimateError`` for a sharding that is not known, or does not go with the number of devices."""
-    chosen("sharding", sharding, SHARDINGS)
+def chosen(what: str, name: str, options: Iterable[str]) -> str:
+    """The option that is meant, in any case, with "_" or a space for "-": "bf16" is "bfloat16", "FSDP" is "fsdp2".
+
+    Raises ``EstimateError`` where it is none of them.
+    """
+    options = list(options)
+    word = re.sub(r"[\s_]+", "-", str(name).strip().lower())
+    plain = word.replace("-", "") if word.startswith(("zero", "fsdp")) else word
+    for spelling in (word, _ALSO_CALLED.get(word), plain, _ALSO_CALLED.get(plain)):
+        if spelling in options:
+            return spelling
+    raise EstimateError(f"{what}: expected one of {', '.join(options)}; found {name!r}{nearest(word, options)}")
+
+
+def check_sharding(sharding: str, devices: int) -> str:
+    """The sharding that is meant.
+
+    Raises ``EstimateError`` for one that is not known, or does not go with the number of devices.
+    """
+    sharding = chosen("sharding", sharding, SHARDINGS)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise EstimateError(f"devices: expected at least 1; found {devices!r}")
     if devices > 1 and sharding == "none":
         named = ", ".join(name for name in SHARDINGS if name != "none")
         raise EstimateError(f"devices: {devices} of them with sharding none; expected one of {named}, or 1 device")
+    return sharding
 
 
 def share_of(sharding: str, devices: int) -> Callable[[int], int]:

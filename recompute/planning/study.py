@@ -21,15 +21,14 @@ from recompute.planning.estimate_result import Advice, Estimate, ModuleActivatio
 from recompute.planning.fakes import fake_batch, fake_copy
 from recompute.planning.layers import find_stack, step_of_many
 from recompute.planning.models import batch_of, imagined, without_packing
+from recompute.planning.options import Options
+from recompute.planning.shards import parameter_shapes
 from recompute.planning.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate
 from recompute.planning.static_memory import (
     OPTIMIZERS,
     RECIPES,
     Buffer,
-    ParameterShape,
     StaticBytes,
-    check_sharding,
-    chosen,
     shard_shapes,
     share_of,
     static_nbytes,
@@ -39,23 +38,10 @@ from recompute.planning.whereabouts import LOSS, pattern_of, unit_of
 from recompute.policy.loading import load_policy
 from recompute.policy.model import Policy, Rule
 
-LOSSES = ("full", "chunked")
 OPTIMIZER_STEP = "optimizer step"
+_FUSED = "a fused optimizer"
+_WORTH_TELLING = 1e-3  # of the peak
 _ADVISED = ("elementwise", "auto", "full")
-
-
-class Options(NamedTuple):
-    dtype: str
-    optimizer: str
-    sharding: str
-    devices: int
-    loss: str
-
-    def check(self) -> None:
-        chosen("dtype", self.dtype, RECIPES)
-        chosen("optimizer", self.optimizer, OPTIMIZERS)
-        check_sharding(self.sharding, self.devices)
-        chosen("loss", self.loss, LOSSES)
 
 
 class Subject(NamedTuple):
@@ -117,15 +103,7 @@ class Study:
         self._on_cuda = on_cuda
         self._steps: dict[Any, Step] = {}
         self._optimizer_peaks: dict[Any, int] = {}
-
-        def layer(path: str) -> str:
-            unit = unit_of(path)
-            return unit if unit != LOSS and unit.split(".")[-1].isdigit() else ""
-
-        seen: dict[Tensor, ParameterShape] = {}
-        for path, parameter in subject.model.named_parameters():  # a shared one once
-            seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer(path))
-        self._parameters = list(seen.values())
+        self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
 
@@ -156,35 +134,37 @@ class Study:
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
     def advice(self, options: Options, policy: Policy | None, now: Estimate) -> Iterator[Advice]:
-        """Of each change that lowers the peak, by how much."""
-        found = []
+        """Of each change that lowers the peak, by how much. Of two together, if that is more than either alone does."""
+        found: dict[str, int] = {}
 
         def try_out(what: str, changed: Options, under: Policy | None = policy, *, offloads: bool = False) -> None:
             try:
-                saved = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
+                found[what] = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
             except NoEffectError:  # nothing for that preset to govern
                 return
-            if saved > 0:
-                found.append(Advice(what, saved))
 
-        fused = options._replace(optimizer="adamw-fused")
+        def with_fused(what: str, changed: Options, under: Policy | None = policy) -> None:
+            try_out(what, changed, under)
+            if can_fuse and what in found:
+                both = f"{what} and {_FUSED}"
+                try_out(both, changed._replace(optimizer="adamw-fused"), under)
+                if found[both] <= max(found[what], found[_FUSED]):
+                    del found[both]
+
         can_fuse = options.optimizer in ("adamw", "adamw-loop")
+        if can_fuse:
+            try_out(_FUSED, options._replace(optimizer="adamw-fused"))
         for name in _ADVISED:
             if policy is None or policy.name != name:
-                try_out(f"policy {name}", options, load_policy(name))
-                if can_fuse:
-                    try_out(f"policy {name} and a fused optimizer", fused, load_policy(name))
+                with_fused(f"policy {name}", options, load_policy(name))
         if options.loss == "full" and self.head() is not None:
-            try_out("a chunked cross-entropy", options._replace(loss="chunked"))
-            if can_fuse:
-                try_out("a chunked cross-entropy and a fused optimizer", fused._replace(loss="chunked"))
-        if can_fuse:
-            try_out("a fused optimizer", fused)
+            with_fused("a chunked cross-entropy", options._replace(loss="chunked"))
         devices = 2 * options.devices
         kind = "fsdp2" if options.sharding in ("none", "ddp") else options.sharding
         try_out(f"{kind} over {devices} devices", options._replace(sharding=kind, devices=devices))
         try_out("the optimizer's states and step on the CPU or NVMe", options, offloads=True)
-        return iter(sorted(found, key=lambda each: -each.saves_nbytes))
+        told = [Advice(what, saved) for what, saved in found.items() if saved >= _WORTH_TELLING * now.peak_bytes]
+        return iter(sorted(told, key=lambda each: -each.saves_nbytes))
 
     def _settings(self, options: Options, policy: Policy | None) -> Settings:
         batch = self._subject.batch

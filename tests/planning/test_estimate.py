@@ -115,6 +115,11 @@ def test_advice_is_what_an_estimate_with_it_says(plain: Estimate) -> None:
     assert saves["policy full"] == plain.peak_bytes - estimate(policy="full").peak_bytes
     fused = estimate(policy="full", optimizer="adamw-fused")
     assert saves["policy full and a fused optimizer"] == plain.peak_bytes - fused.peak_bytes
+    for what, saved in saves.items():
+        assert saved >= 0.001 * plain.peak_bytes
+        if what.endswith(" and a fused optimizer"):
+            alone = what.removesuffix(" and a fused optimizer")
+            assert saved > max(saves.get(alone, 0), saves.get("a fused optimizer", 0)), "else the row adds nothing"
     assert saves["fsdp2 over 2 devices"] == plain.peak_bytes - estimate(sharding="fsdp2", devices=2).peak_bytes
     assert saves["a chunked cross-entropy"] == plain.peak_bytes - estimate(loss="chunked").peak_bytes
     assert saves["the optimizer's states and step on the CPU or NVMe"] == 4 * COUNT

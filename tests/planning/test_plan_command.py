@@ -97,6 +97,14 @@ def test_what_is_not_allowed_is_not_chosen(table: Path) -> None:
         (("--budget", "1GiB", "--verify"), "expected --model to --verify a plan with"),
         (("--budget", "1GiB", "--model", "tiny.yaml"), "expected --model or --profile"),
         (("--budget", "1GiB", "--gpu", "H200"), "expected --gpu beside --model"),
+        (("--budget", "1GiB", "--gpu", "4080"), "found '4080' (did you mean 'RTX 4090'?)"),
+        (("--budget", "1GiB", "--gpu-memory", "24GiB"), "--gpu-tflops, --gpu-bandwidth not given"),
+        (("--budget", "1GiB", "--optimizer", "lion"), "optimizer: expected one of adamw, "),
+        (("--budget", "1GiB", "--sharding", "fdsp", "--devices", "2"), "found 'fdsp' (did you mean 'fsdp2'?)"),
+        (("--budget", "1GiB", "--devices", "2"), "2 of them with sharding none"),
+        (("--budget", "1GiB", "--sharding", "fsdp", "--devices", "2"), "expected --gpu beside --sharding fsdp2"),
+        (("--budget", "1GiB", "--out", "/dev/null/plan.yaml"), "expected a file that can be written"),
+        (("--budget", "1GiB", "--save-profile", "/dev/null/p.json"), "expected a file that can be written"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(table: Path, arguments: tuple, message: str) -> None:
@@ -163,6 +171,38 @@ def test_a_plan_for_a_gpu_that_is_not_here(tiny: Path) -> None:
     document = json.loads(printed)
     assert document["budget_bytes"] > 50 << 30
     assert "the profile is calculated for a device, not measured on one" in document["note"]
-    code, _, told = run("--model", tiny, "--seq-len", 64, "--budget", "1GiB", "--gpu", "H2000")
-    assert code == 2
-    assert "H200" in told
+
+
+def test_a_plan_says_what_it_was_calculated_for(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "plan.yaml"
+    shared = ("--gpu", "h200", "--sharding", "fsdp", "--devices", 2, "--dtype", "bf16", "--frontier", "--out", out)
+    code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", *shared)
+    assert code == 0, told
+    calculated = "214,592 parameters, bfloat16 calculated for each of 2 H200 under fsdp2; input_ids 1x64"
+    assert calculated in printed.splitlines()[0]
+    assert calculated in load_policy(out).description
+    assert "without what devices tell each other" in printed
+
+
+def test_progress_is_told_on_stderr_in_lines(tiny: Path) -> None:
+    code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "rtx4090")
+    assert code == 0, told
+    lines = told.splitlines()
+    assert lines[:2] == ["recompute: loading torch and transformers", "recompute: building the model"]
+    steps = [line.removeprefix("recompute: training steps: ") for line in lines if "training steps" in line]
+    done = [tuple(map(int, step.split(" of "))) for step in steps]
+    assert done == sorted(set(done))
+    assert done[-1][0] == done[-1][1]
+    assert len(done) <= 22
+    assert "training steps" not in printed
+
+
+def test_the_title_fits_into_the_figure() -> None:
+    model = "LlamaForCausalLM, 8,030,261,248 parameters, bfloat16 calculated for each of 8 H200 under fsdp2; " * 2
+    found = plan(tables.transformer(8).model_copy(update={"model": model}), budget=10_000, frontier=True)
+    figure = frontiers.plot(found)
+    figure.canvas.draw()
+    title, whole = figure.axes[0].title.get_window_extent(), figure.bbox
+    assert whole.x0 <= title.x0 <= title.x1 <= whole.x1
+    assert title.y1 <= whole.y1
+    assert " ".join(figure.axes[0].get_title().split()) == model.strip()

@@ -141,5 +141,18 @@ def test_shardings_that_there_are_not(sharding: str, devices: int, message: str)
 
 
 def test_names_are_suggested() -> None:
-    with pytest.raises(EstimateError, match=r"optimizer: .* found 'adam' \(did you mean 'adamw'\?\)"):
-        chosen("optimizer", "adam", OPTIMIZERS)
+    with pytest.raises(EstimateError, match=r"optimizer: .* found 'adamv' \(did you mean 'adamw'\?\)"):
+        chosen("optimizer", "adamv", OPTIMIZERS)
+
+
+def test_what_people_call_an_option_is_that_option() -> None:
+    assert [chosen("dtype", name, RECIPES) for name in ("bf16", "FP32", "bf16_mixed", "amp")] == [
+        "bfloat16",
+        "float32",
+        "bfloat16-mixed",
+        "bfloat16-autocast",
+    ]
+    assert {chosen("optimizer", name, OPTIMIZERS) for name in ("adam", "AdamW", "adamw_torch")} == {"adamw"}
+    assert {chosen("optimizer", name, OPTIMIZERS) for name in ("adam8bit", "adamw_bnb_8bit")} == {"adamw-8bit"}
+    assert {check_sharding(name, 2) for name in ("fsdp", "FSDP", "FSDP2", "fsdp-2")} == {"fsdp2"}
+    assert {check_sharding(name, 2) for name in ("ZeRO-3", "zero_3", "zero 3")} == {"zero3"}

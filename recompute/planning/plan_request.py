@@ -1,0 +1,113 @@
+"""What `recompute plan` is asked for: judged before anything heavy is imported, then carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recompute.errors import PlanError
+from recompute.planning.gpus import Gpu
+from recompute.planning.plans import Plan, check_request, plan
+from recompute.planning.profile_table import Profile
+from recompute.planning.sources import check_source, check_writable
+from recompute.planning.static_memory import check_sharding, chosen
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adamw-fused": ("AdamW", {"fused": True}),
+    "adamw-loop": ("AdamW", {"foreach": False}),
+    "sgd": ("SGD", {}),
+    "sgd-momentum": ("SGD", {"momentum": 0.9}),
+}
+"""Classes of ``torch.optim``, and their options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A plan for the model of a file, or for a saved profile. ``recompute.plan`` says what the fields are."""
+
+    budget: str
+    model: str | None = None
+    profile: Path | None = None
+    save_profile: Path | None = None
+    out: Path | None = None
+    seq_len: int = 4096
+    batch_size: int = 1
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    gpu: Gpu | None = None
+    sharding: str = "none"
+    devices: int = 1
+    optimizer: str = "adamw"
+    allowed: tuple[str, ...] | None = None
+    frontier: bool = False
+    verify: bool = False
+
+    def checked(self) -> PlanRequest:
+        """The same by the names that are meant.
+
+        Raises ``PlanError``, ``EstimateError`` or ``ModelError`` for what can be told to be wrong without torch.
+        """
+        check_request(self.budget, self.allowed)
+        if (self.model is None) == (self.profile is None) and not (self.verify and self.model is not None):
+            raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
+        if self.verify and self.model is None:
+            raise PlanError("expected --model to --verify a plan with; found --profile alone")
+        if self.gpu is not None and (self.verify or self.model is None):
+            raise PlanError(
+                "expected --gpu beside --model, whose profile it calculates, and no --verify, which runs it"
+            )
+        named = replace(
+            self,
+            optimizer=chosen("optimizer", self.optimizer, OPTIMIZERS),
+            sharding=check_sharding(self.sharding, self.devices),
+        )
+        if named.sharding != "none" and self.gpu is None:
+            raise PlanError(
+                f"expected --gpu beside --sharding {named.sharding}: what several devices do is calculated here; on "
+                "the devices themselves, agree() of recompute.integrations.distributed plans from what each measures"
+            )
+        if self.model is not None:
+            check_source(self.model)
+        for path in filter(None, (self.out, self.save_profile)):
+            check_writable(path, error=PlanError)
+        return named
+
+    def run(self, progress: Callable[[str, int, int], None]) -> Plan:
+        """Make the plan of a ``checked`` request; writes the profile, if asked to."""
+        table = None if self.profile is None else Profile.load(self.profile)
+        asked: dict[str, Any] = {"budget": self.budget, "allowed": self.allowed, "frontier": self.frontier}
+        if self.model is None:
+            assert table is not None, "a checked request has a model or a profile"
+            if self.save_profile is not None:
+                table.save(self.save_profile)
+            return plan(table, progress=progress, **asked)
+
+        progress("loading torch and transformers", 0, 0)
+        import torch
+
+        from recompute.ablation import resolve_device
+        from recompute.planning.models import build, imagined
+        from recompute.planning.profiles import profile
+
+        progress("building the model", 0, 0)
+        name, options = OPTIMIZERS[self.optimizer]
+        training: dict[str, Any] = {
+            "optimizer": partial(getattr(torch.optim, name), **options),
+            "progress": progress,
+        }
+        shape: dict[str, Any] = {"sequence_length": self.seq_len, "batch_size": self.batch_size}
+        shape["dtype"] = getattr(torch, self.dtype)
+        if self.gpu is not None:
+            with imagined(self.model, device=torch.device("cpu"), **shape) as (network, batch):
+                shared: dict[str, Any] = {"device": self.gpu, "sharding": self.sharding, "devices": self.devices}
+                table = profile(network, batch, **shared, **training)
+        else:
+            network, batch = build(self.model, device=resolve_device(self.device), **shape)
+            table = table or profile(network, batch, **training)
+        if self.save_profile is not None:
+            table.save(self.save_profile)
+        return plan(network, batch, profile=table, verify=self.verify, **asked, **training)

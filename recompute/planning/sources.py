@@ -1,0 +1,71 @@
+"""Whether a file can be the configuration of a model: told before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from recompute.errors import ModelError, RecomputeError
+
+EXPECTED = (
+    "expected an ablation's .yaml file, the config.json of a Hugging Face model or the folder with it, or the name of "
+    "such a model"
+)
+
+
+def check_source(source: str) -> None:
+    """Raise ``ModelError`` where ``source`` is a path at which there is no configuration of a model.
+
+    What is no path may be a name that Hugging Face knows: whether it is takes transformers to tell.
+    """
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ModelError(f"{source}: {EXPECTED}; found a folder without a config.json")
+    if not path.exists():
+        looks_like_a_path = source.endswith((".json", ".yaml", ".yml", "/")) or source.startswith((".", "~", "/"))
+        if looks_like_a_path or source.count("/") > 1 or (os.sep not in "/" and os.sep in source):
+            raise ModelError(
+                f"{source}: cannot be read as the configuration of a model: there is no such file or folder; {EXPECTED}"
+            )
+        return
+    if path.suffix not in (".yaml", ".yml"):
+        _check_json(path)
+
+
+def _check_json(path: Path) -> None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read as the configuration of a model: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: {EXPECTED}; found no JSON, but bytes that are no UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise ModelError(
+            f"{path}:{error.lineno}:{error.colno}: {EXPECTED}; found no JSON ({error.msg[:1].lower()}{error.msg[1:]})"
+        ) from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a JSON object with a model_type; found a {type(found).__name__}")
+    if not isinstance(found.get("model_type"), str):
+        raise ModelError(
+            f"{path}: expected a model_type, which says what transformers is to build ('llama', 'qwen3', …); "
+            + (f"found keys {', '.join(list(found)[:5])}{', …' if len(found) > 5 else ''}" if found else "found {}")
+        )
+
+
+def check_writable(path: str | os.PathLike[str], *, error: type[RecomputeError], is_folder: bool = False) -> None:
+    """Make the folder to write to, and raise ``error`` where it, or the file in it, cannot be written."""
+    path = Path(path)
+    folder = path if is_folder else path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if not is_folder and path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+    except OSError as problem:
+        kind = "a folder" if is_folder else "a file"
+        raise error(f"{path}: expected {kind} that can be written; {problem.strerror or problem}") from problem
