@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
-from recompute.engine.exposed import is_exposed
+from recompute.engine.exposed import is_shared
 from recompute.engine.recipe import count_different
 from recompute.engine.rng import GENERATORS
 from recompute.engine.saved import Foreign, Kept, describe, hold, storage_key, version_of
@@ -39,7 +39,7 @@ class _Input:
         self.version = version_of(tensor)
         self.before: Tensor | None = None
         """A copy of what an array has the memory of: whoever writes to that changes no version."""
-        if type(tensor) is Tensor and tensor.layout is torch.strided and is_exposed(tensor.untyped_storage()):
+        if is_shared(tensor):
             self.expose()
 
     def expose(self) -> None:

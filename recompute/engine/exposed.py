@@ -3,8 +3,9 @@
 Whoever has an array or an address may write at any time, and no dispatcher sees it. So a tape holds a tensor whose
 memory has been handed out as autograd would hold it, and runs nothing again that reads it.
 
-torch itself marks the storage of an array: it cannot be resized any more. That tells of every array made in the past,
-also by ``torch.from_numpy``. What is handed out while a tape runs is noticed by wrapping the few methods that do it.
+The few methods that hand memory out are wrapped once the first region is made. What was handed out before that, or came
+from an array by ``torch.from_numpy``, has a mark of torch's own, as it cannot be resized: that is looked at in what a
+region is given, for an array that its code makes into a tensor is mostly used for nothing else.
 Nothing here sees a C++ extension that takes the tensor itself and writes to it without saying so.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from recompute.engine.recipe import local
 
 _ARRAYS: tuple[tuple[Any, str], ...] = (
     (Tensor, "numpy"),  # which ``__array__`` and ``np.asarray`` call
-    (Tensor, "__dlpack__"),  # which leaves no mark
+    (Tensor, "__dlpack__"),
     (torch.utils.dlpack, "to_dlpack"),
     (torch, "to_dlpack"),
 )
@@ -33,8 +34,6 @@ _ADDRESSES: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "__setitem__"),
     (torch.UntypedStorage, "fill_"),
 )
-
-_IMPORTS: tuple[tuple[Any, str], ...] = ((torch, "from_numpy"),)
 
 _lock = threading.Lock()
 _is_watching = False
@@ -54,35 +53,20 @@ def watch() -> None:
             for doors, is_array in ((_ARRAYS, True), (_ADDRESSES, False)):
                 for place, name in doors:
                     setattr(place, name, _telling(getattr(place, name), is_array))
-            for place, name in _IMPORTS:
-                setattr(place, name, _taking(getattr(place, name)))
             _is_watching = True
 
 
 def _telling(door: Callable[..., Any], is_array: bool) -> Callable[..., Any]:
-    leaves_no_mark = is_array and door.__name__ != "numpy"
-
     @functools.wraps(door)
     def method(memory: Any, *args: Any, **kwargs: Any) -> Any:
         if local.spans:
             for span in local.spans:
                 span.hand_out(memory, is_array)
-        elif leaves_no_mark and type(memory) is Tensor and memory.layout is torch.strided:
+        elif is_array and type(memory) is Tensor and memory.layout is torch.strided:
             expose(memory.untyped_storage())
         return door(memory, *args, **kwargs)
 
     return method
-
-
-def _taking(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(door)
-    def function(array: Any) -> Tensor:
-        tensor = door(array)
-        for span in local.spans:
-            span.take_in(tensor)
-        return tensor
-
-    return function
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -105,9 +89,20 @@ def expose(storage: torch.UntypedStorage) -> None:
         _exposed[storage._cdata] = StorageWeakRef(storage)
 
 
-def is_exposed(storage: torch.UntypedStorage, *, is_own: bool = False) -> bool:
-    """Whether others may write to a storage without an op.
+def is_exposed(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage has been seen handed out."""
+    return storage._cdata in _exposed
 
-    is_own: not by the mark of an array, as it is one that the code which runs has itself made into a tensor.
-    """
-    return storage._cdata in _exposed or not (is_own or storage.resizable())
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether others may write to what a tensor is given as, be it an array's memory, whichever was there first."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    storage = tensor.untyped_storage()
+    return not storage.resizable() or is_exposed(storage)
+
+
+def expose_arrays(tensors: Iterable[Tensor]) -> None:
+    """Have those exposed that are given to a region and have the memory of an array."""
+    for tensor in filter(is_shared, tensors):
+        expose(tensor.untyped_storage())

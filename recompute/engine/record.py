@@ -82,8 +82,6 @@ class Record:
         self.weak: list[Any] = []  # … which cannot be used again while these are held (invariant 3)
         self.versions: dict[int, int | None] = {}  # of each value; None where an op has just written it
         self.stale: set[int] = set()
-        self.own: set[int] = set()
-        """The storages of the arrays that the region's code has made into tensors."""
         self.exposed: set[int] = set()
         """The storages, by the addresses of their StorageImpls, that others may write to unseen."""
         self.held: dict[int, Tensor] = {}  # with their graphs, until the frame ends
@@ -494,7 +492,6 @@ class Record:
             container.clear()
         self.sharded.clear()
         self.exposed.clear()
-        self.own.clear()
         self._wholes.clear()
         self._steps, self._facts, self.handles, self.saves, self.undetached = [], [], [], [], []
         self.versions, self._originals, self._asked = {}, None, None

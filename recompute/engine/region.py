@@ -301,9 +301,6 @@ class Frame(Recipe):
         if is_array:
             self._inputs.hand_out(memory)
 
-    def take_in(self, tensor: Tensor) -> None:
-        """What forward makes of an array, it makes again."""
-
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
         """What was pinned as number ``index``, in the place of ``tensor`` in its graph."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:

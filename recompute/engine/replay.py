@@ -131,9 +131,6 @@ class Replay:
     def hand_out(self, memory: Any, is_array: bool) -> None:
         """What forward writes to, it writes to again."""
 
-    def take_in(self, tensor: Tensor) -> None:
-        """As in forward."""
-
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         if name is not None:
             return tensor

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recompute.engine.autocast import in_force, left_out
-from recompute.engine.exposed import bytes_of, expose, is_exposed, watch
+from recompute.engine.exposed import bytes_of, expose, expose_arrays, is_exposed, watch
 from recompute.engine.modes import (
     are_others_in_force,
     count_dispatch_modes,
@@ -88,6 +88,7 @@ class TapeRegion:
         if isinstance(around, Tape):
             with _Joined(around, self.setting):
                 return function(*args, **kwargs)
+        expose_arrays(tensors_in((args, kwargs)))
         tape = Tape(self, variant)
         with tape:
             result = function(*args, **kwargs)
@@ -394,7 +395,7 @@ class Tape(TorchDispatchMode):
         layout = Layout.of(tensor if parameter is None else local_of(parameter))
         alive = parameter is not None or record.comes_back(tensor)
         storage = tensor.untyped_storage()
-        exposed = parameter is None and is_exposed(storage, is_own=storage._cdata in record.own)
+        exposed = parameter is None and is_exposed(storage)
         if exposed:
             record.exposed.add(storage._cdata)
         if record.plan is None:
@@ -569,12 +570,6 @@ class Tape(TorchDispatchMode):
             guide = None
         tensor = bytes_of(storage) if tensor is None else tensor
         record.hand_out(number, tensor, parameter, dark, self.setting.key, guide)
-
-    def take_in(self, tensor: Tensor) -> None:
-        """The region's code has made a tensor of an array: whoever else has that is taken not to write to it."""
-        storage = tensor.untyped_storage()
-        self.record.own.add(storage._cdata)
-        self.record.weak.append(storage._weak_ref())
 
     def _is_in_force(self) -> bool:
         """Whether what is called now would come to this tape."""

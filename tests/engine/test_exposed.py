@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import operator
 import subprocess
 import sys
 from collections.abc import Callable
@@ -175,7 +176,9 @@ def _scales(x: Tensor, w: Tensor, array: np.ndarray) -> Tensor:
     return y * (x.cos() * w)
 
 
-@pytest.mark.parametrize("export", [Tensor.numpy, np.asarray, np.from_dlpack], ids=["numpy", "asarray", "dlpack"])
+@pytest.mark.parametrize(
+    "export", [operator.methodcaller("numpy"), np.asarray, np.from_dlpack], ids=["numpy", "asarray", "dlpack"]
+)
 def test_an_array_of_an_earlier_frame_that_a_later_one_writes_to(export: Callable[[Tensor], np.ndarray]) -> None:
     def run(policy: bool) -> list[Tensor]:
         shared = torch.linspace(-1, 1, SIZE)
@@ -240,6 +243,18 @@ def _add_one_kernel(pointer, size: tl.constexpr):
 
 def _through_triton(tensor: Tensor) -> None:
     _add_one_kernel[(1,)](tensor.detach(), SIZE)
+
+
+@every_body
+def test_an_array_made_inside_that_nobody_else_has_costs_no_bytes(body: Callable[..., Tensor]) -> None:
+    def region(self: Any, x: Tensor) -> Tensor:
+        noise = (
+            torch.from_numpy(np.linspace(0, 1, SIZE, dtype=np.float32)) if self.of_numpy else torch.linspace(0, 1, SIZE)
+        )
+        return body((x.sin() * noise).exp(), _nothing)
+
+    ours, theirs = (_dropped_nbytes(holding(region, of_numpy=of_numpy)) for of_numpy in (True, False))
+    assert ours == theirs > 0
 
 
 @every_body
