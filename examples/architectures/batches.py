@@ -147,8 +147,14 @@ class _Maker:
             if token is None or not given or find is None:
                 continue
             known = inspect.signature(find).parameters
+            parameter = next(self._model.parameters())
+            placed = {
+                name: value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
+                for name, value in given.items()
+                if name in known
+            }
             with torch.no_grad():
-                found = find(**{name: value for name, value in given.items() if name in known})
+                found = find(**placed)
             yield token, _count(found) // BATCH
 
 

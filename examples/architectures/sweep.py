@@ -167,7 +167,8 @@ def tried(waiting: list[Architecture], options: argparse.Namespace) -> Iterator[
             architecture = pending.pop()
             results, process = start(examine_in_silence, architecture, options)
             running[results] = Trial(architecture, process, time.monotonic())
-        ready = connection.wait(list(running), timeout=1.0)
+        soonest = min(trial.began for trial in running.values()) + options.seconds - time.monotonic()
+        ready = connection.wait(list(running), timeout=max(soonest, 0.0))
         for results, trial in list(running.items()):
             seconds = time.monotonic() - trial.began
             reason = None

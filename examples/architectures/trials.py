@@ -7,7 +7,7 @@ import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -22,7 +22,7 @@ import recompute
 from recompute.errors import PolicyWarning, RecomputeError
 
 STEPS, LEARNING_RATE, NOISE = 2, 0.05, 0.02
-MOST_PARAMETERS = 60_000_000
+MOST_PARAMETERS = 40_000_000
 CLOSE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """What kernels may differ by: the norm of all differences to that of all values, of a step's gradients."""
 
@@ -123,34 +123,38 @@ def find(
 ) -> tuple[Subject, Trace]:
     """The first of the tiny configurations and batches with which the class trains, and what it then computes."""
     reasons: list[str] = []
-    try:
-        for subject in subjects(architecture, device, dtype, reasons):
-            try:
-                trace, _ = train(subject, None)
-            except Exception as error:  # whatever a model of another library says
-                reasons.append(f"{subject.given}: {said(error)}")
-                on_error(error)
-                continue
-            if any(name.startswith("step 1: gradient") for name in trace):
-                return subject, trace
-    except Exception as error:
-        reasons.append(said(error))
-        on_error(error)
-    raise NotBuilt(reasons[0] if reasons else "no gradients")
+    configs = tiny_configurations(architecture.model_type)
+    while True:
+        try:
+            subject = next(_that_train(architecture, next(configs), device, dtype, reasons), None)
+            if subject is not None:
+                return subject, train(subject, None)[0]
+        except StopIteration:
+            raise NotBuilt(reasons[0]) from None
+        except Exception as error:  # whatever another library's model says of a configuration
+            reasons.append(said(error))
+            on_error(error)
 
 
-def subjects(
-    architecture: Architecture, device: torch.device, dtype: torch.dtype, reasons: list[str]
+def _that_train(
+    architecture: Architecture, config: Any, device: torch.device, dtype: torch.dtype, reasons: list[str]
 ) -> Iterator[Subject]:
-    for config in tiny_configurations(architecture.model_type):
-        count = parameters_of(architecture.class_name, config)
-        if count > MOST_PARAMETERS:
-            reasons.append(f"{count:,} parameters")
-            continue
-        probe = Subject(architecture.class_name, config, {}, "", torch.device("cpu"), torch.float32).model()
-        for batch, given in batches(probe, architecture.task):
-            placed = {name: _placed(value, device, dtype) for name, value in batch.items()}
-            yield Subject(architecture.class_name, config, placed, given, device, dtype)
+    """With this configuration: of the batches that the model may take, those that it takes."""
+    count = parameters_of(architecture.class_name, config)
+    if count > MOST_PARAMETERS:
+        reasons.append(f"{count:,} parameters")
+        return
+    subject = Subject(architecture.class_name, config, {}, "", device, dtype)
+    model = subject.model()
+    for batch, given in batches(model, architecture.task):
+        placed = {name: _placed(value, device, dtype) for name, value in batch.items()}
+        try:
+            seed(1)
+            loss_of(model(**placed)).backward()
+        except Exception as error:  # it does not take this one
+            reasons.append(f"{given}: {said(error)}")
+        else:
+            yield replace(subject, batch=placed, given=given)
 
 
 def parameters_of(class_name: str, config: Any) -> int:
