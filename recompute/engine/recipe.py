@@ -145,10 +145,11 @@ class Regenerates(Protocol):
 class Group:
     """The recipes of one frame: one lock, as backward runs on one thread a device (9), and one end of a backward."""
 
-    __slots__ = ("__weakref__", "_filled", "_task", "lock")
+    __slots__ = ("__weakref__", "_filled", "_task", "lock", "running")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.running = 0  # recipes, one inside of the other
         self._filled: list[weakref.ref[Recipe]] = []
         self._task = -1
 
@@ -211,7 +212,8 @@ class Recipe(ABC):
                     break
             else:
                 del self._values[slot]
-            if not in_backward():  # somebody looks at a saved tensor: nobody else is about to ask
+            # Somebody looks at a saved tensor: nobody else is about to ask, but for a recipe, for its next argument.
+            if not self.group.running and not in_backward():
                 self.group.release()
             return saved.get()
 
@@ -244,10 +246,12 @@ class Recipe(ABC):
         with self.group.lock:
             dropped = self.dropped()
             local.regenerating += 1
+            self.group.running += 1
             try:
                 self._values = self.regenerate({handle.slot for handle in dropped})
             finally:
                 local.regenerating -= 1
+                self.group.running -= 1
             for handle in dropped:
                 handle.due = True
             self.owner.regenerations += 1
