@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,21 +17,24 @@ FIRST_WORD = 3  # of a vocabulary: below are padding, beginning and end
 OF_TOKENS = ("seq2seq", "speech", "masked", "image-text", "causal")
 
 
-def batches(model: Any, task: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Batches that the model may take, the fullest first, and what each gives it, in words.
+def batches(model: Any, task: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Batches that the model may take, the fullest first: what each gives it, in words, and what makes it.
 
-    Whether it takes one, a run tells: shapes of images and of sounds are not all in configurations.
+    Whether the model takes one, a run tells: shapes of images and of sounds are not all in configurations.
     """
     make = _Maker(model, task)
     for seen in make.images() if make.takes("pixel_values") else [{}]:
         for heard in make.sounds() if make.takes("input_features", "input_values") else [{}]:
-            if make.takes("input_ids") and (seen or heard):
-                yield make.around(seen, heard), "text, " + ", ".join(_shapes({**seen, **heard}))
-            elif seen or heard:
-                yield {**make.labels(), **make.decoded(), **seen, **heard}, ", ".join(_shapes({**seen, **heard}))
+            if not (seen or heard):
+                continue
+            shapes = ", ".join(_shapes({**seen, **heard}))
+            if make.takes("input_ids"):
+                yield f"text, {shapes}", partial(make.around, seen, heard)
+            else:
+                yield shapes, partial(make.alone, seen, heard)
     if make.takes("input_ids"):
         alone = " alone" if make.takes("pixel_values", "input_features", "input_values") else ""
-        yield make.around({}, {}), f"text{alone}"
+        yield f"text{alone}", partial(make.around, {}, {})
 
 
 class _Maker:
@@ -64,10 +68,14 @@ class _Maker:
         if self.takes("bbox"):
             corner = torch.randint(0, 500, (*ids.shape, 2), generator=self._generator)
             batch["bbox"] = torch.cat([corner, corner + 100], dim=-1)
-        for name in ("mm_token_type_ids",):
-            if self.takes(name) and seen:
-                batch[name] = (ids == self._token("image")).long()
+        if self.takes("mm_token_type_ids") and seen:
+            batch["mm_token_type_ids"] = (ids == self._token("image")).long()
+        if self.takes("qformer_input_ids"):
+            batch["qformer_input_ids"] = self._ids(BATCH, LENGTH)
         return batch
+
+    def alone(self, seen: dict[str, Any], heard: dict[str, Any]) -> dict[str, Any]:
+        return {**self.labels(), **self.decoded(), **seen, **heard}
 
     def decoded(self) -> dict[str, Any]:
         return {"decoder_input_ids": self._ids(BATCH, LENGTH)} if self.takes("decoder_input_ids") else {}
@@ -104,6 +112,12 @@ class _Maker:
                         "pixel_values": self._rand(BATCH * MERGED**2, channels * each * patch**2),
                         grid: torch.tensor([[1, MERGED, MERGED]] * BATCH),
                     }
+        if self.takes("spatial_shapes"):
+            yield {
+                "pixel_values": self._rand(BATCH, MERGED**2, channels * patch**2),
+                "pixel_attention_mask": torch.ones(BATCH, MERGED**2, dtype=torch.long),
+                "spatial_shapes": torch.tensor([[MERGED, MERGED]] * BATCH),
+            }
         beside: dict[str, Any] = {}
         if self.takes("aspect_ratio_ids"):
             beside["aspect_ratio_ids"] = torch.ones(BATCH, 1, dtype=torch.long)

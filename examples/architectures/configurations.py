@@ -41,7 +41,7 @@ COUNTS: list[tuple[str, int]] = [
 SIZES: list[tuple[str, int]] = [
     (r".*(key_value|kv)_heads|num_key_value_attention_heads|multi_query_group_num|.*num_key_heads", 2),
     (r".*attention_heads|(.*_)?num_heads|n_heads?|.*num_value_heads|index_n_heads|mamba_n_heads", HEADS),
-    (r".*head_dim|d_kv|kv_channels|.*lora_rank|attention_head_size", HEAD),
+    (r"(?!qk_head_dim).*head_dim|rotary_dim|d_kv|kv_channels|.*lora_rank|attention_head_size", HEAD),
     (r"(.*_)?(moe|shared|expert).*(intermediate_size|ffn.*size)", 32),
     (r".*intermediate_(size|dim)|.*ffn_(dim|hidden_size|size)|d_ff|dff|.*dim_feedforward|.*mlp_dim", 2 * HIDDEN),
     (r"n_embe?d|(.*_)?d_model|.*(hidden|embed|embedding|proj|projection|projector)_(size|dim)|dim|emb_dim", HIDDEN),
@@ -115,6 +115,8 @@ class Shrinker:
             return self._smaller_token(name, value)
         if re.fullmatch(BLOCKS, name) and isinstance(value, (list, tuple)):
             return type(value)(min(each, 1) for each in value)
+        if name == "image_size" and isinstance(value, (list, tuple)):
+            return type(value)(min(each, IMAGE) for each in value)
         if name == "vocab_size" and isinstance(value, int):
             return VOCABULARY
         if isinstance(value, int) and not isinstance(value, bool):

@@ -15,6 +15,11 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "qwen2_vl_text": _OF_THREE,
     "qwen2_5_vl_text": _OF_THREE,
+    # None by default, without which no place in the text stands for an image.
+    "blip-2": {"image_token_index": 100},
+    "instructblip": {"image_token_index": 100},
+    "blt": {"encoder_hash_byte_group_vocab": 128},  # half a million rows
+    "nemotron": {"num_key_value_heads": 2},  # None by default, which the model does not take
     # No length is right for all time series.
     "autoformer": {"prediction_length": 4, "context_length": 8},
     "informer": {"prediction_length": 4, "context_length": 8},

@@ -22,7 +22,7 @@ import recompute
 from recompute.errors import PolicyWarning, RecomputeError
 
 STEPS, LEARNING_RATE, NOISE = 2, 0.05, 0.02
-MOST_PARAMETERS = 40_000_000
+MOST_PARAMETERS = 65_000_000
 CLOSE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """What kernels may differ by: the norm of all differences to that of all values, of a step's gradients."""
 
@@ -130,7 +130,7 @@ def find(
             if subject is not None:
                 return subject, train(subject, None)[0]
         except StopIteration:
-            raise NotBuilt(reasons[0]) from None
+            raise NotBuilt(reasons[0] if reasons else "it takes neither text nor images nor sounds") from None
         except Exception as error:  # whatever another library's model says of a configuration
             reasons.append(said(error))
             on_error(error)
@@ -146,9 +146,9 @@ def _that_train(
         return
     subject = Subject(architecture.class_name, config, {}, "", device, dtype)
     model = subject.model()
-    for batch, given in batches(model, architecture.task):
-        placed = {name: _placed(value, device, dtype) for name, value in batch.items()}
+    for given, batch in batches(model, architecture.task):
         try:
+            placed = {name: _placed(value, device, dtype) for name, value in batch().items()}
             seed(1)
             loss_of(model(**placed)).backward()
         except Exception as error:  # it does not take this one
