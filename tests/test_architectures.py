@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from recompute.errors import MutationError
+from recompute.errors import MutationError, RecomputeError
 
 FOLDER = Path(__file__).parents[1] / "examples" / "architectures"
 THREE = ("llama", "vit", "t5")
@@ -126,6 +126,15 @@ class Refusing(nn.Linear):
         raise MutationError("changed in place")
 
 
+class NoEffectError(RecomputeError):
+    """As of a policy that governs nothing, where that is refused."""
+
+
+class Idle(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        raise NoEffectError("governs no module")
+
+
 class Failing(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         raise ValueError("no such thing")
@@ -134,8 +143,9 @@ class Failing(nn.Linear):
 @pytest.mark.parametrize(
     ("layer", "verdict", "detail"),
     [
-        (nn.Linear, "bitwise", "nothing governed"),
+        (nn.Linear, "idle", "nothing governed"),
         (Drifting, "wrong", "first step 1: loss"),
+        (Idle, "idle", "nothing governed"),
         (Refusing, "refused", "MutationError: changed in place"),
         (Failing, "wrong", "raises ValueError: no such thing in forward"),
     ],

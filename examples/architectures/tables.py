@@ -10,6 +10,7 @@ from tabulate import tabulate
 from recompute.planning.sizes import humanize
 
 Row = dict[str, Any]
+VERDICTS = {"bitwise": "bitwise", "close": "close", "idle": "nothing governed", "refused": "refused", "wrong": "wrong"}
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -21,14 +22,12 @@ def summary(record: dict[str, Any]) -> str:
     for preset in record["presets"]:
         outcomes = [row["outcomes"][preset] for row in compared if preset in row["outcomes"]]
         verdicts = Counter(outcome["verdict"] for outcome in outcomes)
-        idle = sum(outcome["detail"] == "nothing governed" for outcome in outcomes)
-        counts.append([preset, *(verdicts[verdict] for verdict in ("bitwise", "close", "refused", "wrong")), idle])
-    headers = ["preset", "bitwise", "close", "refused", "wrong", "bitwise, as it governs nothing"]
-    wrong = sum(line[4] for line in counts)
+        counts.append([preset, *(verdicts[verdict] for verdict in VERDICTS)])
+    wrong = sum(line[-1] for line in counts)
     return (
         f"Of {len(rows)} architectures, {len(compared)} were compared, {unlike} compute other bits each time without a "
         f"policy, and {len(rows) - len(compared) - unlike} were not built. Wrong: {wrong}.\n\n"
-        + tabulate(counts, headers, "github")
+        + tabulate(counts, ["preset", *VERDICTS.values()], "github")
     )
 
 
@@ -57,7 +56,7 @@ def report(record: dict[str, Any]) -> str:
         f"- {name}, {preset}: {outcome['verdict']}: {outcome['detail']}"
         for name, row in compared.items()
         for preset, outcome in row["outcomes"].items()
-        if outcome["verdict"] != "bitwise"
+        if outcome["verdict"] in ("close", "refused", "wrong")
     ]
     details += [f"- {name}: its loss is not finite" for name, row in compared.items() if not row["finite"]]
     parts += ["What is not bitwise:", "\n".join(details)] if details else []
@@ -91,7 +90,7 @@ def _conditions(record: dict[str, Any]) -> str:
 def _cell(outcome: dict[str, Any] | None) -> str:
     if outcome is None:
         return "not tried"
-    if outcome["verdict"] not in ("bitwise", "close"):
-        return str(outcome["verdict"]).upper() if outcome["verdict"] == "wrong" else str(outcome["verdict"])
-    mark = "✓" if outcome["verdict"] == "bitwise" else "close"
-    return f"{mark} {outcome['detail'] or humanize(outcome['dropped_nbytes'])}"
+    if outcome["verdict"] in ("bitwise", "close"):
+        mark = "✓" if outcome["verdict"] == "bitwise" else "close,"
+        return f"{mark} {humanize(outcome['dropped_nbytes'])}"
+    return {"idle": "nothing", "refused": "refused", "wrong": "WRONG"}[outcome["verdict"]]

@@ -26,6 +26,8 @@ MOST_PARAMETERS = 65_000_000
 CLOSE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """What kernels may differ by: the norm of all differences to that of all values, of a step's gradients."""
 
+NOTHING = "nothing governed"
+
 Trace = dict[str, Tensor]
 """What training computed, by what it is: losses, gradients, and in the end parameters and buffers."""
 
@@ -36,7 +38,11 @@ class NotBuilt(Exception):
 
 @dataclass
 class Outcome:
-    """How a preset did: ``bitwise``, ``close``, ``refused`` or ``wrong``, and what there is to say of it."""
+    """How a preset did, and what there is to say of it.
+
+    verdict: ``bitwise``; ``close``, where kernels round in their own way; ``idle``, where the preset governs no module;
+        ``refused``, by an error of recompute's; or ``wrong``.
+    """
 
     verdict: str
     detail: str = ""
@@ -224,6 +230,8 @@ def outcome_of(subject: Subject, preset: str, plain: Trace, on_error: Callable[[
         try:
             trace, handle = train(subject, preset)
         except RecomputeError as error:
+            if type(error).__name__ == "NoEffectError":
+                return Outcome("idle", NOTHING)
             on_error(error)
             return Outcome("refused", said(error))
         except Exception as error:  # without the policy it trained
@@ -247,7 +255,7 @@ def outcome_of(subject: Subject, preset: str, plain: Trace, on_error: Callable[[
         outcome.verdict = "close" if kernels and error <= CLOSE[subject.dtype] else "wrong"
         outcome.detail = f"error {error:.1e}; {len(differing)} of {len(plain)} differ, first {differing[0]}"
     elif outcome.frames == 0:
-        outcome.detail = "nothing governed"
+        outcome.verdict, outcome.detail = "idle", NOTHING
     return outcome
 
 
