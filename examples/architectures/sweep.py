@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # so that there are no threads when this process forks
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms on CUDA need
 
 import networkx  # noqa: F401
@@ -54,7 +55,7 @@ MEMORY_NBYTES = 24 * 2**30
 
 def main() -> int:
     options = parse()
-    torch.set_num_threads(1)  # so that children may fork, and sums have one order
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     known = architectures()
     wanted = [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only)]
