@@ -25,6 +25,10 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 100},
     "instructblip": {"image_token_index": 100},
     "blt": {"encoder_hash_byte_group_vocab": 128},  # half a million rows
+    # By default it is the largest of its kind, with 66 million parameters whatever the hidden size.
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
+    # Positions by rows and columns: 4 by 4 are a sequence, and 16 and 48 the hidden size.
+    "reformer": {"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48)},
     # None by default, which these models do not take.
     "deepseek_v2": {"num_experts_per_tok": 2},
     "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 3},
