@@ -51,6 +51,8 @@ from recompute.planning.profiling import describe_machine
 PRESETS = ("elementwise", "full", "auto")
 MEMORY_NBYTES = 24 * 2**30
 """What one architecture may take of the host's memory, where it computes on the CPU."""
+PATIENCE = 4
+"""How many times its processor's seconds an architecture may wait for others, or for nothing."""
 
 
 def main() -> int:
@@ -84,7 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--seconds", type=float, default=300.0, help="what one architecture may take")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of a processor, for one architecture")
     parser.add_argument("--fresh", action="store_true", help="try again what is wanted and in results.json")
     parser.add_argument("--debug", action="store_true", help="in this process, with tracebacks; writes nothing")
     return parser.parse_args()
@@ -168,7 +170,8 @@ def tried(waiting: list[Architecture], options: argparse.Namespace) -> Iterator[
             architecture = pending.pop()
             results, process = start(examine_in_silence, architecture, options)
             running[results] = Trial(architecture, process, time.monotonic())
-        soonest = min(trial.began for trial in running.values()) + options.seconds - time.monotonic()
+        limit = PATIENCE * options.seconds
+        soonest = min(trial.began for trial in running.values()) + limit - time.monotonic()
         ready = connection.wait(list(running), timeout=max(soonest, 0.0))
         for results, trial in list(running.items()):
             seconds = time.monotonic() - trial.began
@@ -180,10 +183,10 @@ def tried(waiting: list[Architecture], options: argparse.Namespace) -> Iterator[
                 except EOFError:
                     trial.process.join()
                     reason = ended_by(trial.process.exitcode)
-            elif seconds > options.seconds:
+            elif seconds > limit:
                 trial.process.kill()
                 trial.process.join()
-                reason = f"no end within {options.seconds:g} s"
+                reason = f"no end within {limit:g} s"
             else:
                 continue
             del running[results]
@@ -211,6 +214,8 @@ def examine_in_silence(architecture: Architecture, options: argparse.Namespace) 
     for stream in (1, 2):
         os.dup2(silence, stream)
     device = torch.device(options.device)
+    processor_seconds = max(1, round(options.seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds + 1))
     if device.type == "cpu":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
     yield from examine(architecture, options.presets, device, dtype_of(options))
@@ -224,6 +229,8 @@ def ended_by(code: int | None) -> str | None:
     """Why a process ended, unless it came to its end."""
     if not code:
         return None
+    if -code == signal.SIGXCPU:
+        return "no end within the seconds of a processor that it has"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
