@@ -93,6 +93,29 @@ def test_recipes_chain_through_dropped_inputs() -> None:
     assert bits(found) == bits(expected)
 
 
+@pytest.mark.parametrize("depth", [1, 8])
+def test_a_look_at_a_saved_tensor_runs_each_op_once_and_holds_nothing(depth: int) -> None:
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(depth):
+                x = x.sin() * x.cos()  # both come from x, which must not come back for each of them anew
+            return x.exp().square()
+
+    model = nn.Sequential(Block())
+    handle = recompute.apply(model, policy(("0", "recompute")))
+    x = tokens()
+    for _ in range(2):
+        result = model(x)
+    expected = Block()(x).grad_fn._saved_self
+    for turn in (1, 2):
+        seen = result.grad_fn._saved_self
+        assert bits(seen) == bits(expected)
+        assert handle.stats().regenerations == turn * (3 * depth + 1)
+        reference = weak(seen)
+        del seen
+        assert reference.expired()
+
+
 def test_nothing_is_recorded_outside_of_a_scope_or_without_gradients() -> None:
     cube, x = Cube(), tokens()
     assert open_book() is None
