@@ -102,7 +102,14 @@ def is_shared(tensor: Tensor) -> bool:
     return not storage.resizable() or is_exposed(storage)
 
 
-def expose_arrays(tensors: Iterable[Tensor]) -> None:
-    """Have those exposed that are given to a region and have the memory of an array."""
-    for tensor in filter(is_shared, tensors):
-        expose(tensor.untyped_storage())
+def expose_arrays(arguments: Iterable[Any]) -> None:
+    """Have those tensors exposed that are given to a region, also in containers, and have the memory of an array."""
+    pending = list(arguments)
+    seen: set[int] = set()  # a list may have itself inside
+    for value in pending:  # which grows
+        if isinstance(value, Tensor):
+            if is_shared(value):
+                expose(value.untyped_storage())
+        elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += value.values() if isinstance(value, dict) else value

@@ -88,7 +88,7 @@ class TapeRegion:
         if isinstance(around, Tape):
             with _Joined(around, self.setting):
                 return function(*args, **kwargs)
-        expose_arrays(tensors_in((args, kwargs)))
+        expose_arrays((*args, *kwargs.values()))
         tape = Tape(self, variant)
         with tape:
             result = function(*args, **kwargs)
