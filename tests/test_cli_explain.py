@@ -135,7 +135,7 @@ def test_what_depends_on_values_is_refused(tiny: str) -> None:
         ("hook", "gone.yaml", "gone.yaml: cannot be read as a configuration file: No such file"),
         ("hook", "gone.json", "gone.json: cannot be read as the configuration of a model: there is no such file"),
         ("hook", "bad.yaml", "bad.yaml:1:9: model.layer: unknown key (did you mean 'layers'?)"),
-        ("hook", "bad.json", "bad.json: expected an ablation's .yaml file, a config.json or its folder, or a model's"),
+        ("hook", "bad.json", "bad.json: expected a configuration that transformers"),
         ("hook", "whisper", "WhisperForConditionalGeneration is given input_features; expected a model of tokens or"),
     ],
 )

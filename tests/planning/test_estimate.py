@@ -299,8 +299,8 @@ class Asks(nn.Module):
     ("model", "options", "error", "message"),
     [
         (None, {"optimizer": "adamw-fuse"}, EstimateError, r"optimizer: .*\(did you mean 'adamw-fused'\?\)"),
-        (None, {"sharding": "fsdp"}, EstimateError, r"sharding: .*\(did you mean 'fsdp2'\?\)"),
-        (None, {"dtype": "bf16"}, EstimateError, "dtype: expected one of bfloat16, .*; found 'bf16'"),
+        (None, {"sharding": "fsdpp"}, EstimateError, r"sharding: .*\(did you mean 'fsdp2'\?\)"),
+        (None, {"dtype": "bf61"}, EstimateError, "dtype: expected one of bfloat16, .*; found 'bf61'"),
         (None, {"loss": "chunk"}, EstimateError, r"loss: .*\(did you mean 'chunked'\?\)"),
         (None, {"devices": 8}, EstimateError, "devices: 8 of them with sharding none"),
         (None, {"devices": 0}, EstimateError, "devices: expected at least 1; found 0"),
