@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 import recompute
-from recompute.errors import PolicyWarning, RecomputeError
+from recompute.errors import NoEffectError, PolicyWarning, RecomputeError
 
 STEPS, LEARNING_RATE, NOISE = 2, 0.05, 0.02
 MOST_PARAMETERS = 65_000_000
@@ -229,9 +229,9 @@ def outcome_of(subject: Subject, preset: str, plain: Trace, on_error: Callable[[
         warnings.simplefilter("always")
         try:
             trace, handle = train(subject, preset)
+        except NoEffectError:
+            return Outcome("idle", NOTHING)
         except RecomputeError as error:
-            if type(error).__name__ == "NoEffectError":
-                return Outcome("idle", NOTHING)
             on_error(error)
             return Outcome("refused", said(error))
         except Exception as error:  # without the policy it trained
