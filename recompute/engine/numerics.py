@@ -66,6 +66,8 @@ def _fp32(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], Any
     return functools.partial(get, backend, op), functools.partial(put, backend, op)
 
 
+# Not the order in which attention's backends are tried: on Hopper torch itself changes that in the first attention that
+# runs (``priority_order`` in ATen/native/transformers/cuda/sdp_utils.cpp), in the middle of a region.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, _C._set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
@@ -83,7 +85,6 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
     (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
     (_matmul_precision, _set_matmul_precision),  # sets some of those below, which may then say it more exactly
     (_cudnn_allows_tf32, _set_cudnn_allows_tf32),
