@@ -118,7 +118,7 @@ def _is_new() -> bool:
     return is_eager and (bool(local.spans) or not is_under_a_checkpoint())  # torch's, which does not say which time
 
 
-_accounts: dict[Hashable, Account] = {}
+_accounts: dict[Hashable, Account | None] = {}
 
 
 def _account(
@@ -130,7 +130,11 @@ def _account(
         return None
     key = key, x.device.type, *[(each.shape, each.dtype) for each in given[1:]]
     if key not in _accounts:
-        _accounts[key] = Account(_held(kernels, x), _held(eager, x))
+        try:
+            _accounts[key] = Account(_held(kernels, x), _held(eager, x))
+        except Exception:
+            # A user's forward may raise anything on tensors without values. Training goes on, and counts less.
+            _accounts[key] = None
     return _accounts[key]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from recompute.errors import MutationError, RecomputeError
+from recompute.errors import MutationError, NoEffectError
 
 FOLDER = Path(__file__).parents[1] / "examples" / "architectures"
 THREE = ("llama", "vit", "t5")
@@ -124,10 +124,6 @@ class Drifting(nn.Linear):
 class Refusing(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         raise MutationError("changed in place")
-
-
-class NoEffectError(RecomputeError):
-    """As of a policy that governs nothing, where that is refused."""
 
 
 class Idle(nn.Linear):

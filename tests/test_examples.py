@@ -89,7 +89,7 @@ def test_train_with_trainer(
         found.append(dict(re.findall(r"^(\w+): ([\d.,]+)$", output, re.MULTILINE)))
     plain, policed = found
     assert float(policed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
-    new = {f"recompute_{what}_nbytes" for what in ("dropped", "kept", "regenerated")}
+    new = {f"recompute_{what}_nbytes" for what in ("dropped", "eager", "kept", "regenerated")}
     new |= {"token_accuracy", "mean_token_accuracy"}
     assert policed.keys() - plain.keys() == new
     dropped, kept = (int(policed[f"recompute_{fate}_nbytes"].replace(",", "")) for fate in ("dropped", "kept"))

@@ -47,7 +47,9 @@ def test_the_peak_is_what_the_allocator_counts_but_for_what_ops_take_inside(poli
         measured = step_memory(lambda: next_token_loss(model, ids), CPU)
         model.zero_grad()
         timeline = timeline_of(model)
-    assert 0.95 * measured.peak_bytes <= timeline.peak_nbytes <= measured.peak_bytes
+    # The state of the CPU's generator, which a checkpoint puts back after its second run, is made by no op.
+    states = torch.get_rng_state().nbytes if policy == "full" else 0
+    assert 0.95 * (measured.peak_bytes - states) <= timeline.peak_nbytes <= measured.peak_bytes
     assert timeline.backward is not None
     assert alive_at(timeline, timeline.backward, "forward") <= measured.activation_bytes_held
 

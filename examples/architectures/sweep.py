@@ -43,7 +43,7 @@ import torch.fx.experimental.symbolic_shapes
 import transformers
 import transformers.modeling_utils
 from configurations import Architecture, architectures
-from tables import report, summary
+from sweep_report import report, summary
 from trials import Outcome, examine, is_wrong
 
 from recompute.planning.profiling import describe_machine

@@ -117,8 +117,8 @@ def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes: TwoPr
     assert first[:-1] == second[:-1]
     assert "action" in first.policy
     most = list(map(max, first.own_peaks, second.own_peaks))
-    assert sorted(found.measured_peak_nbytes for found in first.rounds) == sorted(most)
-    assert len(most) == len(first.own_peaks) == len(second.own_peaks) >= 2
+    assert {found.measured_peak_nbytes for found in first.rounds} <= set(most)  # uniform policies ran, too
+    assert len(most) == len(first.own_peaks) == len(second.own_peaks) >= len(first.rounds) >= 2
 
 
 def test_ranks_with_other_models_or_plans_are_told_so(two_processes: TwoProcesses) -> None:

@@ -180,8 +180,7 @@ def test_a_backward_that_fails_elsewhere_is_retried_with_the_right_gradients_and
 def test_saved_tensor_hooks_switched_off_by_the_user_leave_no_scope_open() -> None:
     model, x = Projections(), tokens()
     recompute.apply(model, policy(("norm", "recompute")))
-    disabled = torch.autograd.graph.disable_saved_tensors_hooks("not here")
-    with disabled, pytest.raises(RuntimeError, match="not here"):
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         model(x)
     assert local.books == []
 

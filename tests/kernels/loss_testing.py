@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 
 M, H, V = 12, 24, 600
 IGNORED = -100
+
+INTERPRETED = [] if torch.cuda.is_available() or importlib.util.find_spec("triton") is None else ["interpreter"]
+"""What stands for the way of a device that interprets kernels, where it is one."""
 FLOAT32_ROUNDING = 2**-24
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CAN_INTERPRET
 from loss_testing import (
     FLOAT32_ROUNDING,
     IGNORED,
+    INTERPRETED,
     H,
     M,
     V,
@@ -131,7 +131,7 @@ def test_where_all_targets_are_ignored(device: str):
     assert extras.token_accuracy.isnan()
 
 
-ON_CPU = pytest.mark.parametrize("device", ["reference", *(["interpreter"] if CAN_INTERPRET else [])], indirect=True)
+ON_CPU = pytest.mark.parametrize("device", ["reference", *INTERPRETED], indirect=True)
 
 
 def refusal_of(function: Callable[[], Any]) -> str:

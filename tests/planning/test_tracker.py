@@ -161,7 +161,8 @@ def test_a_step_on_fakes_holds_and_peaks_as_a_real_one(name: str, policy: str) -
     # Numbers that Python gives to ops, of 4 bytes in blocks of 64 or with none, are on no fake tensor.
     assert abs(sum(step.held.values()) + states - held) <= 64
     said = max(moment.peak_nbytes(lambda gradients: gradients) for moment in step.moments)
-    assert -64 <= peak - said <= states + 64
+    present = torch.get_rng_state().nbytes if policy == "full" else 0  # which a second run puts back at its end
+    assert -64 <= peak - said <= states + present + 64
 
 
 def test_copies_leave_the_model_as_it_is_and_share_what_it_shares() -> None:
