@@ -8,7 +8,7 @@ import enum
 import functools
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType, ModuleType
 from typing import Any
@@ -292,21 +292,33 @@ _IMMUTABLE = (Tensor, nn.Module, type, enum.Enum, functools.partial, MethodType,
 
 
 def _is_opaque(value: Any) -> bool:
-    return not callable(value) and not isinstance(value, _IMMUTABLE) and _attributes(value) is not None
+    kind: Any = type(value)
+    return _are_opaque(kind)
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object of a class written in Python refers to by name; None for any other."""
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    if not slots and not hasattr(value, "__dict__"):
-        return None
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__weakref__"}
-    return {**found, **getattr(value, "__dict__", {})}
+@functools.lru_cache(4096)
+def _are_opaque(kind: Any) -> bool:
+    """Whether the state of objects of this class is in attributes, by which it can be compared and copied."""
+    if issubclass(kind, _IMMUTABLE) or any("__call__" in vars(base) for base in kind.__mro__):
+        return False
+    return bool(_slots_of(kind)) or kind.__dictoffset__ != 0
 
 
-def _slots_of(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object of a class written in Python refers to by name."""
+    kind: Any = type(value)
+    slots = _slots_of(kind)
+    own = getattr(value, "__dict__", {})
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **own} if slots else own
+
+
+@functools.lru_cache(4096)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple([name for name in found if name != "__weakref__"])
 
 
 def fingerprint(value: Any) -> Any:
@@ -328,7 +340,7 @@ def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
     elif isinstance(value, (list, tuple)):
         parts += [_fingerprint(item, depth - 1, seen) for item in value]
     if _is_opaque(value):
-        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in (_attributes(value) or {}).items()]
+        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in _attributes(value).items()]
     return parts
 
 
@@ -361,7 +373,7 @@ def _snapshot(
     elif isinstance(value, list):
         list.__setitem__(copied, slice(None), [_snapshot(item, depth - 1, copies, generators) for item in value])
     if _is_opaque(value):
-        for name, item in (_attributes(value) or {}).items():
+        for name, item in _attributes(value).items():
             object.__setattr__(copied, name, _snapshot(item, depth - 1, copies, generators))
     return copied
 
