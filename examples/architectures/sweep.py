@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of a processor, for one architecture")
+    parser.add_argument("--seconds", type=float, default=900.0, help="of a processor, for one architecture")
     parser.add_argument("--fresh", action="store_true", help="try again what is wanted and in results.json")
     parser.add_argument("--debug", action="store_true", help="in this process, with tracebacks; writes nothing")
     return parser.parse_args()

@@ -232,7 +232,7 @@ def _split(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
         return (tuple(value), getattr(value, "__dict__", {})), functools.partial(_tuple_of, kind)
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, nn.Module)) or _empty(kind) is None:
         return None
-    return _attributes(value) or {}, functools.partial(_object_of, kind)
+    return _attributes(value), functools.partial(_object_of, kind)
 
 
 def _tuple_of(kind: Any, parts: tuple[tuple, dict[str, Any]]) -> Any:
