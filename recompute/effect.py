@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from recompute.engine.ops import is_op
+from recompute.engine.ops import is_costly_op, is_op
 from recompute.errors import NoEffectError, warn
 from recompute.policy.loading import is_preset
 from recompute.policy.matching import ModuleEntry, layers_beyond, unmatched_rules
@@ -77,7 +77,8 @@ def _meant(word: str) -> str | None:
         is_short_form = len(word) > 2 and word[0] == family[0] and all(letter in letters for letter in word)
         if is_short_form or difflib.SequenceMatcher(None, word, family).ratio() >= _ALIKE:
             return family
-    return f"aten.{word}" if is_op(f"aten.{word}") else None
+    # Of cheap ops, such as aten.angle, the name is a good one for a tensor, too.
+    return f"aten.{word}" if is_op(f"aten.{word}") and is_costly_op(f"aten.{word}") else None
 
 
 _ALIKE = 0.8  # "attenion", "gemms"; but not "attention_output", which is a good name for a tensor

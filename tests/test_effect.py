@@ -128,7 +128,9 @@ def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word: str,
     )
 
 
-@pytest.mark.parametrize("word", ["router_logits", "logits", "attention_output", "gemma_scale", "gate", "x", "c"])
+@pytest.mark.parametrize(
+    "word", ["router_logits", "logits", "attention_output", "gemma_scale", "gate", "angle", "x", "c"]
+)
 def test_a_kept_word_that_looks_like_none_is_a_tensors_name(word: str) -> None:
     assert warned(rules(rule("block", "recompute", keep=word))) == []
 

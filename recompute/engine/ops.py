@@ -213,6 +213,15 @@ def is_op(name: str) -> bool:
     return base in _PURE or not all(is_composite(op, "CompositeImplicitAutograd") for op in names)
 
 
+def is_costly_op(name: str) -> bool:
+    """Whether the op called ``name`` is of a costly family, such as GEMMs."""
+    space, _, base = name.partition(".")
+    packet = getattr(getattr(torch.ops, space), base, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return False
+    return any(facts(getattr(packet, overload)).family is not None for overload in packet.overloads())
+
+
 class _Condition(NamedTuple):
     """What makes a call of an op pure if not all are; ``reason``: why the others are opaque, "" if they are random."""
 
