@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -130,10 +131,12 @@ def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) 
     model, eager = make(name), make(name)
     exact = in_float64(eager)
     handle = applied(model, LAYERS_BY_KERNELS)
-    found = steps(model, 2)[-1:]  # the Linears behind a norm are known by then
-    without, truth = steps(eager, 2)[-1:], steps(exact, 2)[-1:]
+    # From the second step on, when the Linears behind a norm are known.
+    found, without, truth = (steps(each, 5)[1:] for each in (model, eager, exact))
     assert 0 < gradient_error(without[0], truth[0]) < 1e-5
-    assert gradient_error(found[0], truth[0]) <= 1.25 * gradient_error(without[0], truth[0])
+    # Of one step the ratio differs by a quarter from processor to processor, as sums are in other orders: so of four.
+    ratios = [gradient_error(a, c) / gradient_error(b, c) for a, b, c in zip(found, without, truth, strict=True)]
+    assert statistics.mean(ratios) <= 1.25
     notes = handle.explain()
     assert ("norm_linears, residual_mlp" in notes) is (name not in ("gemma2", "gemma3"))  # which norm once more
     for kernel in ("gated_mlp", "rope, as apply_rotary_pos_emb", "rms_norm", "linear_cross_entropy"):
