@@ -52,7 +52,7 @@ class Verification:
     """Each of which came back as it was."""
     dropped_nbytes: int
     kept_nbytes: int
-    """Bytes that the governed modules held for backward under the policy."""
+    """Bytes that the governed modules saved under the policy; the inputs that a checkpoint holds do not count."""
     eager_nbytes: int
     """Bytes that they hold without it."""
 
@@ -68,7 +68,7 @@ class Verification:
             dropped = f"{self.dropped_tensors} tensors ({self.dropped_nbytes:,} bytes)"
             memory = f"{dropped} were dropped and came back as they were"
         if self.eager_nbytes:
-            memory += f", {self.kept_nbytes:,} bytes were held for backward instead of {self.eager_nbytes:,}"
+            memory += f"; of {self.eager_nbytes:,} bytes saved without it, {self.kept_nbytes:,} were kept"
         return f"policy {self.policy}: {verdict}; {memory}"
 
 

@@ -117,7 +117,8 @@ def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes: TwoPr
     assert first[:-1] == second[:-1]
     assert "action" in first.policy
     most = list(map(max, first.own_peaks, second.own_peaks))
-    assert {found.measured_peak_nbytes for found in first.rounds} <= set(most)  # uniform policies ran, too
+    measured = {found.measured_peak_nbytes for found in first.rounds}
+    assert most[0] in measured <= set(most)  # the first plan, and what came after; uniform policies ran, too
     assert len(most) == len(first.own_peaks) == len(second.own_peaks) >= len(first.rounds) >= 2
 
 
