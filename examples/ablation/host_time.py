@@ -1,0 +1,307 @@
+"""What policies and their peers cost in whole training steps so short that Python sets the pace:
+
+    python examples/ablation/host_time.py --in-turn --json host-time.json
+    python examples/ablation/host_time.py --tiny --models gpt2-xl --ways elementwise  # small ones, on the CPU, too
+
+Models have random weights in bfloat16, the same for each way. A step is forward, backward, fused AdamW and the release
+of the gradients: its time is the median, from an idle device to an idle device. That of forward is what passes until it
+returns, done or not. Bytes count above parameters, gradients and optimizer states. Before the warm-up, a first step
+with deterministic algorithms tells whether a way's loss and gradients are those of `none`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import statistics
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+# A script's folder is where Python looks first, and kernels.py in it is not the `kernels` that transformers looks for.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+
+# ruff: noqa: E402
+import torch
+import transformers
+from tabulate import tabulate
+from torch import Tensor
+from torch.optim import AdamW
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama import modeling_llama
+
+from recompute.errors import PolicyError
+from recompute.peers import BASELINE, COMPILED, is_peer, under
+from recompute.planning import profiling
+from recompute.planning.models import build
+from recompute.policy.loading import load_policy
+from recompute.trials import resolve_device, seeded
+from recompute.verification import deterministic, relative_error, same_bits
+
+Row = dict[str, Any]
+
+CHECKPOINTING = "gradient-checkpointing"  # transformers' own, of each layer
+WAYS = (BASELINE, CHECKPOINTING, "elementwise", "auto")
+PEERS = ("torch-selective", "liger", "torch-compile-selective")
+SEED, LEARNING_RATE = 0, 1e-5
+MEASURES = {
+    "ms a step": ".1f",
+    "of none's": ".2f",
+    "CPU ms a forward": ".1f",
+    "peak GiB": ".3f",
+    "held GiB": ".3f",
+    "same loss": "",
+    "same gradients": "",
+    "error of gradients": ".1e",
+}
+"""The columns after a way's name, and the formats of their numbers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what it is given at each step."""
+
+    config: str
+    """The name of a class of transformers."""
+    sizes: dict[str, int]
+    """Its arguments, where they are not its defaults."""
+    batch_size: int
+    sequence_length: int
+    ways: tuple[str, ...] = WAYS
+    """`none` among them."""
+    is_layers_alone: bool = False
+    """Whether embedding, last norm, head and loss are left out."""
+
+    def make(self, device: torch.device) -> tuple[Any, dict[str, Any]]:
+        """The model in training mode, and keyword arguments with which it returns a loss: the same each time."""
+        config = getattr(transformers, self.config)(**self.sizes)
+        with seeded(SEED, device):
+            model, batch = build(
+                config,
+                sequence_length=self.sequence_length,
+                batch_size=self.batch_size,
+                dtype=torch.bfloat16,
+                device=device,
+                stretches=True,
+            )
+            return model, only_layers(model, batch["input_ids"]) if self.is_layers_alone else batch
+
+
+LLAMA = {
+    "vocab_size": 256, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+MIXTRAL = {
+    "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 3584, "num_local_experts": 8,
+    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+PYTHIA = {
+    "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 16,
+}  # fmt: skip
+GPT2_XL = {"hidden_size": 1600, "num_hidden_layers": 24, "num_attention_heads": 25}
+CASES = {
+    "llama-1b-layers": Case("LlamaConfig", LLAMA, 1, 4096, (*WAYS, *PEERS), is_layers_alone=True),
+    "mixtral-small": Case("MixtralConfig", MIXTRAL, 1, 4096),
+    "gemma-2-2b": Case("Gemma2Config", {"num_hidden_layers": 13}, 1, 4096),
+    "gpt-neox": Case("GPTNeoXConfig", PYTHIA, 2, 2048),
+    "phi-3": Case("Phi3Config", {"num_hidden_layers": 16}, 1, 4096),
+    "gpt2-xl": Case("GPT2Config", GPT2_XL, 8, 1024),
+}
+TINY_LENGTH = 64
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def only_layers(model: Any, ids: Tensor) -> dict[str, Any]:
+    """Have a Llama run its decoder layers alone; returns what to give it then: hidden states, and rotary embeddings.
+
+    It stays the LlamaForCausalLM that Liger knows how to change.
+    """
+    decoder = model.get_decoder()
+    hidden = torch.randn(*ids.shape, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    rotary = decoder.rotary_emb(hidden, torch.arange(ids.shape[1], device=model.device)[None])
+
+    def forward(hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> CausalLMOutput:
+        hidden = hidden.detach().requires_grad_()  # as an embedding's; a new tensor each time, to collect no gradients
+        for layer in decoder.layers:
+            hidden = layer(hidden, position_embeddings=rotary)
+        return CausalLMOutput(loss=hidden.mean())
+
+    model.forward = forward
+    return {"hidden": hidden, "rotary": rotary}
+
+
+def first_step(model: Any, batch: dict[str, Any], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and the gradients of all parameters: zeros where there are none."""
+    with deterministic(device.type == "cuda"), seeded(SEED, device):
+        loss = model(**batch).loss
+        loss.backward()
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+    return loss.detach(), gradients
+
+
+def compared(found: tuple[Tensor, list[Tensor]], reference: tuple[Tensor, list[Tensor]]) -> Row:
+    (loss, gradients), (expected_loss, expected) = found, reference
+    return {
+        "same loss": same_bits(loss, expected_loss),
+        "same gradients": all(map(same_bits, gradients, expected)),
+        "error of gradients": relative_error(gradients, expected),
+    }
+
+
+def step(model: Any, batch: dict[str, Any], optimizer: AdamW, device: torch.device) -> tuple[float, float]:
+    """Train; returns the seconds that it takes, and those until forward returns."""
+    start = profiling.wall_seconds(device)
+    loss = model(**batch).loss
+    forward_seconds = profiling.host_seconds() - start
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return profiling.wall_seconds(device) - start, forward_seconds
+
+
+@dataclass
+class Trial:
+    """What all ways to train a model have in common."""
+
+    case: Case
+    device: torch.device
+    warmup: int
+    steps: int
+    reference: tuple[Tensor, list[Tensor]] | None = None
+    """The first step of `none`, once it ran."""
+
+    def rows(self, *, in_turn: bool) -> list[Row]:
+        """What each way measured. in_turn: whether all train at once, a step of each after a step of the one before."""
+        rows: list[Row] = [{"way": way, **dict.fromkeys(MEASURES)} for way in self.case.ways]
+        runs = [self.run(row) for row in rows]
+        for group in [runs] if in_turn else [[run] for run in runs]:
+            take_turns(group)
+            gc.collect()  # models of transformers form reference cycles
+            torch.cuda.empty_cache()
+        plain = next(row for row in rows if row["way"] == BASELINE)["ms a step"]
+        for row in rows:
+            if plain and row["ms a step"]:
+                row["of none's"] = row["ms a step"] / plain
+        return rows
+
+    def run(self, row: Row) -> Iterator[None]:
+        """Train a model in the way that `row` names, and fill it in; pauses after each step."""
+        try:
+            yield from self._train(row)
+        except Exception as error:
+            # A policy, a peer, a compiler or memory may fail, each in its own way. The other ways go on.
+            row["error"] = f"{type(error).__name__}: {error}"
+
+    def _train(self, row: Row) -> Iterator[None]:
+        way, device = row["way"], self.device
+        model, batch = self.case.make(device)
+        if way == CHECKPOINTING:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with nullcontext() if way == CHECKPOINTING else under(way, model):
+            optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+            first = first_step(model, batch, device)
+            if way == BASELINE:
+                self.reference = first
+            if self.reference is not None:
+                row |= compared(first, self.reference)
+            del first
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            yield
+            taken = []
+            for _ in range(self.warmup + self.steps):
+                taken.append(step(model, batch, optimizer, device))
+                yield
+            model(**batch).loss.backward()  # so that the gradients are there before bytes are counted
+            memory = profiling.step_memory(lambda: model(**batch).loss, device)
+        whole, forward = map(statistics.median, zip(*taken[self.warmup :], strict=True))
+        row |= {
+            "ms a step": whole * 1e3,
+            "CPU ms a forward": forward * 1e3,
+            "peak GiB": memory.peak_bytes / 2**30,
+            "held GiB": memory.activation_bytes_held / 2**30,
+        }
+
+
+def take_turns(runs: Sequence[Iterator[None]]) -> None:
+    """Have each run take a step, then each the next one, until all are done.
+
+    What a run changes in transformers' module of Llama, as Liger does, is there in that run's turns alone.
+    """
+    module = vars(modeling_llama)
+    own = {run: dict(module) for run in runs}
+    while own:
+        for run in list(own):
+            module.update(own[run])
+            if next(run, "done"):
+                del own[run]
+            else:
+                own[run] = dict(module)
+
+
+def known_way(name: str) -> str:
+    if name != CHECKPOINTING and not is_peer(name):
+        try:
+            load_policy(name.removesuffix(COMPILED))
+        except PolicyError as error:
+            known = ", ".join([CHECKPOINTING, *PEERS])
+            raise argparse.ArgumentTypeError(f"expected one of {known}, or a policy: {error}") from error
+    return name
+
+
+def table(rows: Sequence[Row]) -> str:
+    shown = [
+        {key: textwrap.shorten(value, 120) if key == "error" else value for key, value in row.items()} for row in rows
+    ]
+    return tabulate(shown, "keys", "github", floatfmt=("", *MEASURES.values(), ""), missingval="-")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    ways = f"{BASELINE} always runs; default: {', '.join(WAYS)}, and for llama-1b-layers {', '.join(PEERS)}"
+    parser.add_argument("--ways", nargs="+", type=known_way, metavar="WAY", help=f"policies or peers; {ways}")
+    parser.add_argument("--steps", type=int, default=20, help="of each way, of which the medians are taken")
+    parser.add_argument("--warmup", type=int, default=8, help="steps before them, in which policies settle")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="a step of each way, round by round: holds a model for each at once"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small models")
+    parser.add_argument("--json", type=Path, help="a file to write the figures to")
+    options = parser.parse_args()
+    if options.steps < 1 or options.warmup < 0:
+        parser.error(f"expected --steps of at least 1, --warmup of at least 0; found {options.steps}, {options.warmup}")
+
+    device = resolve_device("auto")
+    liger = next((found.version for found in distributions(name="liger-kernel")), None)
+    machine = {**profiling.describe_machine(device), "liger-kernel": liger}
+    models: dict[str, Any] = {}
+    for name in options.models:
+        case = CASES[name]
+        case = replace(case, ways=tuple(dict.fromkeys((BASELINE, *(options.ways or case.ways)))))
+        if options.tiny:
+            case = replace(case, sizes=case.sizes | TINY, sequence_length=TINY_LENGTH)
+        rows = Trial(case, device, options.warmup, options.steps).rows(in_turn=options.in_turn)
+        models[name] = {**asdict(case), "rows": rows}
+        print(f"{name}, batch {case.batch_size}, sequence {case.sequence_length}\n\n{table(rows)}\n", flush=True)
+        if options.json:  # after each model: what comes may be interrupted
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            results = {"command": shlex.join(sys.argv), "machine": machine, "models": models}
+            options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(", ".join(f"{key} {value}" for key, value in machine.items() if value is not None))
+
+
+if __name__ == "__main__":
+    main()
