@@ -107,7 +107,9 @@ def test_what_liger_puts_into_transformers_acts_on_its_own_model_alone(
 
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_where_none_fails_others_are_measured_and_compared_with_nothing(in_turn: bool, script: dict[str, Any]) -> None:
-    class Broken(script["Trial"]):  # type: ignore[misc, name-defined]
+    base: Any = script["Trial"]
+
+    class Broken(base):
         def _train(self, row: dict[str, Any]) -> Iterator[None]:
             training = super()._train(row)
             if row["way"] == "none":
