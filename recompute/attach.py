@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from recompute.compiled.region import CapturedRegion, Shared
 from recompute.deferred import LossObserver
 from recompute.effect import check_effect, listed
 from recompute.engine.context import RUNNER
-from recompute.engine.plan import Plan, PlanCache
+from recompute.engine.plan import Plan
 from recompute.engine.reach import reachable
 from recompute.engine.region import Region, is_recording
 from recompute.engine.saved import Owner
@@ -155,16 +156,16 @@ def _attachments(
     model: nn.Module,
     policy: Policy,
     name: str | None = None,
-    openings: PlanCache | None = None,
+    shared: Shared | None = None,
     *,
     strict: bool = True,
 ) -> list[Attachment]:
     """What the policy does to which module; nothing is changed yet.
 
-    name: stands for the model's class's. openings: the plans of regions like these, if others share them.
+    name: stands for the model's class's. shared: what regions like these share, if there are others.
     strict: as ``apply`` takes it.
     """
-    openings = PlanCache() if openings is None else openings
+    shared = Shared() if shared is None else shared
     name = name or type(model).__name__
     entries, modules = module_entries(model, name)
     rules = assign(policy, entries)
@@ -179,7 +180,7 @@ def _attachments(
         if path in joined:  # a part of that module's tape
             continue
         rule = policy.rules[index]
-        found = list(choose(path, modules[path], rule, governed, openings))
+        found = list(choose(path, modules[path], rule, governed, shared))
         for inside, module, runner in found:
             chosen.setdefault(id(module), Attachment(inside, module, index, runner))
         if rule.via == "kernel" and all(kernel_of(runner) is None for _, _, runner in found):
@@ -358,14 +359,14 @@ _ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recomput
 
 def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     original = cls.forward
-    openings = PlanCache()  # of all instances
+    shared = Shared()  # of all instances
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if RUNNER not in vars(self):
             if torch.compiler.is_compiling():
                 refuse_first_run()
-            _attach_decorated(self, cls, policy, openings)
+            _attach_decorated(self, cls, policy, shared)
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
@@ -387,10 +388,10 @@ class _Decorated:
     runner: Runner | None
 
 
-def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, openings: PlanCache) -> None:
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: Shared) -> None:
     vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
     try:
-        attachments = _attachments(module, policy, cls.__name__, openings)
+        attachments = _attachments(module, policy, cls.__name__, shared)
         _attach([attachment for attachment in attachments if attachment.path])
     except BaseException:
         del vars(module)[RUNNER]
@@ -420,11 +421,14 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
         return function
     lowering = lowering_of(rule)
     if rule.action == "recompute" or rule.keep:
-        return _taped(function, TapeRegion(setting_of(Owner(name), rule)), lowering)
+        shared = Shared()
+        return _taped(
+            function, CapturedRegion(TapeRegion(setting_of(Owner(name), rule, shared.openings)), shared), lowering
+        )
     return _checkpointed(function, Region(Owner(name)), lowering)
 
 
-def _taped(function: Forward, region: TapeRegion, lowering: Lowering) -> Forward:
+def _taped(function: Forward, region: CapturedRegion, lowering: Lowering) -> Forward:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_lowered():

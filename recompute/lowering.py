@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from recompute.compiled.guards import is_tracing
 from recompute.engine.kept import kept
 from recompute.engine.ops import FACTORY, STATISTICS, Kind, facts_of_call
 from recompute.engine.traced import Again, Traced, join
@@ -33,6 +34,7 @@ def is_lowered(module: nn.Module | None = None) -> bool:
     """Whether this is being compiled, in training: what a policy does is then for the compiler to do."""
     return (
         torch.compiler.is_compiling()
+        and not is_tracing()
         and not torch.compiler._is_exporting_flag  # is_exporting() is always true to torch 2.11's compiler
         and torch.is_grad_enabled()
         and (module is None or module.training)

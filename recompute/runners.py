@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from recompute.compiled.region import CapturedRegion, Shared
 from recompute.engine.context import RUNNER
 from recompute.engine.plan import PlanCache
 from recompute.engine.reach import surroundings
@@ -150,11 +151,11 @@ class TapeRunner:
     inner: runs it there, as kernels do, in whose place their ops run again.
     """
 
-    def __init__(self, owner: Owner, rule: Rule, openings: PlanCache, inner: InnerRunner | None = None):
+    def __init__(self, owner: Owner, rule: Rule, shared: Shared, inner: InnerRunner | None = None):
         self.owner = owner
         self.inner = inner
         self.lowering = lowering_of(rule)
-        self._region = TapeRegion(setting_of(owner, rule, openings))
+        self._region = CapturedRegion(TapeRegion(setting_of(owner, rule, shared.openings)), shared)
         what = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
         if rule.rerun:
             what += f" and {', '.join(rule.rerun)}"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recompute.compiled.region import Shared
 from recompute.engine.context import base_of
-from recompute.engine.plan import PlanCache
 from recompute.engine.saved import Owner
 from recompute.kernel_runners import (
     MLP,
@@ -40,12 +40,12 @@ from recompute.runners import CheckpointRunner, KeepRunner, PlainRunner, Runner,
 
 
 def choose(
-    path: str, module: nn.Module, rule: Rule, governed: Collection[str], openings: PlanCache
+    path: str, module: nn.Module, rule: Rule, governed: Collection[str], shared: Shared
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
     """The modules, ``module`` itself or inside it, that ``rule`` makes run otherwise, and how.
 
-    Kernels stand in for what is inside ``module`` and has no rule of its own (``governed``). ``openings``: the plans
-    that the modules under one policy share.
+    Kernels stand in for what is inside ``module`` and has no rule of its own (``governed``). ``shared``: what the
+    modules under one policy share.
     """
     owner = Owner(f"{path} ({type(module).__name__})" if path else type(module).__name__)
     if rule.action == "keep":
@@ -53,7 +53,7 @@ def choose(
     elif rule.action == "checkpoint" and not rule.keep:
         yield path, module, CheckpointRunner(owner, module)
     else:
-        tape = TapeRunner(owner, rule, openings)
+        tape = TapeRunner(owner, rule, shared)
         if rule.via == "hook" or rule.action != "recompute":
             yield path, module, tape
             return
@@ -64,7 +64,7 @@ def choose(
             kernel = _find_kernel(owner, module, tape if rule.via == "auto" else None, is_named=True)
             if kernel is not None:
                 kernel.lowering = lowering_of(rule)
-        yield path, module, TapeRunner(owner, rule, openings, kernel) if needs_tape else kernel or tape
+        yield path, module, TapeRunner(owner, rule, shared, kernel) if needs_tape else kernel or tape
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(path, module, rule, governed)
 

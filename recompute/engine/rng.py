@@ -304,9 +304,10 @@ class RngState:
             yield
         finally:
             if (drawn := self.drawn()) is not None:
-                drawn._restore()
+                drawn.restore()
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Put the captured states in force."""
         for source, state in self._states:
             source.restore(state)
 
@@ -315,7 +316,7 @@ class RngState:
         """Put the captured states in force, and the present ones back at the end, also after an error (invariant 6)."""
         present = [(source, source.state()) for source, _ in self._states]
         try:
-            self._restore()
+            self.restore()
             yield
         finally:
             for source, state in present:

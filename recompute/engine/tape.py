@@ -76,10 +76,17 @@ class TapeRegion:
         self.plan: Plan | None = None
         """The last frame's, which the next one follows as far as it can."""
 
-    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        variant: Hashable = None,
+        start: Callable[[TapeRegion, Hashable], Tape] | None = None,
+    ) -> Any:
         """``function(*args, **kwargs)``: inside of another tape as a part of that, with a setting of its own.
 
-        variant: another one where other ops are to be expected than last time.
+        variant: another one where other ops are to be expected than last time. start: makes another kind of tape.
         """
         if is_under_a_checkpoint():  # which drops everything anyway, and counts what is saved
             return function(*args, **kwargs)
@@ -89,7 +96,7 @@ class TapeRegion:
             with _Joined(around, self.setting):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
-        tape = Tape(self, variant)
+        tape = (start or Tape)(self, variant)
         with tape:
             result = function(*args, **kwargs)
         self.plan = tape.record.finish(tape.plain(tree_leaves(result)))

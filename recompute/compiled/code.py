@@ -1,0 +1,198 @@
+"""Straight Python code over ATen ops, made of what was recorded of a region.
+
+A variable is let go of right after the last call that reads it, so that memory is freed as early as in eager code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recompute.compiled.recording import Call, Recording, Use, uses_in
+from recompute.engine.operands import capture
+from recompute.engine.saved import Layout, seen_as
+
+
+@dataclass
+class Statement:
+    """A line of code: the variables that it reads, and those that it makes."""
+
+    text: str
+    reads: list[str]
+    makes: list[str]
+    again: bool = False
+    """Whether it runs in backward what has run in forward."""
+
+
+@dataclass
+class Code:
+    """A function that is being written."""
+
+    recording: Recording
+    statements: list[Statement] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=lambda: dict(_HELPERS))
+    """What the code refers to by name."""
+    tensors: dict[int, str] = field(default_factory=dict)
+    """The variable that holds each buffer that there is."""
+    _views: dict[tuple[str, Layout, bool], str] = field(default_factory=dict)
+
+    def call(self, call: Call, *, again: bool = False) -> None:
+        """Write a call whose arguments there are; ``again``: on copies of what it writes to."""
+        if again and call.written:
+            for before, after in call.written:
+                name = self.tensors[after] = f"t{after}"
+                self._write(f"{name} = {self.tensors[before]}.clone()", [self.tensors[before]], [name], again)
+            moved = {before: after for before, after in call.written}
+            call = call._replace(args=_moved(call.args, moved), kwargs=_moved(call.kwargs, moved))
+        reads: list[str] = []
+        arguments = [self._value(value, reads, again) for value in call.args]
+        arguments += [f"{key}={self._value(value, reads, again)}" for key, value in call.kwargs.items()]
+        makes, targets = [], []
+        for number in call.results:
+            if number is None:
+                targets.append("_")
+            else:
+                self.tensors[number] = f"t{number}"
+                makes.append(f"t{number}")
+                targets.append(f"t{number}")
+        if not again:
+            for before, after in call.written:
+                self.tensors[after] = self.tensors[before]
+        text = f"{self.named(call.op)}({', '.join(arguments)})"
+        if makes:
+            text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
+        self._write(text, reads, makes, again)
+
+    def tensor(self, use: Use, *, again: bool = False) -> str:
+        """The variable of a tensor: of its buffer, or of the view that it is of that."""
+        name = self.tensors[use.buffer]
+        whole = self.recording.buffers[use.buffer].layout
+        if use.layout == whole:
+            return name
+        view = self._views.get((name, use.layout, again))
+        if view is None:
+            view = self._views[name, use.layout, again] = f"v{len(self._views)}"
+            self._write(f"{view} = {self._view(name, use, whole)}", [name], [view], again)
+        return view
+
+    def _view(self, name: str, use: Use, whole: Layout) -> str:
+        shape, stride, offset, dtype = use.layout
+        if dtype is not whole.dtype:
+            return f"seen_as({name}, {self.named(use.layout)})"
+        offset -= whole.offset
+        if not offset:
+            return f"{name}.as_strided({tuple(shape)}, {stride})"
+        return f"{name}.as_strided({tuple(shape)}, {stride}, {name}.storage_offset() + {offset})"
+
+    def constant(self, number: int) -> str:
+        """The variable of a constant, of which the code has the tensor."""
+        name = f"constant{number}"
+        self.names[name] = self.recording.buffers[number].constant
+        return name
+
+    def named(self, value: Any) -> str:
+        """A name in the code for a value that has no literal."""
+        kind = "op" if isinstance(value, torch._ops.OpOverload) else "c"
+        name = f"{kind}{len(self.names)}"
+        if kind == "op":
+            name = f"{value._schema.name.replace('::', '_')}_{value._overloadname}"
+            value = value._op
+        self.names.setdefault(name, value)
+        return name
+
+    def _value(self, value: Any, reads: list[str], again: bool) -> str:
+        if type(value) is Use:
+            name = self.tensor(value, again=again)
+            reads.append(name)
+            return name
+        if isinstance(value, (list, tuple)):
+            items = ", ".join([self._value(item, reads, again) for item in value])
+            if isinstance(value, list):
+                return f"[{items}]"
+            return f"({items},)" if value else "()"
+        if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+            return repr(value)
+        return self.named(value)
+
+    def _write(self, text: str, reads: Sequence[str], makes: list[str], again: bool) -> None:
+        self.statements.append(Statement(text, list(dict.fromkeys(reads)), makes, again))
+
+    def draw(self, call: Call) -> str:
+        """Write what captures the state of the generator that a call is going to draw from; its variable."""
+        state = f"r{len(self.recording.calls)}_{len(self.statements)}"
+        reads: list[str] = []
+        first = next(call.uses(), None)
+        tensors = "()" if first is None else f"({self._value(first, reads, False)},)"
+        self._write(f"{state} = capture({tensors}, {self.named(_constants(call.kwargs))}, name)", reads, [state], False)
+        return state
+
+    def compiled(
+        self,
+        head: Sequence[str],
+        result: str,
+        last: Collection[str],
+        given: Collection[str] = (),
+        *,
+        again_first: bool = False,
+    ) -> Any:
+        """The function ``head`` whose body is the statements, and that returns ``result``.
+
+        head: its first lines. last: the variables that ``result`` reads. given: those that ``head`` makes.
+        again_first: write what runs again before all else, in the span of the argument ``settings``.
+        """
+        statements = self.statements
+        if again_first:
+            statements = [s for s in statements if s.again] + [s for s in statements if not s.again]
+        uses = {v: index for index, s in enumerate(statements) for v in (*s.reads, *s.makes)}
+        lines = list(head)
+        if unused := [variable for variable in given if variable not in uses and variable not in last]:
+            lines.append(f"del {', '.join(unused)}")
+        is_inside = False
+        for index, statement in enumerate(statements):
+            if again_first and statement.again and not is_inside:
+                lines.append("with settings():")
+            is_inside = again_first and statement.again
+            indent = "    " if is_inside else ""
+            lines += [indent + line for line in statement.text.split("\n")]
+            gone = [
+                v
+                for v in (*statement.reads, *statement.makes)
+                if uses[v] == index and v not in last and v not in self.names
+            ]
+            if gone:
+                lines.append(f"{indent}del {', '.join(dict.fromkeys(gone))}")
+        source = "\n    ".join([*lines, f"return {result}"])
+        names = dict(self.names)
+        exec(compile(source, "<a captured region>", "exec"), names)
+        function = names["run"]
+        function.source = source
+        return function
+
+
+def _moved(value: Any, moved: dict[int, int]) -> Any:
+    """``value`` with other buffers in the places of some."""
+    if type(value) is Use:
+        return value._replace(buffer=moved.get(value.buffer, value.buffer))
+    if isinstance(value, (list, tuple)):
+        return type(value)([_moved(item, moved) for item in value])
+    if isinstance(value, dict):
+        return {key: _moved(item, moved) for key, item in value.items()}
+    return value
+
+
+def _constants(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if not any(True for _ in uses_in(value))}
+
+
+def _apart(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor of ``layout`` in the memory of ``tensor`` that autograd does not take for a view of it."""
+    whole = torch.empty(0, dtype=layout.dtype, device=tensor.device)
+    return whole.set_(tensor.untyped_storage(), layout.offset, layout.shape, layout.stride)
+
+
+_HELPERS: dict[str, Any] = {"seen_as": seen_as, "capture": capture, "apart": _apart}

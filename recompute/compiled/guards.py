@@ -1,0 +1,85 @@
+"""torch.compile's frontend, which says what of the Python world the graph of a call depends on.
+
+A call that its guards accept goes straight to what was made of the graph. Any other is not compiled anew, as
+``torch.compile`` would: its caller is told, and runs it in another way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+
+class _Local(threading.local):
+    is_tracing = False
+
+
+_local = _Local()
+
+
+def is_tracing() -> bool:
+    """Whether it is for a captured region that torch's frontend traces, and not for a user's ``torch.compile``."""
+    return _local.is_tracing
+
+
+is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
+
+MISSED = object()
+"""In the place of a result: no graph is known for this call."""
+
+
+class _Miss(Exception):
+    """No graph is known for a call."""
+
+
+def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+class GuardedCalls:
+    """Calls of functions that are alike, each kind of which ``backend`` is given the graph of.
+
+    backend: ``(graph, example inputs) -> what runs in its place``, which is given the same inputs.
+    """
+
+    def __init__(self, backend: Callable[..., Callable[..., Any]]):
+        import torch._dynamo.eval_frame as frames  # which takes a second to load
+        from torch._dynamo.types import ConvertFrameReturn
+
+        self._set: Any = frames.set_eval_frame
+        # Guards are found by code objects: with one of its own nobody else's are looked at.
+        self._call = FunctionType(_call.__code__.replace(co_name="captured_call"), globals(), "captured_call")
+        context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+        self._trace = context(self._call)
+
+        code = self._call.__code__
+
+        def miss(frame: Any, *_: Any) -> Any:
+            if frame.f_code is code:
+                raise _Miss
+            return ConvertFrameReturn()  # what is called inside runs as it is
+
+        miss._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]  # whose guards it is about
+        self._miss = miss
+
+    def trace(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)``, whose graph is taken first."""
+        before, _local.is_tracing = _local.is_tracing, True
+        try:
+            return self._trace(function, args, kwargs)
+        finally:
+            _local.is_tracing = before
+
+    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)`` by a graph that was taken before, or ``MISSED``, and nothing has run."""
+        before = self._set(self._miss)
+        try:
+            return self._call(function, args, kwargs)
+        except _Miss:
+            return MISSED
+        finally:
+            self._set(before)

@@ -1,0 +1,341 @@
+"""One frame of a region, watched: a tape that also records the calls, and hooks that record those of its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from recompute.compiled.program import Program, program_of
+from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
+from recompute.engine.plan import Plan
+from recompute.engine.recipe import local
+from recompute.engine.saved import Layout, Saved
+from recompute.engine.setting import Setting
+from recompute.engine.tape import Tape, TapeRegion
+
+Edge = tuple[int, int] | None
+"""Where a gradient goes: a node of the region and which of its inputs; or (-1, the position of what is given)."""
+
+
+class RecordingTape(Tape):
+    """A tape that records the calls of forward too."""
+
+    def __init__(self, region: TapeRegion, variant: Any):
+        super().__init__(region, variant)
+        self.recording: Recording | None = Recording(is_open=True)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.recording is not None:
+            self.recording.close()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if local.regenerating or self.recording is None:
+            return super().__torch_dispatch__(op, types, args, kwargs)
+        started = None
+        try:
+            started = self.recording.start(op, args, kwargs or {})
+        except NotCapturable:
+            self.recording = None
+        output = super().__torch_dispatch__(op, types, args, kwargs)
+        if started is not None and self.recording is not None:
+            try:
+                self.recording.end(started, output)
+            except NotCapturable:
+                self.recording = None
+        return output
+
+
+class GraphTape(Tape):
+    """The tape of a region's graph, whose ops are under the settings that the plan has for them, and are recorded."""
+
+    def __init__(self, region: TapeRegion, settings: Mapping[Any, Setting], variant: Any, seen: Observation):
+        super().__init__(region, variant)
+        self._settings = settings
+        self._seen = seen
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if local.regenerating:
+            return op(*args, **(kwargs or {}))
+        record = self.record
+        plan = record.plan if record.begun else self._last
+        if plan is not None and record.count < len(plan.steps):
+            self.setting = self._settings.get(plan.steps[record.count].setting, self.setting)
+        return self._seen.run(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
+
+    def pack(self, tensor: Tensor) -> Saved:
+        return self._seen.saved(tensor, super().pack(tensor))
+
+
+class _Seen(Saved):
+    """What stands for a saved tensor, and as what it was recorded."""
+
+    __slots__ = ("_buffer", "_recording", "_saved")
+
+    def __init__(self, saved: Saved, recording: Recording, buffer: int):
+        self._saved = saved
+        self._recording = recording
+        self._buffer = buffer
+
+    def get(self) -> Tensor:
+        tensor = self._saved.get()
+        self._recording.bind(tensor, self._buffer)
+        return tensor
+
+
+class _BackwardOps(TorchDispatchMode):
+    """Records the calls of a node of the graph."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seen: Observation):
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if local.regenerating:
+            return op(*args, **kwargs)
+        return self._seen.run(op, args, kwargs, partial(op, *args, **kwargs))
+
+
+class Observation:
+    """What is recorded of a frame, until its backward has ended.
+
+    expected: the calls that forward makes by itself. done: called with the program that was made of it, or with the
+    reason why there is none.
+    """
+
+    def __init__(self, given: Sequence[Tensor], expected: Recording, done: Callable[[Program | str], None]):
+        self.reason: str | None = None
+        self._recording = Recording(expected=expected)
+        self._done: Callable[[Program | str], None] | None = done
+        self._steps = 0
+        self._plan: Plan | None = None
+        self._results: list[Use] = []
+        self._fixed: set[int] = set()
+        self._parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
+        self._gradients: list[int | None] = []
+        self._outputs: dict[tuple[int, int], int] = {}
+        self._edges: list[list[Edge]] = []
+        self._pending: dict[tuple[int, int], Use] = {}
+        self._contributions: list[tuple[int, Use]] = []
+        self._sums: set[int] = set()
+        self._mode = _BackwardOps(self)
+        self._is_running = False
+        try:
+            for position, tensor in enumerate(given):
+                self._recording.give(tensor, position)
+        except NotCapturable as error:
+            raise Departure(str(error)) from error
+
+    def _fail(self, reason: object) -> None:
+        if self._plan is None:  # what the rest of forward does is not known to be right
+            raise Departure(str(reason))
+        if self.reason is None:
+            self.reason = str(reason)
+        self._recording.close()
+        if self._done is not None:
+            done, self._done = self._done, None
+            done(self.reason)
+
+    def run(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """Run an op, and record it."""
+        if self.reason is not None:
+            return run()
+        try:
+            started = self._recording.start(op, args, kwargs)
+        except NotCapturable as error:
+            self._fail(error)
+            return run()
+        output = run()
+        if started is not None:
+            try:
+                self._recording.end(started, output)
+            except NotCapturable as error:
+                self._fail(error)
+        return output
+
+    def saved(self, tensor: Tensor, saved: Saved) -> Saved:
+        if self.reason is None and self._recording.knows(tensor):
+            return _Seen(saved, self._recording, self._recording.use(tensor).buffer)
+        return saved
+
+    def end_forward(self) -> None:
+        """All calls of forward have been made: as many as expected, or there is a departure."""
+        if not self._recording.is_as_expected():
+            raise Departure
+        self._recording.expected = None
+
+    def finish(self, plan: Plan, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Forward has ended, by ``plan``: record what backward will do. Returns what the region is to give."""
+        try:
+            self._plan, self._steps = plan, len(self._recording.calls)
+            if self._steps != len(plan.steps):
+                raise NotCapturable("it passes tensors to recompute.keep, or their memory to others")
+            self._results = [self._recording.use(tensor) for tensor in outputs]
+            if len({use.buffer for use in self._results}) < len(outputs):
+                raise NotCapturable("two of its outputs share memory")
+            self._gradients = [None] * len(outputs)
+            self._fixed = {position for position, tensor in enumerate(outputs) if not tensor.requires_grad}
+            return self._walk(given, outputs)
+        except NotCapturable as error:
+            self._fail(error)
+            return outputs
+
+    def _walk(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Put hooks on the nodes of the region's graph; returns the outputs.
+
+        One that the region itself reads gets a node of its own, by which what is outside gives it its gradient.
+        """
+        ends: dict[Any, dict[int, int]] = {}
+        for position, tensor in enumerate(given):
+            if tensor.requires_grad:
+                edge = torch.autograd.graph.get_gradient_edge(tensor)
+                ends.setdefault(edge.node, {})[edge.output_nr] = position
+        numbers: dict[Any, int] = {}
+        pending: list[Any] = []
+
+        def number_of(node: Any) -> int:
+            if node not in numbers:
+                numbers[node] = len(numbers)
+                self._edges.append([])
+                pending.append(node)
+            return numbers[node]
+
+        for position, output in enumerate(outputs):
+            if output.requires_grad:
+                edge = torch.autograd.graph.get_gradient_edge(output)
+                if edge.node in ends:
+                    raise NotCapturable("it returns a tensor, or a view of one, that it was given")
+                self._outputs[number_of(edge.node), edge.output_nr] = position
+        if not self._outputs:
+            raise NotCapturable("none of its outputs takes a gradient")
+        while pending:
+            node = pending.pop()
+            edges = self._edges[numbers[node]]
+            for target, slot in node.next_functions:
+                if target is None:
+                    edges.append(None)
+                elif target in ends:
+                    if slot not in ends[target]:
+                        raise NotCapturable("its graph reaches a tensor that it was not given")
+                    edges.append((-1, ends[target][slot]))
+                elif not target.next_functions:
+                    raise NotCapturable("its graph reaches a leaf that it was not given")
+                else:
+                    edges.append((number_of(target), slot))
+        read = {edge for edges in self._edges for edge in edges}
+        outputs = list(outputs)
+        for place, position in list(self._outputs.items()):
+            if place in read:
+                del self._outputs[place]
+                outputs[position] = alias = outputs[position].view_as(outputs[position])
+                self._outputs[number_of(alias.grad_fn), 0] = position
+                self._edges[-1].append(place)
+        for node, number in numbers.items():
+            node.register_prehook(partial(self._before, number))
+            node.register_hook(partial(self._after, number))
+        return outputs
+
+    def _before(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """A node of the graph is about to run."""
+        if not self._is_running:
+            self._is_running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if self.reason is not None:
+            return
+        if torch.is_grad_enabled():
+            self._fail("its backward is differentiated in its turn")
+            return
+        if torch._C._is_any_autocast_enabled():
+            self._fail("its backward runs under autocast")
+            return
+        try:
+            for slot, gradient in enumerate(gradients):
+                if gradient is None:
+                    continue
+                use = self._pending.pop((number, slot), None)
+                if use is not None:
+                    self._see(gradient, use)
+                elif (position := self._outputs.get((number, slot))) is not None:
+                    if self._recording.knows(gradient):
+                        raise NotCapturable("the gradient of an output shares memory with one of its tensors")
+                    self._gradients[position] = self._recording.receive(gradient)
+                else:
+                    raise NotCapturable("a gradient comes from outside of its graph")
+        except NotCapturable as error:
+            self._fail(error)
+            return
+        _push_mode(self._mode)
+
+    def _see(self, gradient: Tensor, use: Use) -> None:
+        """A gradient inside of the region: what one call gave, or the sum of what several did."""
+        if use.buffer in self._sums:
+            self._recording.bind(gradient, use.buffer)
+            if not _is_alike(Layout.of(gradient), use.layout):
+                raise NotCapturable("autograd adds up gradients of several layouts")
+        elif self._recording.use(gradient) != use:
+            raise NotCapturable("a hook replaces a gradient inside of it")
+
+    def _after(self, number: int, gradients: tuple[Tensor | None, ...], _: Any) -> None:
+        """A node of the graph has run."""
+        if self.reason is not None:
+            modes = torch._C._len_torch_dispatch_stack()
+            if modes and torch._C._get_dispatch_stack_at(modes - 1) is self._mode:
+                _pop_mode()
+            return
+        _pop_mode()
+        try:
+            for gradient, edge in zip(gradients, self._edges[number], strict=True):
+                if gradient is None or edge is None:
+                    continue
+                use = self._recording.use(gradient)
+                if edge[0] == -1:
+                    self._contributions.append((edge[1], use))
+                elif (before := self._pending.get(edge)) is None:
+                    self._pending[edge] = use
+                else:
+                    self._pending[edge] = total = self._recording.add(before, use)
+                    self._sums.add(total.buffer)
+        except NotCapturable as error:
+            self._fail(error)
+
+    def _end(self) -> None:
+        """Backward has ended."""
+        if self.reason is not None or self._done is None:
+            return
+        assert self._plan is not None
+        try:
+            if not self._contributions:
+                raise NotCapturable("its backward gives no gradients")
+            program = program_of(
+                self._plan,
+                self._recording,
+                self._steps,
+                self._results,
+                self._gradients,
+                self._contributions,
+                self._parameters,
+                self._fixed,
+            )
+        except NotCapturable as error:
+            self._fail(error)
+            return
+        self._recording.close()
+        done, self._done = self._done, None
+        done(program)
+
+
+def _is_alike(one: Layout, other: Layout) -> bool:
+    """Whether two layouts are the same but for the strides of dimensions of size 1, which mean nothing."""
+    strides = [
+        [stride for size, stride in zip(layout.shape, layout.stride, strict=True) if size != 1]
+        for layout in (one, other)
+    ]
+    return one.shape == other.shape and strides[0] == strides[1] and one.dtype is other.dtype and not one.offset

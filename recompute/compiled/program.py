@@ -1,0 +1,301 @@
+"""A captured region: its forward and its backward as code, what goes from one to the other, and how to get there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from recompute.compiled.code import Code
+from recompute.compiled.recording import Call, NotCapturable, Recording, Use
+from recompute.engine.ops import Kind, facts
+from recompute.engine.plan import LARGEST_COPY, Plan
+from recompute.engine.saved import Layout
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs in the place of a region."""
+
+    plan: Plan
+    forward: Callable[..., Any]
+    """``(name, *given) -> (outputs, kept, states)``."""
+    backward: Callable[..., Any]
+    """``(held, kept, states, gradients) -> contributions``."""
+    under_settings: Callable[..., Any]
+    """``(settings, held, kept, states, gradients)``: the same, with what runs again in the span of ``settings``."""
+    regenerate: Callable[..., Any] | None
+    """``(held, kept, states) -> tensors``: the outputs that come back where others have saved them."""
+    outputs: tuple[tuple[int, int], ...]
+    """The positions of these, and their values in the plan."""
+    edges: tuple[int, ...]
+    """The positions of the inputs that get a contribution to their gradient, in the order in which these come."""
+    held: tuple[tuple[int, str], ...]
+    """The positions of the inputs that backward reads, and what of each is held: "itself", the "memory" that a
+    parameter has now, a "copy", or what the saved-tensor "hooks" around make of it."""
+    others: tuple[tuple[int, bool], ...]
+    """The positions of the other inputs, and whether each is a parameter."""
+    gradients: tuple[Layout | None, ...]
+    """The layout of each output's gradient; None of one that has none."""
+    fixed: tuple[int, ...]
+    """Which outputs take no gradient."""
+    draws: bool
+    reruns: int
+    rerun_nbytes: int
+
+
+def program_of(
+    plan: Plan,
+    recording: Recording,
+    steps: int,
+    results: Sequence[Use],
+    gradients: Sequence[int | None],
+    contributions: Sequence[tuple[int, Use]],
+    parameters: Collection[int],
+    fixed: Collection[int],
+) -> Program:
+    """The program of what was recorded.
+
+    steps: how many of the calls were forward's. results: the region's outputs. gradients: the buffer of each one's
+    gradient. contributions: to the gradient of which input each goes. parameters: the positions of those among the
+    inputs. fixed: the outputs that take no gradient.
+    """
+    return _Writer(plan, recording, steps, results, gradients, contributions, parameters, fixed).program()
+
+
+class _Writer:
+    def __init__(
+        self,
+        plan: Plan,
+        recording: Recording,
+        steps: int,
+        results: Sequence[Use],
+        gradients: Sequence[int | None],
+        contributions: Sequence[tuple[int, Use]],
+        parameters: Collection[int],
+        fixed: Collection[int],
+    ):
+        self._plan = plan
+        self._recording = recording
+        self._forward = recording.calls[:steps]
+        self._backward = recording.calls[steps:]
+        self._results = results
+        self._gradients = gradients
+        self._contributions = contributions
+        self._parameters = parameters
+        self._fixed = fixed
+        self._differentiable = {given for given, _ in contributions}
+        self._kept: dict[int, None] = {}
+        self._held: dict[int, None] = {}
+        self._again: dict[int, None] = {}
+        """The calls of forward that run again, in the order in which they do."""
+
+    def program(self) -> Program:
+        backward = self._write_backward()
+        reruns = [self._forward[index] for index in self._again]
+        again, outputs = self._write_regeneration()
+        forward, states = self._write_forward()
+        buffers = self._recording.buffers
+        made = {n for call in reruns for n in call.results if n is not None} | {
+            after for call in reruns for _, after in call.written
+        }
+        held, kept = [f"t{number}" for number in self._held], [f"t{number}" for number in self._kept]
+        drawn = list(states.values())
+        grads = ", ".join(["_" if number is None else f"t{number}" for number in self._gradients])
+        names = [backward.tensor(use) for _, use in self._contributions]
+        parts = (held, "held"), (kept, "kept"), (drawn, "states")
+        unpack = [f"{', '.join(part)}{',' if part else '()'} = {name}" for part, name in parts]
+        head = [*unpack, f"{grads}, = gradients", "kept.clear()", "gradients.clear()"]
+        result = f"({', '.join(names)},)"
+        return Program(
+            plan=self._plan,
+            forward=forward,
+            backward=backward.compiled(["def run(held, kept, states, gradients):", *head], result, names, held + kept),
+            under_settings=backward.compiled(
+                ["def run(settings, held, kept, states, gradients):", *head],
+                result,
+                names,
+                held + kept,
+                again_first=True,
+            ),
+            regenerate=again
+            and again[0].compiled(
+                ["def run(held, kept, states):", *unpack], f"({', '.join(again[1])},)", again[1], held + kept
+            ),
+            outputs=outputs,
+            edges=tuple([given for given, _ in self._contributions]),
+            held=self._how_held(),
+            others=tuple(
+                [
+                    (buffer.given, buffer.given in self._parameters)
+                    for number, buffer in enumerate(buffers)
+                    if buffer.given is not None and number not in self._held
+                ]
+            ),
+            gradients=tuple([None if n is None else buffers[n].layout for n in self._gradients]),
+            fixed=tuple(sorted(self._fixed)),
+            draws=any(facts(call.op).kind is Kind.RANDOM for call in self._forward),
+            reruns=len(reruns),
+            rerun_nbytes=sum(buffers[n].nbytes for n in made),
+        )
+
+    def _how_held(self) -> tuple[tuple[int, str], ...]:
+        buffers = self._recording.buffers
+        saved = {use.buffer for call in self._backward for use in call.uses()}
+        reads = [*self._backward, *(self._forward[index] for index in self._again)]
+        viewed = {use.buffer for call in reads for use in call.uses() if use.layout != buffers[use.buffer].layout}
+        held = []
+        for number in self._held:
+            position = buffers[number].given
+            assert position is not None
+            if position in self._parameters:
+                how = "memory" if number in viewed else "itself"
+            elif (
+                number not in saved and buffers[number].nbytes <= LARGEST_COPY and position not in self._differentiable
+            ):
+                how = "copy"  # as ``engine.plan.Plan.lent`` has it
+            else:
+                how = "hooks"
+            held.append((position, how))
+        return tuple(held)
+
+    def _write_backward(self) -> Code:
+        code = Code(self._recording)
+        for number in self._gradients:
+            if number is not None:
+                code.tensors[number] = f"t{number}"
+        for call in self._backward:
+            for use in call.uses():
+                self._bring(use.buffer, code)
+            if any(not self._is_backwards(before) for before, _ in call.written):
+                raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
+            code.call(call)
+        for _, use in self._contributions:
+            self._bring(use.buffer, code)
+            code.tensor(use)
+        return code
+
+    def _write_regeneration(self) -> tuple[tuple[Code, list[str]] | None, tuple[tuple[int, int], ...]]:
+        """The code of the outputs that others may drop; these."""
+        plan = self._plan
+        found: dict[int, int] = {}
+        for value in plan.outputs:
+            step, slot = plan.origin(value)
+            number = self._made_by(step, slot)
+            position = next((i for i, use in enumerate(self._results) if use.buffer == number), None)
+            if position is None:
+                raise NotCapturable("a part of an output is dropped where others save it")
+            found[position] = value
+        if not found:
+            return None, ()
+        code = Code(self._recording)
+        for position in found:
+            self._bring(self._results[position].buffer, code)
+        names = [code.tensors[self._results[position].buffer] for position in found]
+        return (code, names), tuple(found.items())
+
+    def _made_by(self, step: int, slot: int | None) -> int | None:
+        """The buffer that a step of forward gives as its output ``slot``, or that it writes in place."""
+        call = self._forward[step]
+        return call.written[0][1] if call.written and not slot else call.results[slot or 0]
+
+    def _is_backwards(self, number: int) -> bool:
+        """Whether a call of backward has made a buffer."""
+        call = self._recording.buffers[number].call
+        return call is not None and call >= len(self._forward)
+
+    def _bring(self, number: int, code: Code) -> None:
+        """Have a buffer there that backward reads: what forward has left, or what runs again."""
+        pending = [number]
+        while pending:
+            number = pending[-1]
+            buffer = self._recording.buffers[number]
+            if number in code.tensors:
+                pending.pop()
+            elif buffer.given is not None:
+                self._held[number] = None
+                code.tensors[number] = f"t{number}"
+            elif buffer.constant is not None:
+                code.tensors[number] = code.constant(number)
+            elif number in self._keeps:
+                self._kept[number] = None
+                code.tensors[number] = f"t{number}"
+            else:
+                index = buffer.call
+                assert index is not None
+                call = self._forward[index]
+                if index not in self._plan.again:
+                    raise NotCapturable(f"backward reads what {call.op} gave, which is neither kept nor runs again")
+                missing = [use.buffer for use in call.uses() if use.buffer not in code.tensors]
+                if missing:
+                    pending += missing
+                    continue
+                self._again[index] = None
+                self._run_again(index, call, code)
+
+    def _run_again(self, index: int, call: Call, code: Code) -> None:
+        if facts(call.op).kind is not Kind.RANDOM:
+            code.call(call, again=True)
+            return
+        start = len(code.statements)
+        code.call(call, again=True)
+        statement = code.statements[-1]
+        assert len(code.statements) > start
+        statement.text = f"with r{index}.replayed():\n    {statement.text}"
+        statement.reads.append(f"r{index}")
+
+    @cached_property
+    def _keeps(self) -> frozenset[int]:
+        """The buffers of the values that the plan keeps."""
+        origins = [self._plan.facts[value][2:4] for value in self._plan.kept]
+        made = {self._made_by(step, slot) for step, slot in origins if step is not None}
+        return frozenset(number for number in made if number is not None)
+
+    def _write_forward(self) -> tuple[Any, dict[int, str]]:
+        code = Code(self._recording)
+        given = [number for number, buffer in enumerate(self._recording.buffers) if buffer.given is not None]
+        given.sort(key=lambda number: self._recording.buffers[number].given or 0)
+        for number in given:
+            code.tensors[number] = f"t{number}"
+        for number, buffer in enumerate(self._recording.buffers):
+            if buffer.constant is not None:
+                code.tensors[number] = code.constant(number)
+        states: dict[int, str] = {}
+        for index, call in enumerate(self._forward):
+            for before, _ in call.written:
+                root = self._recording.buffers[self._recording.buffers[before].root]
+                if root.given is not None or root.constant is not None:
+                    raise NotCapturable(f"it writes to a tensor that it did not make ({call.op})")
+            if index in self._again and facts(call.op).kind is Kind.RANDOM:
+                states[index] = code.draw(call)
+            code.call(call)
+        outputs = [self._output(position, use, code) for position, use in enumerate(self._results)]
+        views = {output.split(".")[0] for output in outputs}
+        kept = [f"{code.tensors[n]}.detach()" if self._is_output(n) else code.tensors[n] for n in self._kept]
+        last = {code.tensors[use.buffer] for use in self._results}
+        last |= {code.tensors[n] for n in self._kept} | set(states.values()) | views
+        result = f"({_tuple(outputs)}, [{', '.join(kept)}], {_tuple(states.values())})"
+        head = [f"def run(name{''.join(f', t{number}' for number in given)}):"]
+        return code.compiled(head, result, last), {index: f"r{index}" for index in states}
+
+    def _is_output(self, number: int) -> bool:
+        return any(use.buffer == number for use in self._results)
+
+    def _output(self, position: int, use: Use, code: Code) -> str:
+        buffers = self._recording.buffers
+        buffer = buffers[use.buffer]
+        root = buffers[buffer.root]
+        if root.given is not None or root.constant is not None:
+            if position not in self._fixed or root.given in self._differentiable:
+                raise NotCapturable("it returns a tensor, or a view of one, that it was given")
+            return f"{code.tensor(use)}.detach()"
+        if use.layout == buffer.layout:
+            return code.tensors[use.buffer]
+        if use.buffer in self._kept:
+            return code.tensor(use)  # whose versions count with those of what is kept
+        return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
+
+
+def _tuple(names: Iterable[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"

@@ -1,0 +1,284 @@
+"""What ran of a region, op by op below autograd: the calls, and which buffers they read, make and write to.
+
+A tensor is known by its storage and its layout, so views need no calls of their own: whoever reads one reads a buffer
+through a layout. A buffer is what a storage holds from one write to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tag, Tensor
+from torch._ops import OpOverload
+
+from recompute.engine.operands import LISTS, at, is_plain, tensors_in
+from recompute.engine.ops import DATA_DEPENDENT, Kind, facts, facts_of_call
+from recompute.engine.plan import LARGEST_COPY
+from recompute.engine.saved import Layout
+
+_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
+
+
+class NotCapturable(Exception):
+    """Why a region cannot run as code."""
+
+
+class Departure(Exception):
+    """What runs is not what is expected."""
+
+    def __init__(self, reason: str = "torch.compile's graph of it takes other steps than its forward"):
+        super().__init__(reason)
+
+
+class Use(NamedTuple):
+    """A tensor: a buffer seen through a layout."""
+
+    buffer: int
+    layout: Layout
+
+
+@dataclass
+class Buffer:
+    """What a storage holds from one write to the next."""
+
+    layout: Layout
+    """Of the tensor in which it was seen first."""
+    nbytes: int
+    root: int
+    """The first buffer in the same storage: who writes in place writes into its tensor."""
+    given: int | None = None
+    """The position of the tensor that it was given in; None of what a call made."""
+    call: int | None = None
+    """The call that made it, or wrote it."""
+    constant: Tensor | None = None
+    """The tensor itself, of a literal in the code."""
+
+
+class Call(NamedTuple):
+    """One op, with a ``Use`` in the place of each tensor."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]
+    """The buffers of its outputs; None for one that is no tensor, or that shares the memory of another."""
+    written: tuple[tuple[int, int], ...]
+    """Of each storage that it writes to, the buffer before and after."""
+    is_sequence: bool
+    """Whether it returns several outputs."""
+
+    def uses(self) -> Iterator[Use]:
+        return uses_in((self.args, self.kwargs))
+
+
+def uses_in(value: Any) -> Iterator[Use]:
+    if type(value) is Use:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from uses_in(item)
+    elif isinstance(value, dict):
+        yield from uses_in(tuple(value.values()))
+
+
+@dataclass
+class Recording:
+    """Calls, and the buffers that they are about. Holds no tensors but small constants."""
+
+    is_open: bool = False
+    """Whether calls may read tensors that were not given before."""
+    expected: Recording | None = None
+    """Another one, whose calls this one must repeat, as far as those go: with other buffers."""
+    buffers: list[Buffer] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    _current: dict[int, int] = field(default_factory=dict)
+    """The buffer in each storage, by the address of its StorageImpl …"""
+    _weak: list[Any] = field(default_factory=list)
+    """… which cannot be used again while these are held."""
+    _same: dict[int, int] = field(default_factory=dict)
+    """The buffer here for each one of what is expected."""
+
+    def close(self) -> None:
+        """Forget which storages the buffers were in."""
+        for reference in self._weak:
+            torch.UntypedStorage._free_weak_ref(reference)
+        self._weak, self._current = [], {}
+
+    def __del__(self) -> None:
+        self.close()
+
+    def give(self, tensor: Tensor, position: int) -> int:
+        """A tensor that no call has made."""
+        if not is_plain(tensor):
+            raise NotCapturable(f"it is given a {type(tensor).__name__} that is no plain view of a storage")
+        if tensor.untyped_storage()._cdata in self._current:
+            raise NotCapturable("two of the tensors that it is given share memory")
+        return self._new(tensor, given=position)
+
+    def receive(self, gradient: Tensor) -> int:
+        """The gradient of an output, which is given to backward."""
+        if not is_plain(gradient):
+            raise NotCapturable(f"its backward is given a {type(gradient).__name__} that is no plain view of a storage")
+        return self._new(gradient)
+
+    def use(self, tensor: Tensor) -> Use:
+        """A tensor as something seen before."""
+        if not is_plain(tensor):
+            raise NotCapturable(f"an op reads a {type(tensor).__name__} that is no plain view of a storage")
+        number = self._current.get(tensor.untyped_storage()._cdata)
+        if number is None and self.is_open:
+            number = self._new(tensor)
+        if number is None:
+            raise NotCapturable("an op reads a tensor that the region was not given and did not make")
+        return Use(number, Layout.of(tensor))
+
+    def knows(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._current
+
+    def bind(self, tensor: Tensor, buffer: int) -> None:
+        """From now on what the tensor's storage holds is known as ``buffer``."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._current:
+            self._weak.append(storage._weak_ref())
+        self._current[storage._cdata] = buffer
+
+    def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> _Started | None:
+        """An op is about to run; None of one that makes nothing new."""
+        known = facts(op)
+        if known.kind is Kind.VIEW:
+            if isinstance(op, OpOverload) and _DATA_DEPENDENT.intersection(op.tags):
+                raise NotCapturable(f"{known.name} depends on data")
+            if op is torch.ops.aten.lift_fresh.default:
+                self._see_constant(args[0])
+            return None
+        if not isinstance(op, OpOverload):
+            raise NotCapturable(f"{op} is no op of the dispatcher")
+        if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
+            raise NotCapturable(f"{known.name} depends on data")
+        written = tensors_in(at(known.writes, args, kwargs))
+        started = _Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
+        self._compare(started)
+        return started
+
+    def _compare(self, started: _Started) -> None:
+        """Before an op runs: it must be what is expected, if anything is."""
+        if self.expected is None:
+            return
+        calls = self.expected.calls
+        call = calls[len(self.calls)] if len(self.calls) < len(calls) else None
+        if (
+            call is None
+            or call.op is not started.op
+            or not self._agrees((call.args, call.kwargs), (started.args, started.kwargs))
+        ):
+            raise Departure
+        for tensor, _ in started.written:
+            root = self.buffers[self.buffers[self.use(tensor).buffer].root]
+            if root.call is None:
+                raise Departure  # it could not be taken back
+
+    def _agrees(self, expected: Any, found: Any) -> bool:
+        if type(expected) is not type(found):
+            return False
+        if type(expected) is Use:
+            return (
+                expected.layout == found.layout and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
+            )
+        if isinstance(expected, (list, tuple)):
+            return len(expected) == len(found) and all(map(self._agrees, expected, found))
+        if isinstance(expected, dict):
+            return expected.keys() == found.keys() and all(self._agrees(expected[key], found[key]) for key in expected)
+        return bool(expected == found) or (expected != expected and found != found)
+
+    def is_as_expected(self) -> bool:
+        """Whether there were as many calls as expected."""
+        return self.expected is None or len(self.calls) == len(self.expected.calls)
+
+    def end(self, started: _Started, output: Any) -> None:
+        """That op has run."""
+        index = len(self.calls)
+        written: dict[int, tuple[int, int]] = {}
+        for tensor, layout in started.written:
+            if Layout.of(tensor) != layout:
+                raise NotCapturable(f"{started.op} changes the shape of an argument")
+            key = tensor.untyped_storage()._cdata
+            if key not in written:
+                before = self._current[key]
+                old = self.buffers[before]
+                self.buffers.append(Buffer(old.layout, old.nbytes, old.root, call=index))
+                written[key] = before, len(self.buffers) - 1
+                self._current[key] = len(self.buffers) - 1
+        results: list[int | None] = []
+        for tensor in output if type(output) in LISTS else (output,):
+            if not isinstance(tensor, Tensor):
+                results.append(None)
+            elif not is_plain(tensor):
+                raise NotCapturable(f"{started.op} gives a {type(tensor).__name__} that is no plain view of a storage")
+            else:
+                results.append(None if self.knows(tensor) else self._new(tensor, call=index))
+        if self.expected is not None:
+            call = self.expected.calls[index]
+            pairs = [
+                *zip(call.results, results, strict=True),
+                *zip(_after(call.written), _after(written.values()), strict=True),
+            ]
+            if any((one is None) is not (other is None) for one, other in pairs):
+                raise Departure
+            self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
+        is_sequence = type(output) in LISTS
+        self.calls.append(
+            Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
+        )
+
+    def add(self, first: Use, second: Use) -> Use:
+        """The call by which autograd adds up two gradients of one tensor; its sum is yet to be seen."""
+        layout = Layout.of(_on_meta(first.layout) + _on_meta(second.layout))
+        number = len(self.buffers)
+        nbytes = layout.shape.numel() * layout.dtype.itemsize
+        self.buffers.append(Buffer(layout, nbytes, number, call=len(self.calls)))
+        self.calls.append(Call(torch.ops.aten.add.Tensor, (first, second), {}, (number,), (), is_sequence=False))
+        return Use(number, layout)
+
+    def _see_constant(self, tensor: Tensor) -> None:
+        """What ``torch.tensor`` makes of a literal."""
+        if is_plain(tensor) and not self.knows(tensor) and tensor.untyped_storage().nbytes() <= LARGEST_COPY:
+            self.buffers[self._new(tensor)].constant = tensor.clone()
+
+    def _new(self, tensor: Tensor, *, given: int | None = None, call: int | None = None) -> int:
+        number = len(self.buffers)
+        self.buffers.append(Buffer(Layout.of(tensor), tensor.untyped_storage().nbytes(), number, given, call))
+        self.bind(tensor, number)
+        return number
+
+    def _template(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.use(value)
+        if isinstance(value, dict):
+            return {key: self._template(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple([self._template(item) for item in value])
+        if isinstance(value, list):
+            return [self._template(item) for item in value]
+        if not isinstance(value, _CONSTANTS):
+            raise NotCapturable(f"an op is given a {type(value).__name__}")
+        return value
+
+
+def _after(written: Iterable[tuple[int, int]]) -> list[int]:
+    return [after for _, after in written]
+
+
+def _on_meta(layout: Layout) -> Tensor:
+    with torch.no_grad():
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+
+
+class _Started(NamedTuple):
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: Sequence[tuple[Tensor, Layout]]
