@@ -25,7 +25,6 @@ from recompute.engine.reach import reachable
 from recompute.engine.region import Region, is_recording
 from recompute.engine.saved import Owner
 from recompute.engine.stopwatch import Stopwatch
-from recompute.engine.tape import TapeRegion
 from recompute.entries import module_entries
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.explain import Attachment, Stats, explanation, stats
@@ -35,7 +34,7 @@ from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign
 from recompute.policy.model import Policy, Rule
 from recompute.recognize import is_decorated
-from recompute.runners import Forward, RootRunner, Runner, around, inside_of, setting_of
+from recompute.runners import Forward, RootRunner, Runner, around, inside_of, region_of
 from recompute.selection import choose
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
@@ -421,10 +420,7 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
         return function
     lowering = lowering_of(rule)
     if rule.action == "recompute" or rule.keep:
-        shared = Shared()
-        return _taped(
-            function, CapturedRegion(TapeRegion(setting_of(Owner(name), rule, shared.openings)), shared), lowering
-        )
+        return _taped(function, region_of(Owner(name), rule, Shared()), lowering)
     return _checkpointed(function, Region(Owner(name)), lowering)
 
 

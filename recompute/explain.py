@@ -10,11 +10,12 @@ from dataclasses import dataclass, fields
 from tabulate import tabulate
 from torch import nn
 
+from recompute.compiled.region import CapturedRegion
 from recompute.engine.plan import Plan, Row
 from recompute.engine.saved import Outside, Owner
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.model import Policy
-from recompute.runners import Runner
+from recompute.runners import Runner, region_in
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,10 @@ _LEGEND = (
 
 def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
     """The text of ``AppliedPolicy.explain``."""
+    attachments = list(attachments)
     groups: dict[tuple[str, ...], list[Owner]] = {}
     for attachment in attachments:
-        pattern = re.sub(r"\d+", "*", attachment.path) or "(the model)"
+        pattern = _pattern(attachment)
         index = attachment.rule
         rule = "-" if index is None else f"rules[{index}]: {policy.rules[index].action}"
         key = pattern, type(attachment.module).__name__, rule, attachment.runner.note
@@ -107,7 +109,27 @@ def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
         )
     align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(_BYTES)))
     table = tabulate(rows, _HEADERS, disable_numparse=True, colalign=align if rows else None)
-    return "\n\n".join([f"policy {policy.name}\n{table}\n{_LEGEND}", *details])
+    return "\n\n".join([f"policy {policy.name}\n{table}\n{_LEGEND}", *_captures(attachments), *details])
+
+
+def _pattern(attachment: Attachment) -> str:
+    return re.sub(r"\d+", "*", attachment.path) or "(the model)"
+
+
+def _captures(attachments: Iterable[Attachment]) -> list[str]:
+    """Which of the modules on a tape run as captured code by now, and why others do not."""
+    regions: dict[str, list[CapturedRegion]] = {}
+    for attachment in attachments:
+        if (region := region_in(attachment.runner)) is not None and region.was_tried:
+            regions.setdefault(_pattern(attachment), []).append(region)
+    lines = []
+    for pattern, alike in regions.items():
+        captured = sum(region.is_captured for region in alike)
+        line = f"{pattern}: {captured:,} of {len(alike):,} run as captured code"
+        if failures := dict.fromkeys(region.failure for region in alike if not region.is_captured):
+            line += f"; the others stay on the tape: {'; '.join(failures)}"
+        lines.append(line)
+    return ["\n".join(lines)] if lines else []
 
 
 def _counts(totals: Mapping[str, int]) -> list[str]:

@@ -155,7 +155,7 @@ class TapeRunner:
         self.owner = owner
         self.inner = inner
         self.lowering = lowering_of(rule)
-        self._region = CapturedRegion(TapeRegion(setting_of(owner, rule, shared.openings)), shared)
+        self.region = region_of(owner, rule, shared)
         what = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
         if rule.rerun:
             what += f" and {', '.join(rule.rerun)}"
@@ -171,10 +171,22 @@ class TapeRunner:
                 return self.lowering.run(forward, args, kwargs)
             return self.lowering.run(self.inner.run, (module, forward, args, kwargs), {})
         if self.inner is None:
-            return self._region.run(forward, args, kwargs) if is_active(module) else forward(*args, **kwargs)
+            return self.region.run(forward, args, kwargs) if is_active(module) else forward(*args, **kwargs)
         if not is_active(module):
             return self.inner.run(module, forward, args, kwargs)
-        return self._region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
+        return self.region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
+
+
+def region_of(owner: Owner, rule: Rule, shared: Shared) -> CapturedRegion:
+    """A region under a rule that has a tape."""
+    return CapturedRegion(TapeRegion(setting_of(owner, rule, shared.openings)), shared if rule.capture else None)
+
+
+def region_in(runner: Runner | None) -> CapturedRegion | None:
+    """The region with a tape that a runner has, or one inside of it."""
+    while runner is not None and not isinstance(runner, TapeRunner):
+        runner = getattr(runner, "inner", None) or getattr(runner, "fallback", None)
+    return None if runner is None else runner.region
 
 
 def setting_of(owner: Owner, rule: Rule, openings: PlanCache | None = None) -> Setting:

@@ -221,7 +221,8 @@ class CapturedGraph:
 class CapturedRegion:
     """A region that runs by a tape until that has settled, and is captured then."""
 
-    def __init__(self, tape: TapeRegion, shared: Shared):
+    def __init__(self, tape: TapeRegion, shared: Shared | None):
+        """shared: what it shares with other regions under the same policy; None: it stays on the tape."""
         self.tape = tape
         self.settings: dict[Any, Setting] = {tape.setting.key: tape.setting}
         self.recording: Recording | None = None
@@ -242,16 +243,22 @@ class CapturedRegion:
         return [plan for plan, _ in self._settled.values()]
 
     @property
+    def was_tried(self) -> bool:
+        """Whether its tape had settled, so that it was to be captured."""
+        return self._alike is not None
+
+    @property
     def is_captured(self) -> bool:
+        """Whether there is code that runs in its place."""
         return any(graph.program(self) is not None for graph in self._graphs())
 
     @property
     def failure(self) -> str:
-        """Why it is not captured, if that was tried; "" if it is."""
+        """Why it is not captured, though that was tried; "" if it is."""
         if self.is_captured or self._alike is None:
             return ""
         failures = [graph.failure for graph in self._graphs() if graph.failure]
-        return failures[-1] if failures else self._alike.failure
+        return failures[-1] if failures else self._alike.failure or "it has not run backward since"
 
     def _graphs(self) -> list[CapturedGraph]:
         own = [] if self._own is None else self._own.graphs
@@ -281,10 +288,11 @@ class CapturedRegion:
     def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable) -> Any:
         self.recording = None
         plan = self.tape.plan
-        if plan is None or self._settled.get(id(plan), (plan, 0))[1] != SETTLED - 1:
+        shared = self._shared
+        if shared is None or plan is None or self._settled.get(id(plan), (plan, 0))[1] != SETTLED - 1:
             result = self.tape.run(function, args, kwargs, variant)
         else:
-            result = self._by_recording_tape(plan, function, args, kwargs, variant)
+            result = self._by_recording_tape(shared, plan, function, args, kwargs, variant)
         if (plan := self.tape.plan) is not None:
             _, count = self._settled.get(id(plan), (plan, 0))
             self._settled[id(plan)] = plan, count + 1
@@ -293,7 +301,7 @@ class CapturedRegion:
         return result
 
     def _by_recording_tape(
-        self, plan: Plan, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
+        self, shared: Shared, plan: Plan, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
     ) -> Any:
         """A last time by the tape, which records what a graph of the region must do."""
         tapes: list[RecordingTape] = []
@@ -306,7 +314,7 @@ class CapturedRegion:
         if tapes and self.tape.plan is plan:
             self.recording = tapes[0].recording
             if self._alike is None:
-                self._alike = self._shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
+                self._alike = shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
         return result
 
 

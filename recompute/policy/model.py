@@ -45,6 +45,7 @@ _BELONGS_TO = {
     "rerun": ("recompute",),
     "keep": ("recompute", "checkpoint"),
     "price": ("recompute",),
+    "capture": ("recompute", "checkpoint"),
 }
 _UNBUILT_ACTIONS = ("offload", "compress")
 _VERSION = 1
@@ -229,6 +230,8 @@ class Rule(BaseModel):
     price: the bytes that ``recompute`` may hold to save a second of running again, on a nominal accelerator (see
         ``engine.ops``): the higher, the less of what may run again does; 0 holds the fewest bytes. What a GEMM gives
         in bfloat16, a sum over H products each, is worth 4e14 / H: at a lower price it runs again, where it may.
+    capture: whether a module that has run alike for some steps goes on as straight code (see ``compiled.region``),
+        which takes less of the CPU and changes no bit.
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
     number stands for a list of one. Raises ``PolicyError``.
@@ -244,6 +247,7 @@ class Rule(BaseModel):
     rerun: OneOrMore[Family] = ()
     keep: OneOrMore[Keepable] = ()
     price: Annotated[float, PlainValidator(_price)] = PRICE
+    capture: bool = True
 
     if TYPE_CHECKING:
 
@@ -258,9 +262,10 @@ class Rule(BaseModel):
             rerun: Family | Sequence[Family] = (),
             keep: str | Sequence[str] = (),
             price: float = PRICE,
+            capture: bool = True,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep", "price")
+    @field_validator("via", "rerun", "keep", "price", "capture")
     @classmethod
     def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)

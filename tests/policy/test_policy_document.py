@@ -16,7 +16,7 @@ from recompute.errors import PolicyError
 from recompute.policy.document import dump_document, load_document, parse_document
 from recompute.policy.model import Policy
 
-KEYS_OF_A_RULE = "match, type, layers, action, via, rerun, keep, price"
+KEYS_OF_A_RULE = "match, type, layers, action, via, rerun, keep, price, capture"
 
 
 def refusal_of(text: str, model_class: type[BaseModel] = Policy, kind: str = "policy") -> str:

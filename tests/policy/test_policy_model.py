@@ -69,6 +69,7 @@ def rules(draw) -> Rule:
         rerun=rerun,
         keep=draw(one_or_more(keepable)) if action != "keep" else (),
         price=draw(st.floats(0, allow_infinity=False) | st.integers(0, 10**20)) if action == "recompute" else PRICE,
+        capture=draw(st.booleans()) or action == "keep",
     )
 
 
@@ -133,7 +134,7 @@ def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     assert (rule.match, rule.layers, rule.via, rule.rerun, rule.keep) == ((), None, "auto", (), ())
     assert repr(rule) == (
         "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=(), "
-        "price=1000000000.0)"
+        "price=1000000000.0, capture=True)"
     )
 
 
@@ -205,7 +206,7 @@ def test_the_wrong_item_of_a_list_of_layers_is_named():
 def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
     assert refusal_of(Rule, mach="**.mlp", action="keep") == (
         "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, "
-        "keep, price"
+        "keep, price, capture"
     )
 
 
@@ -278,6 +279,18 @@ def test_a_price_is_a_finite_number_from_0_up(value):
 def test_a_price_belongs_to_recompute_only(action):
     assert refusal_of(Rule, match="a", action=action, price=0) == (
         f"Rule: price: expected no 'price' beside action '{action}': it belongs to action 'recompute'; found 0"
+    )
+
+
+def test_a_rule_that_is_not_to_be_captured_says_so():
+    policy = Policy(rules=[Rule(match="a", action="recompute", capture=False)])
+    assert policy.to_yaml().endswith("- match: a\n  action: recompute\n  capture: false\n")
+
+
+def test_what_keeps_everything_is_never_captured():
+    assert refusal_of(Rule, match="a", action="keep", capture=False) == (
+        "Rule: capture: expected no 'capture' beside action 'keep': it belongs to action 'recompute' or 'checkpoint'; "
+        "found false"
     )
 
 
