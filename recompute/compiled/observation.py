@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -95,13 +96,14 @@ class _BackwardOps(TorchDispatchMode):
 
     def __init__(self, seen: Observation):
         super().__init__()
-        self._seen = seen
+        self._seen = weakref.ref(seen)  # which has this
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if local.regenerating:
+        seen = self._seen()
+        if local.regenerating or seen is None:
             return op(*args, **kwargs)
-        return self._seen.run(op, args, kwargs, partial(op, *args, **kwargs))
+        return seen.run(op, args, kwargs, partial(op, *args, **kwargs))
 
 
 class Observation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -137,7 +138,7 @@ class CapturedGraph:
         self._graph = module.forward
         self._code = module.code
         self._programs: list[Program] = []
-        self._is_watched = False
+        self._watched: weakref.ref[Observation] | None = None
         self._failures = 0
         self.failure = _unfit_node(module) or ""
         """Why no program was made of it when that was tried last."""
@@ -177,9 +178,8 @@ class CapturedGraph:
 
     def _watch(self, region: CapturedRegion, given: Sequence[Any], expected: Recording) -> Any:
         """Run the graph by the tape, which records what runs; it must be what the region itself does."""
-        if self._is_watched:
+        if self._watched is not None and self._watched() is not None:  # until its backward has run, or its graph died
             raise Refusal
-        self._is_watched = True
         learn = functools.partial(self._learn, self._key(given))
         states = RngState()
         expose_arrays(given)
@@ -187,6 +187,7 @@ class CapturedGraph:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
             seen = Observation(given, expected, learn)
+            self._watched = weakref.ref(seen)
             tape = GraphTape(region.tape, region.settings, None, seen)
             with tape:
                 outputs = self._graph(*given)
@@ -207,7 +208,7 @@ class CapturedGraph:
 
     def _learn(self, key: Hashable, result: Program | str) -> None:
         """What was watched has ended."""
-        self._is_watched = False
+        self._watched = None
         if isinstance(result, Program):
             self._programs.append(result)
             self._alike.programs[key, id(result.plan)] = result
@@ -233,6 +234,7 @@ class CapturedRegion:
         """Graphs of this region alone, if none of those that it shares fits."""
         self._settled: dict[int, tuple[Plan, int]] = {}
         self._misses = 0
+        self._recorded = 0
 
     def knows(self, plan: Plan) -> bool:
         """Whether the region's own frames have had this plan."""
@@ -289,7 +291,8 @@ class CapturedRegion:
         self.recording = None
         plan = self.tape.plan
         shared = self._shared
-        if shared is None or plan is None or self._settled.get(id(plan), (plan, 0))[1] != SETTLED - 1:
+        has_settled = plan is not None and self._settled.get(id(plan), (plan, 0))[1] >= SETTLED - 1
+        if shared is None or plan is None or not has_settled or self._recorded >= MOST:
             result = self.tape.run(function, args, kwargs, variant)
         else:
             result = self._by_recording_tape(shared, plan, function, args, kwargs, variant)
@@ -304,6 +307,7 @@ class CapturedRegion:
         self, shared: Shared, plan: Plan, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
     ) -> Any:
         """A last time by the tape, which records what a graph of the region must do."""
+        self._recorded += 1
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
