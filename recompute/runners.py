@@ -133,16 +133,24 @@ class CheckpointRunner:
 
     note = "its Python runs again from its inputs"
 
-    def __init__(self, owner: Owner, module: nn.Module):
+    def __init__(self, owner: Owner, module: nn.Module, rule: Rule, shared: Shared):
         self.owner = owner
-        self._region = Region(owner, beyond=surroundings(module.modules()))
+        self._checkpoint = Region(owner, beyond=surroundings(module.modules()))
+        itself = weakref.ref(module)
+
+        def run(forward: Forward, args: tuple, kwargs: dict) -> Any:
+            module = itself()
+            assert module is not None
+            return self._checkpoint.run(forward, (module,), args, kwargs)
+
+        self.region = region_of(owner, rule, shared, run)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if is_lowered(module):
             return CHECKPOINTS.run(forward, args, kwargs)
         if not is_active(module):
             return forward(*args, **kwargs)
-        return self._region.run(forward, (module,), args, kwargs)
+        return self.region.run(forward, args, kwargs)
 
 
 class TapeRunner:
@@ -177,14 +185,15 @@ class TapeRunner:
         return self.region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
 
 
-def region_of(owner: Owner, rule: Rule, shared: Shared) -> CapturedRegion:
-    """A region under a rule that has a tape."""
-    return CapturedRegion(TapeRegion(setting_of(owner, rule, shared.openings)), shared if rule.capture else None)
+def region_of(owner: Owner, rule: Rule, shared: Shared, checkpoint: Callable[..., Any] | None = None) -> CapturedRegion:
+    """checkpoint: as ``CapturedRegion`` takes it."""
+    tape = TapeRegion(setting_of(owner, rule, shared.openings))
+    return CapturedRegion(tape, shared if rule.capture else None, checkpoint)
 
 
 def region_in(runner: Runner | None) -> CapturedRegion | None:
-    """The region with a tape that a runner has, or one inside of it."""
-    while runner is not None and not isinstance(runner, TapeRunner):
+    """The region that a runner has, or one inside of it, if it has one that may be captured."""
+    while runner is not None and not isinstance(runner, (TapeRunner, CheckpointRunner)):
         runner = getattr(runner, "inner", None) or getattr(runner, "fallback", None)
     return None if runner is None else runner.region
 

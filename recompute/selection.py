@@ -51,7 +51,7 @@ def choose(
     if rule.action == "keep":
         yield path, module, KeepRunner(owner)
     elif rule.action == "checkpoint" and not rule.keep:
-        yield path, module, CheckpointRunner(owner, module)
+        yield path, module, CheckpointRunner(owner, module, rule, shared)
     else:
         tape = TapeRunner(owner, rule, shared)
         if rule.via == "hook" or rule.action != "recompute":

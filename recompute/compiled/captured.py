@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from recompute.compiled.program import Program
+from recompute.compiled.program import Counts, Program
 from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
 from recompute.engine.numerics import Numerics
 from recompute.engine.operands import copied
@@ -28,10 +28,34 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey
 class Frame:
     """One run of a program, and what it holds for backward."""
 
-    __slots__ = ("_given", "_graph", "_held", "_kept", "_numerics", "_others", "_program", "_rng", "_states", "owner")
+    __slots__ = (
+        "_given",
+        "_graph",
+        "_held",
+        "_is_checkpoint",
+        "_kept",
+        "_numerics",
+        "_others",
+        "_program",
+        "_rng",
+        "_states",
+        "owner",
+    )
 
-    def __init__(self, program: Program, graph: Callable[..., Any], owner: Owner, given: Sequence[Tensor]):
-        """graph: what the program was made of, on the same inputs: it serves where the program cannot."""
+    def __init__(
+        self,
+        program: Program,
+        graph: Callable[..., Any],
+        owner: Owner,
+        given: Sequence[Tensor],
+        *,
+        is_checkpoint: bool = False,
+    ):
+        """graph: what the program was made of, on the same inputs: it serves where the program cannot.
+
+        is_checkpoint: it is counted as a checkpoint is.
+        """
+        self._is_checkpoint = is_checkpoint
         self._program = program
         self._graph = graph
         self.owner = owner
@@ -63,13 +87,8 @@ class Frame:
         ]
         self._given = ()
         plan = program.plan
-        owner.frames += 1
-        owner.dropped_tensors += len(plan.dropped)
-        owner.dropped_nbytes += plan.dropped_nbytes
-        owner.kept_nbytes += plan.kept_nbytes
-        owner.eager_nbytes += plan.eager_nbytes
-        owner.outside = []
-        owner.plan = plan
+        Counts.of(plan, is_checkpoint=self._is_checkpoint).add_to(owner)
+        owner.plan = None if self._is_checkpoint else plan
         if program.outputs and (book := open_book()) is not None:
             recipe = _Outputs(self, Group(self._numerics))
             for slot, (position, value) in enumerate(program.outputs):
@@ -102,8 +121,8 @@ class Frame:
             kept = list(kept)
         else:
             self._kept, self._held = None, []
-        owner.regenerations += program.reruns
-        owner.regenerated_nbytes += program.rerun_nbytes
+        owner.regenerations += 1 if self._is_checkpoint else program.reruns
+        owner.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
         given = list(gradients)
         if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
             return program.under_settings(unseen, held, kept, self._states, given)

@@ -5,13 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from recompute.compiled.code import Code
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.ops import Kind, facts
 from recompute.engine.plan import LARGEST_COPY, Plan
-from recompute.engine.saved import Layout
+from recompute.engine.saved import Layout, Owner
+
+
+class Counts(NamedTuple):
+    """What a frame adds to the totals of its owner; see ``engine.saved.Owner``."""
+
+    dropped_tensors: int
+    dropped_nbytes: int
+    kept_nbytes: int
+    eager_nbytes: int
+
+    @staticmethod
+    def of(plan: Plan, *, is_checkpoint: bool) -> Counts:
+        """is_checkpoint: what the region is given counts nowhere then."""
+        if not is_checkpoint:
+            return Counts(len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
+        made = [number for number in plan.demanded if plan.facts[number].step is not None]
+        nbytes = sum(plan.facts[number].nbytes for number in made)
+        return Counts(len(made), nbytes, 0, nbytes)
+
+    def add_to(self, owner: Owner) -> None:
+        owner.frames += 1
+        owner.dropped_tensors += self.dropped_tensors
+        owner.dropped_nbytes += self.dropped_nbytes
+        owner.kept_nbytes += self.kept_nbytes
+        owner.eager_nbytes += self.eager_nbytes
+        owner.outside = []
 
 
 @dataclass(frozen=True)

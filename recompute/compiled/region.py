@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 from recompute.compiled.captured import CapturedFunction, Frame
 from recompute.compiled.guards import MISSED, GuardedCalls
 from recompute.compiled.observation import GraphTape, Observation, RecordingTape
-from recompute.compiled.program import Program
+from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.exposed import expose_arrays, is_shared
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
-from recompute.engine.plan import Plan, PlanCache
+from recompute.engine.plan import LARGEST_COPY, Plan, PlanCache
 from recompute.engine.recipe import is_verifying, local
 from recompute.engine.rng import RngState
-from recompute.engine.saved import Layout, top_hooks, unpack_saved
+from recompute.engine.saved import Layout, Owner, top_hooks, unpack_saved
 from recompute.engine.setting import Setting
 from recompute.engine.tape import TapeRegion
 
@@ -160,7 +160,7 @@ class CapturedGraph:
         if program is None or any(map(is_shared, given)):
             raise Refusal
         _running.has_begun = True
-        frame = Frame(program, self._graph, region.tape.setting.owner, given)
+        frame = Frame(program, self._graph, region.owner, given, is_checkpoint=region.is_checkpoint)
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 
     def _known(self, region: CapturedRegion, given: Sequence[Any]) -> Program | None:
@@ -199,8 +199,8 @@ class CapturedGraph:
             learn(str(departure))
             raise Refusal from None
         _running.has_begun = True
-        region.tape.setting.owner.frames += 1
         plan = tape.record.finish(tape.plain(tree_leaves(outputs)))
+        region.count(plan)
         if plan is None or not region.knows(plan):
             learn("its graph saves other tensors than its forward does")
             return outputs
@@ -220,11 +220,23 @@ class CapturedGraph:
 
 
 class CapturedRegion:
-    """A region that runs by a tape until that has settled, and is captured then."""
+    """A region that runs by a tape until that has settled, and is captured then.
 
-    def __init__(self, tape: TapeRegion, shared: Shared | None):
-        """shared: what it shares with other regions under the same policy; None: it stays on the tape."""
+    A checkpoint has no tape. It is run by one, in which all runs again, only to be captured.
+    """
+
+    def __init__(self, tape: TapeRegion, shared: Shared | None, checkpoint: Callable[..., Any] | None = None):
+        """shared: what it shares with other regions under the same policy; None: it is never captured.
+
+        checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
+        """
         self.tape = tape
+        self.owner = tape.setting.owner
+        self.is_checkpoint = checkpoint is not None
+        if checkpoint is not None:
+            tape.setting.owner = Owner(self.owner.name)  # whose totals are a tape's, and concern nobody
+        self._checkpoint = checkpoint
+        self._frames = 0
         self.settings: dict[Any, Setting] = {tape.setting.key: tape.setting}
         self.recording: Recording | None = None
         """What the last frame's forward did, where that has just settled."""
@@ -235,6 +247,14 @@ class CapturedRegion:
         self._settled: dict[int, tuple[Plan, int]] = {}
         self._misses = 0
         self._recorded = 0
+        self._unfit = ""
+
+    def count(self, plan: Plan | None) -> None:
+        """A frame by the tape, other than the region's own, has ended."""
+        if not self.is_checkpoint:
+            self.owner.frames += 1
+        elif plan is not None:
+            Counts.of(plan, is_checkpoint=True).add_to(self.owner)
 
     def knows(self, plan: Plan) -> bool:
         """Whether the region's own frames have had this plan."""
@@ -259,6 +279,8 @@ class CapturedRegion:
         """Why it is not captured, though that was tried; "" if it is."""
         if self.is_captured or self._alike is None:
             return ""
+        if self._unfit:
+            return self._unfit
         failures = [graph.failure for graph in self._graphs() if graph.failure]
         return failures[-1] if failures else self._alike.failure or "it has not run backward since"
 
@@ -289,8 +311,13 @@ class CapturedRegion:
 
     def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable) -> Any:
         self.recording = None
-        plan = self.tape.plan
         shared = self._shared
+        if self._checkpoint is not None:
+            self._frames += 1
+            if shared is None or self._frames <= SETTLED or self._recorded >= TRIES or not is_undisturbed():
+                return self._checkpoint(function, args, kwargs)
+            return self._checkpoint_by_tape(shared, function, args, kwargs)
+        plan = self.tape.plan
         has_settled = plan is not None and self._settled.get(id(plan), (plan, 0))[1] >= SETTLED - 1
         if shared is None or plan is None or not has_settled or self._recorded >= MOST:
             result = self.tape.run(function, args, kwargs, variant)
@@ -303,8 +330,26 @@ class CapturedRegion:
                 del self._settled[next(iter(self._settled))]
         return result
 
+    def _checkpoint_by_tape(self, shared: Shared, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        result = self._by_recording_tape(shared, None, function, args, kwargs, None)
+        if (plan := self.tape.plan) is not None:
+            self.count(plan)
+            self._settled = {id(plan): (plan, 1)}
+            made = [plan.facts[number] for number in plan.kept if plan.facts[number].step is not None]
+            if sum(known.nbytes for known in made) > LARGEST_COPY:
+                reasons = [plan.steps[known.step].reason for known in made if known.step is not None]
+                self._unfit = f"a checkpoint holds less: {next(filter(None, reasons), 'some ops do not run again')}"
+                self.recording, self._recorded = None, TRIES
+        return result
+
     def _by_recording_tape(
-        self, shared: Shared, plan: Plan, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
+        self,
+        shared: Shared,
+        plan: Plan | None,
+        function: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        variant: Hashable,
     ) -> Any:
         """A last time by the tape, which records what a graph of the region must do."""
         self._recorded += 1
@@ -315,7 +360,7 @@ class CapturedRegion:
             return tapes[0]
 
         result = self.tape.run(function, args, kwargs, variant, start)
-        if tapes and self.tape.plan is plan:
+        if tapes and (plan is None or self.tape.plan is plan):
             self.recording = tapes[0].recording
             if self._alike is None:
                 self._alike = shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
