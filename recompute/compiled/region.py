@@ -25,6 +25,7 @@ from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.exposed import expose_arrays, is_shared
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
+from recompute.engine.numerics import Numerics
 from recompute.engine.plan import LARGEST_COPY, Plan, PlanCache
 from recompute.engine.recipe import is_verifying, local
 from recompute.engine.rng import RngState
@@ -181,8 +182,8 @@ class CapturedGraph:
         if self._watched is not None and self._watched() is not None:  # until its backward has run, or its graph died
             raise Refusal
         learn = functools.partial(self._learn, self._key(given))
-        states = RngState()
         expose_arrays(given)
+        state = _GlobalState()
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
@@ -195,7 +196,7 @@ class CapturedGraph:
                 if not all(isinstance(output, Tensor) for output in outputs):
                     raise Departure("its graph gives what is no tensor")
         except Departure as departure:
-            states.restore()
+            state.put_back()
             learn(str(departure))
             raise Refusal from None
         _running.has_begun = True
@@ -217,6 +218,37 @@ class CapturedGraph:
         self._failures += 1
         self.failure = result
         self.is_given_up = self._failures >= TRIES
+
+
+class _GlobalState:
+    """What code that is left in its middle may leave behind: random states, and switches of torch."""
+
+    def __init__(self) -> None:
+        self._rng = RngState()
+        self._numerics = Numerics()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+        self._cache = torch.is_autocast_cache_enabled()
+        self._nesting = _autocast_nesting()
+
+    def put_back(self) -> None:
+        self._rng.restore()
+        self._numerics.put()
+        torch.set_grad_enabled(self._grad)
+        for device, is_enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._cache)
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 class CapturedRegion:
