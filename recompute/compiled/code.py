@@ -6,7 +6,7 @@ A variable is let go of right after the last call that reads it, so that memory 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from recompute.compiled.recording import Call, Recording, Use, uses_in
 from recompute.engine.operands import capture
 from recompute.engine.saved import Layout, seen_as
+from recompute.kernels.launch import IMPLEMENTATIONS
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Code:
         name = f"{kind}{len(self.names)}"
         if kind == "op":
             name = f"{value._schema.name.replace('::', '_')}_{value._overloadname}"
-            value = value._op
+            value = _function_of(value)
         self.names.setdefault(name, value)
         return name
 
@@ -172,6 +173,12 @@ class Code:
         function = names["run"]
         function.source = source
         return function
+
+
+def _function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What calls an op: one of our kernels past the dispatcher, which takes longer than to launch it."""
+    implementation = IMPLEMENTATIONS.get(op)
+    return op._op if implementation is None or op._schema.is_mutable else implementation
 
 
 def _moved(value: Any, moved: dict[int, int]) -> Any:

@@ -7,7 +7,8 @@ A call that its guards accept goes straight to what was made of the graph. Any o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -30,6 +31,23 @@ is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as to
 
 MISSED = object()
 """In the place of a result: no graph is known for this call."""
+
+
+@contextmanager
+def _whole_kernels() -> Iterator[None]:
+    """The span in which the frontend takes the autograd Functions of our kernels as they are, and not apart."""
+    import torch._dynamo.trace_rules as rules
+
+    allowed = rules._allowed_callable_ids
+    ours = [kind for kind in torch.autograd.Function.__subclasses__() if vars(kind).get("seen_by_dispatcher")]
+    added = [id(kind) for kind in ours if id(kind) not in allowed]
+    for number in added:
+        allowed.add(number)
+    try:
+        yield
+    finally:
+        for number in added:
+            allowed.remove(number)
 
 
 class _Miss(Exception):
@@ -70,7 +88,8 @@ class GuardedCalls:
         """``function(*args, **kwargs)``, whose graph is taken first."""
         before, _local.is_tracing = _local.is_tracing, True
         try:
-            return self._trace(function, args, kwargs)
+            with _whole_kernels():
+                return self._trace(function, args, kwargs)
         finally:
             _local.is_tracing = before
 
