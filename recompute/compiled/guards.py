@@ -7,12 +7,15 @@ A call that its guards accept goes straight to what was made of the graph. Any o
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
+
+from recompute.compiled.recording import NotCapturable
 
 
 class _Local(threading.local):
@@ -62,43 +65,69 @@ class GuardedCalls:
     """Calls of functions that are alike, each kind of which ``backend`` is given the graph of.
 
     backend: ``(graph, example inputs) -> what runs in its place``, which is given the same inputs.
+    Raises ``NotCapturable`` where torch's frontend is switched off.
     """
 
     def __init__(self, backend: Callable[..., Callable[..., Any]]):
         import torch._dynamo.eval_frame as frames  # which takes a second to load
         from torch._dynamo.types import ConvertFrameReturn
 
+        context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+        if getattr(context, "callback", None) is None:
+            raise NotCapturable("torch.compile is switched off")
         self._set: Any = frames.set_eval_frame
         # Guards are found by code objects: with one of its own nobody else's are looked at.
         self._call = FunctionType(_call.__code__.replace(co_name="captured_call"), globals(), "captured_call")
-        context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
-        self._trace = context(self._call)
-
-        code = self._call.__code__
+        code, untouched = self._call.__code__, ConvertFrameReturn()
 
         def miss(frame: Any, *_: Any) -> Any:
             if frame.f_code is code:
                 raise _Miss
-            return ConvertFrameReturn()  # what is called inside runs as it is
+            return untouched  # what is called inside runs as it is
 
-        miss._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]  # whose guards it is about
-        self._miss = miss
+        def trace(frame: Any, *state: Any) -> Any:
+            if frame.f_code is not code:
+                return untouched
+            with _tracing():
+                traced = context.callback(frame, *state)
+            if traced.guarded_code is None:  # and torch would run it as it is
+                raise NotCapturable("torch.compile passes it by, as it finds no tensor that it is given")
+            return traced
+
+        for callback in (miss, trace):  # whose guards they are about
+            callback._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]
+        self._miss, self._trace = miss, trace
 
     def trace(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)``, whose graph is taken first."""
-        before, _local.is_tracing = _local.is_tracing, True
-        try:
-            with _whole_kernels():
-                return self._trace(function, args, kwargs)
-        finally:
-            _local.is_tracing = before
+        """``function(*args, **kwargs)``, by a graph that is taken first if none is known."""
+        return self._under(self._trace, function, args, kwargs)
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` by a graph that was taken before, or ``MISSED``, and nothing has run."""
-        before = self._set(self._miss)
         try:
-            return self._call(function, args, kwargs)
+            return self._under(self._miss, function, args, kwargs)
         except _Miss:
             return MISSED
+
+    def _under(self, callback: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        before = self._set(callback)
+        try:
+            return self._call(function, args, kwargs)
         finally:
             self._set(before)
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """The span in which the frontend traces a region."""
+    before, _local.is_tracing = _local.is_tracing, True
+    try:
+        with (
+            _whole_kernels(),
+            torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # of what it cannot trace: ``explain`` says so
+            yield
+    finally:
+        _local.is_tracing = before

@@ -87,10 +87,13 @@ class Graphs:
 
     def trace(self, region: CapturedRegion, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call whose graph is taken first, or say ``MISSED``, and nothing has run."""
+        return self._run(self._trace, region, function, args, kwargs)
+
+    def _trace(self, *call: Any) -> Any:
         with self._lock:
             if self._calls is None:
                 self._calls = GuardedCalls(self._compile)
-        return self._run(self._calls.trace, region, function, args, kwargs)
+        return self._calls.trace(*call)
 
     def run(self, region: CapturedRegion, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call by the graph that its guards accept, or say ``MISSED``, and nothing has run."""
