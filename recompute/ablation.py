@@ -70,8 +70,8 @@ class AblationConfig(BaseModel):
     batch_size: PositiveInt = 4
     step: Literal["training", "layers"] = "training"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    steps: PositiveInt = 8
-    warmup: Annotated[int, Field(ge=0)] = 2
+    steps: PositiveInt = 12
+    warmup: Annotated[int, Field(ge=0)] = 6
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -42,8 +42,10 @@ def test_each_way_computes_the_same_and_runs_again_what_it_should(script: dict[s
     assert ran == {
         plain: (mms, 0),
         script["MODE"]: (mms, 0),
+        script["CAPTURED"]: (mms, 1),
         script["TAPE"]: (mms, 1),
-        "recompute, checkpoint": (mms + 6, 1),  # nobody saved what the last Linear made
+        "checkpoint, captured": (mms + 6, 1),  # nobody saved what the last Linear made
+        "checkpoint": (mms + 6, 1),
         script["CHECKPOINT"]: (mms + 6, 1),
         script["SELECTIVE"]: (mms, 1),
     }

@@ -77,13 +77,16 @@ def torch_checkpoint(module: nn.Module, **options: Any) -> Callable[..., Tensor]
     return partial(checkpoint, module, use_reentrant=False, **options)
 
 
-PLAIN, TAPE, MODE = "plain", "recompute, tape", "do-nothing dispatch mode"
+PLAIN, MODE = "plain", "do-nothing dispatch mode"
+CAPTURED, TAPE = "recompute, captured", "recompute, tape"
 CHECKPOINT, SELECTIVE = "torch checkpoint", "torch selective checkpoint"
 WAYS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     PLAIN: lambda module: module,
     MODE: under_mode,
-    TAPE: partial(under_policy, action="recompute", via="hook"),
-    "recompute, checkpoint": partial(under_policy, action="checkpoint"),
+    CAPTURED: partial(under_policy, action="recompute", via="hook"),
+    TAPE: partial(under_policy, action="recompute", via="hook", capture=False),
+    "checkpoint, captured": partial(under_policy, action="checkpoint"),
+    "checkpoint": partial(under_policy, action="checkpoint", capture=False),
     CHECKPOINT: torch_checkpoint,
     SELECTIVE: partial(torch_checkpoint, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS)),
 }
@@ -151,7 +154,7 @@ def added_seconds(ways: Mapping[str, Forward], repeats: int, device: torch.devic
     runs = {name: (forward, partial(step, forward, gradient)) for name, forward in ways.items()}
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     with without_garbage_collection():
-        for index in range(-2, repeats):  # the first to warm up
+        for index in range(-3, repeats):  # the first to warm up, and be captured
             for name, (forward, whole) in runs.items():
                 taken = seconds(forward), seconds(whole)
                 if index >= 0:

@@ -124,7 +124,11 @@ def _tracing() -> Iterator[None]:
     try:
         with (
             _whole_kernels(),
-            torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False),
+            torch._dynamo.config.patch(
+                assume_static_by_default=True,
+                automatic_dynamic_shapes=False,
+                optimize_ddp=False,  # which would cut the graph into DDP's buckets
+            ),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # of what it cannot trace: ``explain`` says so
