@@ -321,6 +321,11 @@ class KernelRotaryRunner(KernelRunner):
     rotary: Rotary
     stands_in_for_parts = True
 
+    @property
+    def substitutes(self) -> dict[Forward, Forward]:
+        """What forward calls, and what is called in its place: for a graph of the region around it."""
+        return {self.rotary.original: self.rotary.stand_in}
+
     def _what(self) -> str:
         return f"rope, as {self.rotary.name}"
 

@@ -40,6 +40,10 @@ class Rotary:
     """Of the function that ours stands in for, as the forward calls it."""
     forward: Forward
     copy: FunctionType
+    original: Forward
+    """That function."""
+    stand_in: Forward
+    """Ours, in its place."""
 
     def bind(self, module: nn.Module, forward: Forward) -> Forward:
         """What to call in the place of ``forward``, a bound method of ``module``.
@@ -69,8 +73,9 @@ def find_rotary(module: nn.Module, *, on_cuda_only: bool = False) -> Rotary | No
         return None
     ((name, rotation),) = found.items()
     original = namespace[name]
-    copy = _with_globals(forward, _Globals(namespace, original, _stand_in(original, rotation, on_cuda_only)))
-    return None if copy is None else Rotary(name, forward, copy)
+    stand_in = _stand_in(original, rotation, on_cuda_only)
+    copy = _with_globals(forward, _Globals(namespace, original, stand_in))
+    return None if copy is None else Rotary(name, forward, copy, original, stand_in)
 
 
 class _Globals(dict[str, Any]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -37,13 +37,13 @@ MISSED = object()
 
 
 @contextmanager
-def _whole_kernels() -> Iterator[None]:
-    """The span in which the frontend takes the autograd Functions of our kernels as they are, and not apart."""
+def _called_as_they_are(functions: Iterable[Any]) -> Iterator[None]:
+    """The span in which the frontend takes these, and the autograd Functions of our kernels, as one call each."""
     import torch._dynamo.trace_rules as rules
 
     allowed = rules._allowed_callable_ids
     ours = [kind for kind in torch.autograd.Function.__subclasses__() if vars(kind).get("seen_by_dispatcher")]
-    added = [id(kind) for kind in ours if id(kind) not in allowed]
+    added = [id(function) for function in (*ours, *functions) if id(function) not in allowed]
     for number in added:
         allowed.add(number)
     try:
@@ -88,7 +88,7 @@ class GuardedCalls:
         def trace(frame: Any, *state: Any) -> Any:
             if frame.f_code is not code:
                 return untouched
-            with _tracing():
+            with _tracing(self._whole):
                 traced = context.callback(frame, *state)
             if traced.guarded_code is None:  # and torch would run it as it is
                 raise NotCapturable("torch.compile passes it by, as it finds no tensor that it is given")
@@ -97,9 +97,16 @@ class GuardedCalls:
         for callback in (miss, trace):  # whose guards they are about
             callback._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]
         self._miss, self._trace = miss, trace
+        self._whole: tuple[Any, ...] = ()
 
-    def trace(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)``, by a graph that is taken first if none is known."""
+    def trace(
+        self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: Iterable[Any] = ()
+    ) -> Any:
+        """``function(*args, **kwargs)``, by a graph that is taken first if none is known.
+
+        whole: functions that the graph is to call, and not what they call.
+        """
+        self._whole = tuple(whole)
         return self._under(self._trace, function, args, kwargs)
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -118,12 +125,12 @@ class GuardedCalls:
 
 
 @contextmanager
-def _tracing() -> Iterator[None]:
+def _tracing(whole: Iterable[Any]) -> Iterator[None]:
     """The span in which the frontend traces a region."""
     before, _local.is_tracing = _local.is_tracing, True
     try:
         with (
-            _whole_kernels(),
+            _called_as_they_are(whole),
             torch._dynamo.config.patch(
                 assume_static_by_default=True,
                 automatic_dynamic_shapes=False,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from recompute.compiled.guards import MISSED, GuardedCalls
 from recompute.compiled.observation import GraphTape, Observation, RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Departure, Recording
+from recompute.engine.context import RUNNER
 from recompute.engine.exposed import expose_arrays, is_shared
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
@@ -83,17 +84,24 @@ class Graphs:
         self._alike = alike
         self._calls: GuardedCalls | None = None
         self._lock = threading.Lock()
+        self._substitutes: dict[Any, Any] = {}
+        """What the graph is to call in the place of functions, as kernels stand in for them."""
         self.graphs: list[CapturedGraph] = []
 
     def trace(self, region: CapturedRegion, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call whose graph is taken first, or say ``MISSED``, and nothing has run."""
         return self._run(self._trace, region, function, args, kwargs)
 
-    def _trace(self, *call: Any) -> Any:
+    def _trace(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         with self._lock:
             if self._calls is None:
                 self._calls = GuardedCalls(self._compile)
-        return self._calls.trace(*call)
+            self._substitutes = {
+                original: ours
+                for runner in _runners_in(function, args)
+                for original, ours in getattr(runner, "substitutes", {}).items()
+            }
+        return self._calls.trace(function, args, kwargs, self._substitutes)
 
     def run(self, region: CapturedRegion, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call by the graph that its guards accept, or say ``MISSED``, and nothing has run."""
@@ -117,6 +125,10 @@ class Graphs:
             _running.region = None
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                node.target = self._substitutes.get(node.target, node.target)
+        module.recompile()
         graph = CapturedGraph(self._alike, module)
         self.graphs.append(graph)
         return graph.run
@@ -164,6 +176,7 @@ class CapturedGraph:
         if program is None or any(map(is_shared, given)):
             raise Refusal
         _running.has_begun = True
+        region.count_inside()
         frame = Frame(program, self._graph, region.owner, given, is_checkpoint=region.is_checkpoint)
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 
@@ -283,13 +296,20 @@ class CapturedRegion:
         self._misses = 0
         self._recorded = 0
         self._unfit = ""
+        self._inside: list[tuple[Owner, int]] = []
 
     def count(self, plan: Plan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""
+        self.count_inside()
         if not self.is_checkpoint:
             self.owner.frames += 1
         elif plan is not None:
             Counts.of(plan, is_checkpoint=True).add_to(self.owner)
+
+    def count_inside(self) -> None:
+        """What kernels inside count in a frame, beside what the tape does."""
+        for owner, nbytes in self._inside:
+            owner.eager_nbytes += nbytes
 
     def knows(self, plan: Plan) -> bool:
         """Whether the region's own frames have had this plan."""
@@ -388,6 +408,8 @@ class CapturedRegion:
     ) -> Any:
         """A last time by the tape, which records what a graph of the region must do."""
         self._recorded += 1
+        owners = [runner.owner for runner in _runners_in(function, args)]
+        before = [owner.eager_nbytes for owner in owners]
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
@@ -395,11 +417,23 @@ class CapturedRegion:
             return tapes[0]
 
         result = self.tape.run(function, args, kwargs, variant, start)
+        counted = [(owner, owner.eager_nbytes - start) for owner, start in zip(owners, before, strict=True)]
+        self._inside = [(owner, nbytes) for owner, nbytes in counted if nbytes and owner is not self.owner]
         if tapes and (plan is None or self.tape.plan is plan):
             self.recording = tapes[0].recording
             if self._alike is None:
                 self._alike = shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
         return result
+
+
+def _runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
+    """What runs the modules inside of the one whose forward ``function`` is, or is given."""
+    module = next((m for m in (getattr(function, "__self__", None), *args[:1]) if isinstance(m, nn.Module)), None)
+    for inside in () if module is None else module.modules():
+        runner = vars(inside).get(RUNNER)
+        while getattr(runner, "owner", None) is not None:
+            yield runner
+            runner = getattr(runner, "inner", None)
 
 
 def _kind(value: Any) -> Hashable:
