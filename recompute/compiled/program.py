@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from recompute.compiled.code import Code
+from recompute.compiled.codegen import Code
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.ops import Kind, facts
 from recompute.engine.plan import LARGEST_COPY, Plan
