@@ -42,6 +42,8 @@ MOST = 8
 """Plans that a region remembers, and graphs that are looked through for a call."""
 SHARED = 4
 """Graphs that regions alike share; one that none of them fits has graphs of its own."""
+UNUSED = 2
+"""Graphs that a region may take one after the other without running any of them again: its guards hold for once."""
 MISSES = 32
 """Calls in a row without a graph after which a region is not captured any more: each costs a look at the guards."""
 
@@ -295,6 +297,7 @@ class CapturedRegion:
         self._settled: dict[int, tuple[Plan, int]] = {}
         self._misses = 0
         self._recorded = 0
+        self._unused = 0
         self._unfit = ""
         self._inside: list[tuple[Owner, int]] = []
 
@@ -357,7 +360,10 @@ class CapturedRegion:
     def _by_graph(self, alike: Alike, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         graphs = alike.graphs if self._own is None else self._own
         result = graphs.run(self, function, args, kwargs)
-        if result is MISSED and self.recording is not None and not alike.is_given_up:
+        if result is not MISSED:
+            self._unused = 0
+        elif self.recording is not None and not alike.is_given_up and self._unused < UNUSED:
+            self._unused += 1
             if graphs is alike.graphs and len(graphs.graphs) >= SHARED:
                 graphs = self._own = Graphs(alike)
             if len(graphs.graphs) < MOST:
