@@ -324,8 +324,8 @@ class CapturedRegion:
 
     @property
     def was_tried(self) -> bool:
-        """Whether its tape had settled, so that it was to be captured."""
-        return self._alike is not None
+        """Whether it had settled, so that it was to be captured."""
+        return self._alike is not None or bool(self._unfit)
 
     @property
     def is_captured(self) -> bool:
@@ -335,9 +335,7 @@ class CapturedRegion:
     @property
     def failure(self) -> str:
         """Why it is not captured, though that was tried; "" if it is."""
-        if self.is_captured or self._alike is None:
-            return ""
-        if self._unfit:
+        if self._unfit or self.is_captured or self._alike is None:
             return self._unfit
         failures = [graph.failure for graph in self._graphs() if graph.failure]
         return failures[-1] if failures else self._alike.failure or "it has not run backward since"
@@ -392,6 +390,10 @@ class CapturedRegion:
         return result
 
     def _checkpoint_by_tape(self, shared: Shared, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        assert self._checkpoint is not None
+        if any(runner.owner is not self.owner for runner in _runners_in(function, args)):
+            self._unfit, self._recorded = "modules inside of it have rules of their own", TRIES
+            return self._checkpoint(function, args, kwargs)
         result = self._by_recording_tape(shared, None, function, args, kwargs, None)
         if (plan := self.tape.plan) is not None:
             self.count(plan)
