@@ -9,7 +9,6 @@ import functools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -31,9 +30,11 @@ class _Input:
 
     def __init__(self, tensor: Tensor, name: str):
         # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
-        self.saved = Kept(tensor, name) if isinstance(tensor, nn.Parameter) else hold(tensor, name)
-        self.attributes = None if type(tensor) in (Tensor, nn.Parameter) else dict(vars(tensor))
-        self.stride = tensor.stride() if isinstance(self.saved, Foreign) and tensor.layout is torch.strided else None
+        is_plain = type(tensor) is Tensor
+        self.saved = Kept(tensor, name) if not is_plain and isinstance(tensor, nn.Parameter) else hold(tensor, name)
+        self.attributes = None if is_plain or type(tensor) is nn.Parameter else dict(vars(tensor))
+        is_foreign = type(self.saved) is Foreign
+        self.stride = tensor.stride() if is_foreign and tensor.layout is torch.strided else None
         self.requires_grad = tensor.requires_grad
         self.original: Tensor | None = tensor
         self.version = version_of(tensor)
@@ -55,7 +56,7 @@ class _Input:
 
     def restore(self) -> Tensor:
         tensor = self.saved.get()
-        if isinstance(tensor, nn.Parameter):
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return tensor
         if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
             # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
@@ -114,12 +115,13 @@ class Inputs:
             if (held := self._tensors.get(id(value))) is None:
                 held = self._tensors[id(value)] = _Input(value, self._name)
             return held
+        if type(value) in _ATOMS:
+            return value
         if _is_opaque(value):
             if (opaque := self._opaque.get(id(value))) is None:
                 opaque = self._opaque[id(value)] = _Opaque(value, self.others)
             return opaque
-        if type(value) not in _ATOMS:
-            self.others.append(value)
+        self.others.append(value)
         return value
 
     def hand_out(self, tensor: Tensor) -> None:
@@ -160,8 +162,7 @@ class Inputs:
                 kept.append(held.saved.tensor)
         return given, kept
 
-    @contextmanager
-    def restored(self) -> Iterator[tuple[tuple, dict]]:
+    def restored(self) -> tuple[tuple, dict]:
         """The same arguments, their tensors leaves of a new graph."""
         if (what := self.changed()) is not None:
             raise MutationError(
@@ -170,7 +171,7 @@ class Inputs:
 
         restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors.values()}
         restored |= {id(opaque): opaque.restore() for opaque in self._opaque.values()}
-        yield put_together(lambda value: restored.get(id(value), value), self._arguments)
+        return put_together(lambda value: restored.get(id(value), value), self._arguments)
 
 
 class _Node:

@@ -61,6 +61,7 @@ from recompute.engine.replay import Expected, OpNames, Replay, Stop
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
     Alive,
+    AliveView,
     Hooks,
     Kept,
     Layout,
@@ -69,6 +70,7 @@ from recompute.engine.saved import (
     Sharded,
     explain_transforms,
     hold_through,
+    may_be_held,
     storage_key,
     top_hooks,
     unpack_saved,
@@ -84,6 +86,7 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_new = tuple.__new__  # a third of the time that a NamedTuple's own takes
 
 
 def is_recording() -> bool:
@@ -273,11 +276,12 @@ class Frame(Recipe):
         if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
             with unseen():
                 return self._pack(tensor)
-        if has_layout(tensor):
-            return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
-        tensor = local_of(tensor)
-        if type(tensor) is nn.Parameter:
-            tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
+        if type(tensor) is not Tensor:
+            if has_layout(tensor):
+                return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
+            tensor = local_of(tensor)
+            if type(tensor) is nn.Parameter:
+                tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
         handle = Handle(self, self.count, tensor)
         self.count += 1
         self.handles.append(weakref.ref(handle))
@@ -318,16 +322,19 @@ class Frame(Recipe):
             changed = "it runs a ScriptModule, which takes other ops once it has profiled some runs"
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        parameters: dict[tuple[int | None, Any], Tensor] = {}
+        alive: dict[int | None, Tensor] = {}
+        parameters: dict[tuple[int, Any], Tensor] = {}  # by where their memory begins: several may have one storage
         for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
-            parameters.setdefault(_place_of(each), each)
-        parameters.pop((None, None), None)
-        alive: dict[int | None, Tensor] = {key: tensor for (key, _), tensor in parameters.items()}
-        alive |= {storage_key(tensor): tensor for tensor in held}
-        for key in inputs.difference(map(storage_key, held)):  # an argument comes back as another tensor
+            if (key := storage_key(each)) is not None:
+                parameters.setdefault((key, local_of(each).storage_offset()), each)
+                alive.setdefault(key, each)
+        restored = {storage_key(tensor): tensor for tensor in held}
+        alive |= restored
+        for key in inputs - restored.keys():  # an argument comes back as another tensor
             alive.pop(key, None)
         pinned: set[int | None] = {None}  # the key of what has no storage of its own
         pinned.update([storage_key(pin.tensor) for pin in self._pins])
+        compares = is_verifying()
         saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
         for ref in self.handles:
             handle = ref()
@@ -335,16 +342,17 @@ class Frame(Recipe):
                 continue
             key = storage_key(tensor)
             if key not in pinned:
-                expected = Expected(tensor.shape, tensor.dtype, key, alive.get(key))
-                self._expected[handle.slot] = expected
-                if expected.lives is None:
+                lives = alive.get(key)
+                self._expected[handle.slot] = _new(Expected, (tensor.shape, tensor.dtype, key, lives))
+                if lives is None:
                     saved[key] = tensor.untyped_storage().nbytes()
                     if changed is None:
-                        if is_verifying() and handle.version == version_of(tensor):
+                        if compares and handle.version == version_of(tensor):
                             self._originals[handle.slot] = tensor.detach().clone()
                         handle.drop()
                         continue
-            handle.keep(self._kept(tensor, handle.version, parameters.get(_place_of(tensor)), changed is not None))
+            parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
+            handle.keep(self._kept(tensor, handle.version, parameter, changed is not None))
         if self._rng is not None:
             if self._region.found is None:
                 self._region.found = self._rng.extra()
@@ -364,13 +372,14 @@ class Frame(Recipe):
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
-        if parameter is not None and has_layout(parameter):
-            version = version_of(parameter)
-        # One that is at another version counts for itself, as ``parameter.data`` does.
-        if parameter is not None and parameter.dtype is tensor.dtype and version_of(parameter) == version:
-            layout = Layout.of(tensor)
-            memory = None if layout == Layout.of(local_of(parameter)) else tensor.untyped_storage()
-            return Alive(parameter, layout, version, self.owner.name, memory)
+        if parameter is not None:
+            now = version_of(parameter)
+            # One that is at another version counts for itself, as ``parameter.data`` does.
+            if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
+                layout = Layout.of(tensor)
+                if layout == Layout.of(local_of(parameter)) or not may_be_held(parameter):
+                    return Alive(parameter, layout, now, self.owner.name)
+                return AliveView(parameter, tensor.detach(), layout, now, self.owner.name)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
             return hold_through(self.outer, tensor.detach(), self.owner.name)
         return Kept(tensor.detach(), self.owner.name, version)
@@ -405,30 +414,29 @@ class Frame(Recipe):
 
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
-            temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
+            _without_transforms(),
             self._state.replayed(self.owner.name),
             # Also a region after which a stream was where it had been before may have moved it: torch.manual_seed(0).
-            nullcontext() if is_fake() else RngState(self._region.found or ()).left_alone(),
-            nullcontext() if self._rng is None else self._rng.replayed(),
+            _NOTHING if is_fake() else RngState(self._region.found or ()).left_alone(),
+            _NOTHING if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             self.group.numerics.replayed(),
             torch.enable_grad(),
-            self._inputs.restored() as (args, kwargs),
-            self._modes.replayed(),
-            names,
-            replay,
         ):
-            try:
-                self._function(*args, **kwargs)
-            except (Stop, RuntimeError):  # as which TorchScript passes it on
-                if not replay.is_done:
-                    raise
+            args, kwargs = self._inputs.restored()
+            with self._modes.replayed(), names, replay:
+                try:
+                    self._function(*args, **kwargs)
+                except (Stop, RuntimeError):  # as which TorchScript passes it on
+                    if not replay.is_done:
+                        raise
 
 
-def _place_of(tensor: Tensor) -> tuple[int | None, Any]:
-    """Where the memory of a tensor begins: several parameters may have one storage."""
-    key = storage_key(tensor)
-    return key, None if key is None else local_of(tensor).storage_offset()
+def _without_transforms() -> AbstractContextManager[Any]:
+    """The span in which no transform of ``torch.func`` is at work: a batched backward still wants the one forward."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _NOTHING
+    return temporarily_clear_interpreter_stack()
 
 
 class _FirstFrame(TorchDispatchMode):

@@ -48,6 +48,7 @@ class Replay:
         self.wanted = wanted
         self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
         self.values: dict[int, Saved] = {}
+        self._missing = len(wanted)
         self.count = 0
         self._unfilled = -2  # the last slot with a tensor that has no gradient
         self.mismatch: str | None = None
@@ -79,17 +80,24 @@ class Replay:
                 return self._pack(tensor)
         slot = self.count
         self.count += 1
-        self._stop_if_complete(slot)
+        if not self._missing:
+            self._stop_if_filled(slot)
         if not tensor.requires_grad:
             self._unfilled = slot
-        alias = tensor.detach() if has_layout(tensor) else None
-        tensor = local_of(tensor).detach()  # an op's own output comes with a graph that this would make a cycle
-        self._compare(slot, tensor)
-        if slot in self.wanted:
-            self.values[slot] = Kept(tensor, self.frame.owner.name)
-            self._ops[slot] = self.op
-            self._stop_if_complete(slot)
+        alias = None
+        if type(tensor) is not Tensor:
+            alias = tensor.detach() if has_layout(tensor) else None
+            tensor = local_of(tensor)
+        tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
+        if (expected := self.expected.get(slot)) is not None:
+            self._compare(slot, tensor, expected)
         kept = Kept(tensor, self.frame.owner.name)
+        if slot in self.wanted:
+            self.values[slot] = kept
+            self._ops[slot] = self.op
+            self._missing -= 1
+            if not self._missing:
+                self._stop_if_filled(slot)
         return kept if alias is None else Sharded(alias, kept, self.frame.owner.name)
 
     def _stop(self) -> NoReturn:
@@ -100,32 +108,31 @@ class Replay:
         """Which tensor it was that was received, for messages."""
         return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
 
-    def _compare(self, slot: int, tensor: Tensor) -> None:
+    def _compare(self, slot: int, tensor: Tensor, expected: Expected) -> None:
         """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
-        expected = self.expected.get(slot)
-        if expected is None:
-            return
-        which = f"tensor {slot} that autograd saved"
-        if tensor.shape != expected.shape or tensor.dtype is not expected.dtype:
+        shape, dtype, storage, lives = expected
+        if tensor.shape != shape or tensor.dtype is not dtype:
             self.mismatch = (
-                f"{which}, a {expected.dtype} of shape {tuple(expected.shape)} in forward, is a {tensor.dtype} of "
-                f"shape {tuple(tensor.shape)}, from {self.op}, when run again"
+                f"tensor {slot} that autograd saved, a {dtype} of shape {tuple(shape)} in forward, is a "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}, when run again"
             )
             self._stop()
-        key = storage_key(tensor)
-        if expected.lives is not None:
-            same = key == storage_key(expected.lives)
+        if lives is not None:
+            same = storage_key(tensor) == storage_key(lives)
         elif slot in self.wanted:  # others may be freed by now, and their storage's address used again
-            same = self._storages.setdefault(expected.storage, key) == key
+            key = storage_key(tensor)
+            same = self._storages.setdefault(storage, key) == key
         else:
             same = True
         if not same:
-            self.mismatch = f"{which}, a {describe(tensor)} from {self.op}, was another one in forward"
+            self.mismatch = (
+                f"tensor {slot} that autograd saved, a {describe(tensor)} from {self.op}, was another one in forward"
+            )
             self._stop()
 
-    def _stop_if_complete(self, slot: int) -> None:
+    def _stop_if_filled(self, slot: int) -> None:
         """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
-        if len(self.values) == len(self.wanted) and slot > self._unfilled + 1:
+        if slot > self._unfilled + 1:
             self._stop()
 
     def hand_out(self, memory: Any, is_array: bool) -> None:

@@ -6,8 +6,9 @@ import ctypes
 import pickle
 import random
 import sys
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import BuiltinMethodType, MethodType
 from typing import Any, Protocol
@@ -99,9 +100,6 @@ class _TrackerSource:
         )
 
 
-_CPU = _CpuSource(torch.default_generator)
-
-
 def _fields_of(value: Any) -> Any:
     """A view, as long as ``value`` lives, of the fields that its C type has: ``raw`` copies them. None but in CPython.
 
@@ -168,23 +166,79 @@ class _Remembered(ABC):
     """A source that any code may draw from, so that every region looks at it: cheap where nobody has drawn."""
 
     def __init__(self, source: Source):
-        self.restore, self.same, self.generator = source.restore, source.same, source.generator
-        self._read = source.state
-        self._last: tuple[Any, Any] = (None, None)  # its memory, and its state then
+        self.same, self.generator = source.same, source.generator
+        self._source = source
+        self._last: tuple[Any, Callable[[], Any]] = (None, object)  # its memory, and what gives its state then
+
+    def restore(self, state: Any) -> None:
+        self._source.restore(state)
 
     def state(self) -> Any:
         memory = self._memory()
-        before, state = self._last
-        if memory == before:
+        before, last = self._last
+        if memory == before and (state := last()) is not None:
             return state
-        state = self._read()
+        state = self._source.state()
         if memory == self._memory():  # no other thread has drawn meanwhile
-            self._last = memory, state
+            self._last = memory, self._reference(state)
         return state
+
+    @staticmethod
+    def _reference(state: Any) -> Callable[[], Any]:
+        return lambda: state
 
     @abstractmethod
     def _memory(self) -> Any:
         """The whole state as bytes; or something that is equal to nothing else, where it cannot be had as bytes."""
+
+
+_WORDS = 624  # of 4 bytes, that a CPU generator makes its numbers of
+_BEFORE, _BEHIND = 20, 28  # bytes: of the seed, and of which word is next; of the normal numbers held back
+
+
+def _words_of(generator: torch.Generator) -> bytes:
+    """A CPU generator's words, which its state has as integers of 8 bytes behind others of 24."""
+    return _numpy(generator.get_state())[24:].view(np.int64)[:_WORDS].astype(np.uint32).tobytes()
+
+
+def _where_words_are() -> int | None:
+    """How many bytes into a CPU generator its words begin; None unless all that it draws is seen to show there."""
+    probe = torch.Generator()
+    place = ctypes.string_at(_address_of(probe), 256).find(_words_of(probe)[:64])  # it is ten times as long as that
+    if place < _BEFORE or _memory_of(probe, place).raw[_BEFORE:-_BEHIND] != _words_of(probe):
+        return None
+    seen = [_memory_of(probe, place).raw]
+    for dtype in (torch.float64, torch.float64, torch.float32, torch.float32):  # every second one was held back
+        torch.randn(1, dtype=dtype, generator=probe, device="cpu")
+        seen.append(_memory_of(probe, place).raw)
+    torch.rand(1, generator=probe, device="cpu")
+    seen.append(_memory_of(probe, place).raw)
+    return place if len(set(seen)) == len(seen) else None
+
+
+def _address_of(generator: torch.Generator) -> int:
+    return generator._cdata  # type: ignore[attr-defined]
+
+
+def _memory_of(generator: torch.Generator, place: int) -> Any:
+    """A view, as long as ``generator`` lives, of all that its next numbers depend on."""
+    return (ctypes.c_char * (_BEFORE + _WORDS * 4 + _BEHIND)).from_address(_address_of(generator) + place - _BEFORE)
+
+
+class _GlobalCpu(_Remembered):
+    """What ops on the CPU draw from that are given no generator."""
+
+    def __init__(self) -> None:
+        super().__init__(_CpuSource(torch.default_generator))
+        place = _where_words_are()
+        self._fields = None if place is None else _memory_of(torch.default_generator, place)
+
+    def _memory(self) -> Any:
+        return object() if self._fields is None else self._fields.raw
+
+    @staticmethod
+    def _reference(state: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+        return weakref.ref(state)  # only regions that draw hold it (invariant 6)
 
 
 class _GlobalPython(_Remembered):
@@ -215,7 +269,7 @@ class _GlobalNumpy(_Remembered):
         return object() if fields is None else (fields.raw, self._fields.raw)
 
 
-_PYTHON, _NUMPY = _GlobalPython(), _GlobalNumpy()
+_DEFAULTS = (_GlobalCpu(), _GlobalPython(), _GlobalNumpy())
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -243,9 +297,10 @@ def is_source(value: Any) -> bool:
     return _source(value) is not None
 
 
-def _read(source: Source, name: str) -> Any:
+def _read(sources: Iterable[Source], name: str) -> list[tuple[Source, Any]]:
+    """Each with its state."""
     try:
-        return source.state()
+        return [(source, source.state()) for source in sources]
     except RngError as error:
         raise RngError(f"{name}: {error}") from error
 
@@ -257,10 +312,10 @@ class RngState:
 
     def __init__(self, extra: Iterable[Any] = (), *, name: str = "a region"):
         """name: of the module that is going to draw, for errors."""
-        sources: list[Source] = [_CPU, _PYTHON, _NUMPY]
+        sources: tuple[Source, ...] = _DEFAULTS
         if torch.cuda.is_initialized():
-            sources += map(_CudaSource, torch.cuda.default_generators)
-        self._states: list[tuple[Source, Any]] = [(source, _read(source, name)) for source in sources]
+            sources += tuple(map(_CudaSource, torch.cuda.default_generators))
+        self._states = _read(sources, name)
         self._defaults = len(sources)
         for value in extra:
             self.include(value)
@@ -270,7 +325,7 @@ class RngState:
         """The state of one generator alone."""
         captured = object.__new__(RngState)
         source = _CudaSource(generator) if generator.device.type == "cuda" else _CpuSource(generator)
-        captured._states = [(source, _read(source, name))]
+        captured._states = _read([source], name)
         return captured
 
     def include(self, value: Any) -> None:
@@ -285,11 +340,10 @@ class RngState:
 
     def drawn(self) -> RngState | None:
         """Only the sources that have been drawn from since this was taken; None where there are none."""
-        now = [source.state() for source, _ in self._states]
         changed = [
             (source, state)
-            for (source, state), new in zip(self._states, now, strict=True)
-            if new is not state and not source.same(state, new)
+            for source, state in self._states
+            if (new := source.state()) is not state and not source.same(state, new)
         ]
         if not changed:
             return None
