@@ -86,7 +86,6 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_new = tuple.__new__  # a third of the time that a NamedTuple's own takes
 
 
 def is_recording() -> bool:
@@ -212,13 +211,13 @@ class Frame(Recipe):
         "_expected",
         "_function",
         "_inputs",
+        "_lives",
         "_modes",
         "_originals",
         "_pins",
         "_region",
         "_rng",
         "_state",
-        "count",
         "outer",
     )
 
@@ -251,10 +250,10 @@ class Frame(Recipe):
                 found = [*{id(value): value for value in reached if is_source(value)}.values()]
             self._rng = RngState([*region.sources, *found, *filter(is_source, given)], name=region.owner.name)
         self._autocast = Autocast()
-        self._expected: dict[int, Expected] = {}
+        self._expected: list[Expected | None] = []
+        self._lives: dict[int, Tensor] = {}
         self._originals: dict[int, Tensor] = {}  # copies, to compare with
         self._pins: list[Kept] = []
-        self.count = 0  # tensors that autograd saved
         self.outer = top_hooks()
 
     def __enter__(self) -> None:
@@ -282,9 +281,9 @@ class Frame(Recipe):
             tensor = local_of(tensor)
             if type(tensor) is nn.Parameter:
                 tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
-        handle = Handle(self, self.count, tensor)
-        self.count += 1
+        handle = Handle(self, len(self.handles), tensor)
         self.handles.append(weakref.ref(handle))
+        self._expected.append((tensor.shape, tensor.dtype, storage_key(tensor)))
         return handle
 
     def watched(self) -> AbstractContextManager[Any]:
@@ -336,21 +335,22 @@ class Frame(Recipe):
         pinned.update([storage_key(pin.tensor) for pin in self._pins])
         compares = is_verifying()
         saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
-        for ref in self.handles:
+        for slot, (ref, expected) in enumerate(zip(self.handles, self._expected, strict=True)):
             handle = ref()
-            if handle is None or (tensor := handle.tensor) is None:
-                continue
-            key = storage_key(tensor)
-            if key not in pinned:
-                lives = alive.get(key)
-                self._expected[handle.slot] = _new(Expected, (tensor.shape, tensor.dtype, key, lives))
-                if lives is None:
-                    saved[key] = tensor.untyped_storage().nbytes()
-                    if changed is None:
-                        if compares and handle.version == version_of(tensor):
-                            self._originals[handle.slot] = tensor.detach().clone()
-                        handle.drop()
-                        continue
+            key = None if expected is None else expected[2]
+            if handle is None or (tensor := handle.tensor) is None or key in pinned:
+                self._expected[slot] = None
+                if handle is None or tensor is None:
+                    continue
+            elif (lives := alive.get(key)) is not None:
+                self._lives[slot] = lives
+            else:
+                saved[key] = tensor.untyped_storage().nbytes()
+                if changed is None:
+                    if compares and handle.version == version_of(tensor):
+                        self._originals[slot] = tensor.detach().clone()
+                    handle.drop()
+                    continue
             parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
             handle.keep(self._kept(tensor, handle.version, parameter, changed is not None))
         if self._rng is not None:
@@ -376,22 +376,23 @@ class Frame(Recipe):
             now = version_of(parameter)
             # One that is at another version counts for itself, as ``parameter.data`` does.
             if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
-                layout = Layout.of(tensor)
-                if layout == Layout.of(local_of(parameter)) or not may_be_held(parameter):
-                    return Alive(parameter, layout, now, self.owner.name)
-                return AliveView(parameter, tensor.detach(), layout, now, self.owner.name)
+                part = local_of(parameter)
+                is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
+                if is_whole or not may_be_held(parameter):
+                    return Alive(parameter, Layout.of(tensor), now, self.owner.name)
+                return AliveView(parameter, tensor.detach(), now, self.owner.name)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
             return hold_through(self.outer, tensor.detach(), self.owner.name)
         return Kept(tensor.detach(), self.owner.name, version)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        replay = Replay(self, self._expected, wanted)
+        replay = Replay(self, self._expected, self._lives, wanted)
         self._run(replay)
         what = replay.mismatch
         if what is None and len(replay.values) < len(wanted):
-            what = f"it saved {self.count} tensors in forward, {replay.count} when run again"
+            what = f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
-            named = Replay(self, self._expected, wanted)
+            named = Replay(self, self._expected, self._lives, wanted)
             self._run(named, OpNames(named))
             what = named.mismatch or self._difference(named) or what
         if what is not None:

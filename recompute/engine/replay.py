@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,26 +25,25 @@ class Stop(Exception):
     """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
 
 
-class Expected(NamedTuple):
-    """What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed.
-
-    ``lives`` is the parameter or input that it shares its storage with, if it does.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    storage: int | None
-    lives: Tensor | None
+Expected = tuple[torch.Size, torch.dtype, int | None]
+"""What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed."""
 
 
 class Replay:
-    """A frame being run again, to collect the values of the slots in ``wanted``."""
+    """A frame being run again, to collect the values of the slots in ``wanted``.
+
+    expected: what stands in each slot; None where anything may. lives: by slot, the parameter or input that what stands
+    there shares its storage with.
+    """
 
     is_checkpoint = True
 
-    def __init__(self, frame: Frame, expected: dict[int, Expected], wanted: Collection[int]):
+    def __init__(
+        self, frame: Frame, expected: list[Expected | None], lives: dict[int, Tensor], wanted: Collection[int]
+    ):
         self.frame = frame
         self.expected = expected
+        self.lives = lives
         self.wanted = wanted
         self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
         self.values: dict[int, Saved] = {}
@@ -89,7 +88,7 @@ class Replay:
             alias = tensor.detach() if has_layout(tensor) else None
             tensor = local_of(tensor)
         tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
-        if (expected := self.expected.get(slot)) is not None:
+        if slot < len(self.expected) and (expected := self.expected[slot]) is not None:
             self._compare(slot, tensor, expected)
         kept = Kept(tensor, self.frame.owner.name)
         if slot in self.wanted:
@@ -110,14 +109,14 @@ class Replay:
 
     def _compare(self, slot: int, tensor: Tensor, expected: Expected) -> None:
         """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
-        shape, dtype, storage, lives = expected
+        shape, dtype, storage = expected
         if tensor.shape != shape or tensor.dtype is not dtype:
             self.mismatch = (
                 f"tensor {slot} that autograd saved, a {dtype} of shape {tuple(shape)} in forward, is a "
                 f"{tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}, when run again"
             )
             self._stop()
-        if lives is not None:
+        if (lives := self.lives.get(slot)) is not None:
             same = storage_key(tensor) == storage_key(lives)
         elif slot in self.wanted:  # others may be freed by now, and their storage's address used again
             key = storage_key(tensor)

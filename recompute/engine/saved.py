@@ -121,23 +121,26 @@ def may_be_held(parameter: Tensor) -> bool:
     return not (has_layout(parameter) or hasattr(parameter, "ds_id"))
 
 
-class AliveView(Alive):
+class AliveView(Saved):
     """A view of a parameter, as ``Alive``: with the memory that it had in forward, as long as there is any in it.
 
     parameter: one whose memory may be held.
     """
 
-    __slots__ = ("_view",)
+    __slots__ = ("name", "parameter", "version", "view")
 
-    def __init__(self, parameter: Tensor, view: Tensor, layout: Layout, version: int, name: str):
-        super().__init__(parameter, layout, version, name)
-        self._view = view
+    def __init__(self, parameter: Tensor, view: Tensor, version: int, name: str):
+        self.parameter = parameter
+        self.view = view
+        self.version = version
+        self.name = name
 
     def get(self) -> Tensor:
-        if not self._view.untyped_storage().nbytes():  # freed until it is gathered again
-            return super().get()
-        checked(self.parameter, self.version, self.name)
-        return self._view
+        view = self.view
+        if view.untyped_storage().nbytes():
+            checked(self.parameter, self.version, self.name)
+            return view
+        return Alive(self.parameter, Layout.of(view), self.version, self.name).get()  # freed, and gathered elsewhere
 
 
 class Watch:
