@@ -19,7 +19,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 from recompute.engine.exposed import is_shared
 from recompute.engine.recipe import count_different
 from recompute.engine.rng import GENERATORS
-from recompute.engine.saved import Foreign, Kept, describe, hold, storage_key, version_of
+from recompute.engine.saved import Foreign, Hooks, Kept, describe, hold_through, storage_key, top_hooks, version_of
 from recompute.errors import MutationError
 
 
@@ -28,10 +28,12 @@ class _Input:
 
     __slots__ = ("attributes", "before", "original", "requires_grad", "saved", "stride", "version")
 
-    def __init__(self, tensor: Tensor, name: str):
+    def __init__(self, tensor: Tensor, name: str, hooks: Hooks | None):
+        """hooks: the saved-tensor hooks in force, which hold it (invariant 9)."""
         # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
         is_plain = type(tensor) is Tensor
-        self.saved = Kept(tensor, name) if not is_plain and isinstance(tensor, nn.Parameter) else hold(tensor, name)
+        is_parameter = not is_plain and isinstance(tensor, nn.Parameter)
+        self.saved = Kept(tensor, name) if is_parameter else hold_through(hooks, tensor.detach(), name)
         self.attributes = None if is_plain or type(tensor) is nn.Parameter else dict(vars(tensor))
         is_foreign = type(self.saved) is Foreign
         self.stride = tensor.stride() if is_foreign and tensor.layout is torch.strided else None
@@ -63,7 +65,9 @@ class _Input:
             tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
                 tensor
             )
-        tensor = tensor.detach().requires_grad_(self.requires_grad)
+        tensor = tensor.detach()
+        if self.requires_grad:
+            tensor.requires_grad_()
         if self.attributes:  # of a subclass, whose ``detach`` may not know of them
             vars(tensor).update({**self.attributes, **vars(tensor)})
         return tensor
@@ -100,20 +104,22 @@ class _Opaque:
 class Inputs:
     """A frame's arguments, with every tensor in tuples, lists, dicts and dataclasses held for backward."""
 
-    __slots__ = ("_arguments", "_name", "_opaque", "_tensors", "others")
+    __slots__ = ("_arguments", "_hooks", "_name", "_opaque", "_tensors", "others")
 
     def __init__(self, arguments: tuple[tuple, dict], name: str):
         self._name = name
+        self._hooks: Hooks | None = top_hooks()
         self._tensors: dict[int, _Input] = {}  # by id: one tensor passed twice is one tensor again
         self._opaque: dict[int, _Opaque] = {}
         self.others: list[Any] = []
         """The arguments that are neither, and random generators in those that have a state."""
         self._arguments = take_apart(self._hold, arguments)
+        self._hooks = None  # which refer to whatever is around
 
     def _hold(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if (held := self._tensors.get(id(value))) is None:
-                held = self._tensors[id(value)] = _Input(value, self._name)
+                held = self._tensors[id(value)] = _Input(value, self._name, self._hooks)
             return held
         if type(value) in _ATOMS:
             return value

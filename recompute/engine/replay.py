@@ -88,10 +88,16 @@ class Replay:
             alias = tensor.detach() if has_layout(tensor) else None
             tensor = local_of(tensor)
         tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
+        is_wanted = slot in self.wanted
         if slot < len(self.expected) and (expected := self.expected[slot]) is not None:
-            self._compare(slot, tensor, expected)
+            shape, dtype, storage = expected
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                self._refuse(slot, tensor, shape, dtype)
+            # Others may be freed by now, and their storage's address used again.
+            if (is_wanted or slot in self.lives) and storage_key(tensor) != self._key_in(slot, storage, tensor):
+                self._refuse(slot, tensor)
         kept = Kept(tensor, self.frame.owner.name)
-        if slot in self.wanted:
+        if is_wanted:
             self.values[slot] = kept
             self._ops[slot] = self.op
             self._missing -= 1
@@ -107,27 +113,24 @@ class Replay:
         """Which tensor it was that was received, for messages."""
         return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
 
-    def _compare(self, slot: int, tensor: Tensor, expected: Expected) -> None:
+    def _key_in(self, slot: int, storage: int | None, tensor: Tensor) -> int | None:
+        """Where in this run the storage is that was ``storage`` in forward: what came first for it is ``tensor``."""
+        if (key := self._storages.get(storage)) is None:
+            key = self._storages[storage] = storage_key(self.lives.get(slot, tensor))
+        return key
+
+    def _refuse(self, slot: int, tensor: Tensor, shape: torch.Size | None = None, dtype: Any = None) -> NoReturn:
         """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
-        shape, dtype, storage = expected
-        if tensor.shape != shape or tensor.dtype is not dtype:
+        if shape is not None:
             self.mismatch = (
                 f"tensor {slot} that autograd saved, a {dtype} of shape {tuple(shape)} in forward, is a "
                 f"{tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}, when run again"
             )
-            self._stop()
-        if (lives := self.lives.get(slot)) is not None:
-            same = storage_key(tensor) == storage_key(lives)
-        elif slot in self.wanted:  # others may be freed by now, and their storage's address used again
-            key = storage_key(tensor)
-            same = self._storages.setdefault(storage, key) == key
         else:
-            same = True
-        if not same:
             self.mismatch = (
                 f"tensor {slot} that autograd saved, a {describe(tensor)} from {self.op}, was another one in forward"
             )
-            self._stop()
+        self._stop()
 
     def _stop_if_filled(self, slot: int) -> None:
         """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
