@@ -217,7 +217,7 @@ class ModuleState:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
-            present = [(module, type(module), module.__dict__.copy()) for module in self.modules()]
+            present = [(module, type(module), module.__dict__) for module in self.modules()]
             stack.callback(_become, present)
             _become([(module, kind, _again(module, then, parts)) for module, kind, then, parts in self._modules])
             yield
@@ -272,15 +272,15 @@ def _apart(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+_set = object.__setattr__  # not the module's, which looks what kind of value it is
+
+
 def _become(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -> None:
+    """attributes: the ``__dict__`` itself, so that all of them change at once, and are those of before afterwards."""
     for module, kind, attributes in states:
         if type(module) is not kind:
             module.__class__ = kind
-        current = module.__dict__  # is never without an attribute that it keeps: other threads may be using the module
-        current.update(attributes)
-        if len(current) != len(attributes):
-            for name in current.keys() - attributes.keys():
-                del current[name]
+        _set(module, "__dict__", attributes)
 
 
 def _differ(before: Tensor, now: Tensor) -> bool:

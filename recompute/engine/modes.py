@@ -163,6 +163,8 @@ class Modes:
 
     def replayed(self) -> AbstractContextManager[None]:
         """Under them, and under the dispatch modes in force now, which see all that backward does."""
+        if not (self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_hidden()):
+            return _NOTHING
         present = [*dispatch_modes(), *_local.hidden]
         missing = [mode for mode in self._dispatch if mode not in present]
         if not missing and not _local.hidden and self._functions == function_modes():

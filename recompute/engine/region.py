@@ -418,7 +418,7 @@ class Frame(Recipe):
             _without_transforms(),
             self._state.replayed(self.owner.name),
             # Also a region after which a stream was where it had been before may have moved it: torch.manual_seed(0).
-            _NOTHING if is_fake() else RngState(self._region.found or ()).left_alone(),
+            _NOTHING if is_fake() else RngState(self._region.found or ()),
             _NOTHING if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             self.group.numerics.replayed(),

@@ -359,14 +359,12 @@ class RngState:
         drawn._states = changed
         return drawn
 
-    @contextmanager
-    def left_alone(self) -> Iterator[None]:
-        """Put the captured states back at the end, also after an error (invariant 6)."""
-        try:
-            yield
-        finally:
-            if (drawn := self.drawn()) is not None:
-                drawn._restore()
+    def __enter__(self) -> None:
+        """Leave the generators alone: their captured states are put back at the end, also after an error (6)."""
+
+    def __exit__(self, *error: object) -> None:
+        if (drawn := self.drawn()) is not None:
+            drawn._restore()
 
     def _restore(self) -> None:
         for source, state in self._states:
