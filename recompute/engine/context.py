@@ -64,6 +64,7 @@ class _Copies:
         return len(buffers) == len(self.buffers) and all(map(operator.is_, buffers, self.buffers)) and not self.moved()
 
 
+_ScriptModule = torch.jit.ScriptModule
 _SMALL = 1 << 16
 """Bytes of a buffer that takes no longer to copy than a kernel takes to launch."""
 
@@ -81,7 +82,7 @@ class ModuleState:
     changes them, and the large ones are refused if somebody does.
     """
 
-    __slots__ = ("_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
+    __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
 
     def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: Learned):
         modules = list(roots)
@@ -98,12 +99,13 @@ class ModuleState:
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-            if not isinstance(module, torch.jit.ScriptModule):  # whose attributes are not Python's
+            if not isinstance(module, _ScriptModule):  # whose attributes are not Python's
                 attributes, has_parts = _attributes_of(module.__dict__)
                 self._modules.append((module, type(module), attributes, has_parts))
                 if has_parts:
                     loose += [value for value in attributes.values() if type(value) is Tensor]
         self._flags = tuple([module.training for module in modules]) if buffers else ()
+        self._are_plain = _PLAIN.issuperset(map(type, parameters))
         self._buffers = buffers
         self._learned = learned
         self._before: dict[int, Tensor] = {}
@@ -219,7 +221,8 @@ class ModuleState:
                     tensor.requires_grad_(requires_grad)
             present = [(module, type(module), module.__dict__) for module in self.modules()]
             stack.callback(_become, present)
-            _become([(module, kind, _again(module, then, parts)) for module, kind, then, parts in self._modules])
+            plain = self._are_plain
+            _become([(module, kind, _again(module, then, parts, plain)) for module, kind, then, parts in self._modules])
             yield
 
 
@@ -239,14 +242,17 @@ def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return _with_parts_copied(copied) if has_parts else copied, has_parts
 
 
-def _again(module: nn.Module, attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
-    """A module's attributes as ``_attributes_of`` has them, for a replay to change: the next one finds the same."""
+def _again(module: nn.Module, attributes: dict[str, Any], has_parts: bool, are_plain: bool) -> dict[str, Any]:
+    """A module's attributes as ``_attributes_of`` has them, for a replay to change: the next one finds the same.
+
+    are_plain: there are no DTensors among its parameters then.
+    """
     again = _with_parts_copied(attributes) if has_parts else attributes.copy()
     now, then = module._parameters, again["_parameters"]
     again["_buffers"] = again["_buffers"].copy()
     if type(then) is dict:
         again["_parameters"] = then.copy()
-    if not (_PLAIN.issuperset(map(type, now.values())) and _PLAIN.issuperset(map(type, then.values()))) and any(
+    if not (are_plain and _PLAIN.issuperset(map(type, now.values()))) and any(
         has_layout(each) for each in (*now.values(), *then.values()) if each is not None
     ):
         again["_parameters"] = now  # gathered or not, as whoever does that has them now

@@ -85,6 +85,8 @@ T = TypeVar("T")
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_ref = weakref.ref
+_strided = torch.strided
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
@@ -191,8 +193,12 @@ class Region:
         modes = Modes()
         with out_of_sight():
             frame = Frame(self, function, modules, args, kwargs, modes)
-        with frame, frame.watched():
-            result = function(*args, **kwargs)
+        with frame:
+            if self.found is not None:
+                result = function(*args, **kwargs)
+            else:
+                with frame.watched():
+                    result = function(*args, **kwargs)
         with out_of_sight():
             frame.decide()
         return result
@@ -282,15 +288,14 @@ class Frame(Recipe):
             if type(tensor) is nn.Parameter:
                 tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
         handle = Handle(self, len(self.handles), tensor)
-        self.handles.append(weakref.ref(handle))
-        self._expected.append((tensor.shape, tensor.dtype, storage_key(tensor)))
+        self.handles.append(_ref(handle))
+        key = tensor.untyped_storage()._cdata if tensor.layout is _strided and not tensor.is_nested else None
+        self._expected.append((tensor.shape, tensor.dtype, key))
         return handle
 
     def watched(self) -> AbstractContextManager[Any]:
         """Around the first frame of a region: learn which generators it draws from, and whether it may run again."""
-        if self._rng is None or self._region.found is not None:
-            return _NOTHING
-        return _FirstFrame(self._rng)
+        return _NOTHING if self._rng is None else _FirstFrame(self._rng)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""
