@@ -85,7 +85,6 @@ T = TypeVar("T")
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_ref = weakref.ref
 _strided = torch.strided
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -288,9 +287,10 @@ class Frame(Recipe):
             if type(tensor) is nn.Parameter:
                 tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
         handle = Handle(self, len(self.handles), tensor)
-        self.handles.append(_ref(handle))
-        key = tensor.untyped_storage()._cdata if tensor.layout is _strided and not tensor.is_nested else None
-        self._expected.append((tensor.shape, tensor.dtype, key))
+        self.handles.append(weakref.ref(handle))
+        has_storage = tensor.layout is _strided and not tensor.is_nested  # else it is kept, and nothing compared
+        expected = (tensor.shape, tensor.dtype, tensor.untyped_storage()._cdata) if has_storage else None
+        self._expected.append(expected)
         return handle
 
     def watched(self) -> AbstractContextManager[Any]:
@@ -342,11 +342,14 @@ class Frame(Recipe):
         saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
         for slot, (ref, expected) in enumerate(zip(self.handles, self._expected, strict=True)):
             handle = ref()
-            key = None if expected is None else expected[2]
-            if handle is None or (tensor := handle.tensor) is None or key in pinned:
+            if handle is None or (tensor := handle.tensor) is None:
                 self._expected[slot] = None
-                if handle is None or tensor is None:
-                    continue
+                continue
+            key = None if expected is None else tensor.untyped_storage()._cdata
+            if expected is not None and key != expected[2]:  # forward has given it other data (tensor.data = ...)
+                self._expected[slot] = *expected[:2], key
+            if key in pinned:
+                self._expected[slot] = None
             elif (lives := alive.get(key)) is not None:
                 self._lives[slot] = lives
             else:
