@@ -346,10 +346,8 @@ class Frame(Recipe):
                 self._expected[slot] = None
                 continue
             key = None if expected is None else tensor.untyped_storage()._cdata
-            if expected is not None and key != expected[2]:  # forward has given it other data (tensor.data = ...)
-                self._expected[slot] = *expected[:2], key
-            if key in pinned:
-                self._expected[slot] = None
+            if key in pinned or (expected is not None and key != expected[2]):
+                self._expected[slot] = None  # forward has given it other data (tensor.data = ...), which autograd uses
             elif (lives := alive.get(key)) is not None:
                 self._lives[slot] = lives
             else:
