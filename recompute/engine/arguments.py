@@ -9,7 +9,6 @@ import functools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 from recompute.engine.exposed import is_shared
 from recompute.engine.recipe import count_different
 from recompute.engine.rng import GENERATORS
-from recompute.engine.saved import Foreign, Kept, describe, hold, storage_key, version_of
+from recompute.engine.saved import Foreign, Hooks, Kept, describe, hold_through, storage_key, top_hooks, version_of
 from recompute.errors import MutationError
 
 
@@ -29,11 +28,15 @@ class _Input:
 
     __slots__ = ("attributes", "before", "original", "requires_grad", "saved", "stride", "version")
 
-    def __init__(self, tensor: Tensor, name: str):
+    def __init__(self, tensor: Tensor, name: str, hooks: Hooks | None):
+        """hooks: the saved-tensor hooks in force, which hold it (invariant 9)."""
         # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
-        self.saved = Kept(tensor, name) if isinstance(tensor, nn.Parameter) else hold(tensor, name)
-        self.attributes = None if type(tensor) in (Tensor, nn.Parameter) else dict(vars(tensor))
-        self.stride = tensor.stride() if isinstance(self.saved, Foreign) and tensor.layout is torch.strided else None
+        is_plain = type(tensor) is Tensor
+        is_parameter = not is_plain and isinstance(tensor, nn.Parameter)
+        self.saved = Kept(tensor, name) if is_parameter else hold_through(hooks, tensor.detach(), name)
+        self.attributes = None if is_plain or type(tensor) is nn.Parameter else dict(vars(tensor))
+        is_foreign = type(self.saved) is Foreign
+        self.stride = tensor.stride() if is_foreign and tensor.layout is torch.strided else None
         self.requires_grad = tensor.requires_grad
         self.original: Tensor | None = tensor
         self.version = version_of(tensor)
@@ -55,14 +58,16 @@ class _Input:
 
     def restore(self) -> Tensor:
         tensor = self.saved.get()
-        if isinstance(tensor, nn.Parameter):
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return tensor
         if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
             # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
             tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
                 tensor
             )
-        tensor = tensor.detach().requires_grad_(self.requires_grad)
+        tensor = tensor.detach()
+        if self.requires_grad:
+            tensor.requires_grad_()
         if self.attributes:  # of a subclass, whose ``detach`` may not know of them
             vars(tensor).update({**self.attributes, **vars(tensor)})
         return tensor
@@ -99,27 +104,30 @@ class _Opaque:
 class Inputs:
     """A frame's arguments, with every tensor in tuples, lists, dicts and dataclasses held for backward."""
 
-    __slots__ = ("_arguments", "_name", "_opaque", "_tensors", "others")
+    __slots__ = ("_arguments", "_hooks", "_name", "_opaque", "_tensors", "others")
 
     def __init__(self, arguments: tuple[tuple, dict], name: str):
         self._name = name
+        self._hooks: Hooks | None = top_hooks()
         self._tensors: dict[int, _Input] = {}  # by id: one tensor passed twice is one tensor again
         self._opaque: dict[int, _Opaque] = {}
         self.others: list[Any] = []
         """The arguments that are neither, and random generators in those that have a state."""
         self._arguments = take_apart(self._hold, arguments)
+        self._hooks = None  # which refer to whatever is around
 
     def _hold(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if (held := self._tensors.get(id(value))) is None:
-                held = self._tensors[id(value)] = _Input(value, self._name)
+                held = self._tensors[id(value)] = _Input(value, self._name, self._hooks)
             return held
+        if type(value) in _ATOMS:
+            return value
         if _is_opaque(value):
             if (opaque := self._opaque.get(id(value))) is None:
                 opaque = self._opaque[id(value)] = _Opaque(value, self.others)
             return opaque
-        if type(value) not in _ATOMS:
-            self.others.append(value)
+        self.others.append(value)
         return value
 
     def hand_out(self, tensor: Tensor) -> None:
@@ -160,8 +168,7 @@ class Inputs:
                 kept.append(held.saved.tensor)
         return given, kept
 
-    @contextmanager
-    def restored(self) -> Iterator[tuple[tuple, dict]]:
+    def restored(self) -> tuple[tuple, dict]:
         """The same arguments, their tensors leaves of a new graph."""
         if (what := self.changed()) is not None:
             raise MutationError(
@@ -170,7 +177,7 @@ class Inputs:
 
         restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors.values()}
         restored |= {id(opaque): opaque.restore() for opaque in self._opaque.values()}
-        yield put_together(lambda value: restored.get(id(value), value), self._arguments)
+        return put_together(lambda value: restored.get(id(value), value), self._arguments)
 
 
 class _Node:

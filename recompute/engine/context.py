@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from recompute.engine.saved import describe, storage_of, version_of
 from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 RUNNER = "_recompute_runner"
 """In the ``__dict__`` of a module under a policy: how it runs its forward. A DataParallel replica gets a copy."""
@@ -62,6 +64,7 @@ class _Copies:
         return len(buffers) == len(self.buffers) and all(map(operator.is_, buffers, self.buffers)) and not self.moved()
 
 
+_ScriptModule = torch.jit.ScriptModule
 _SMALL = 1 << 16
 """Bytes of a buffer that takes no longer to copy than a kernel takes to launch."""
 
@@ -79,27 +82,30 @@ class ModuleState:
     changes them, and the large ones are refused if somebody does.
     """
 
-    __slots__ = ("_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
+    __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
 
     def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: Learned):
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
         buffers: list[Tensor] = []
+        loose: list[Tensor] = []
+        self._modules: list[tuple[nn.Module, type, dict[str, Any], bool]] = []
         for module in modules:  # grows as it goes
-            parameters.extend(module._parameters.values())
+            parameters += module._parameters.values()
             if module._buffers:
                 buffers += [buffer for buffer in module._buffers.values() if buffer is not None]
             for child in module._modules.values():
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-        self._modules = [
-            (module, type(module), _attributes_of(module.__dict__))
-            for module in modules
-            if not isinstance(module, torch.jit.ScriptModule)  # whose attributes are not Python's
-        ]
-        self._flags = tuple([module.training for module in modules])
+            if not isinstance(module, _ScriptModule):  # whose attributes are not Python's
+                attributes, has_parts = _attributes_of(module.__dict__)
+                self._modules.append((module, type(module), attributes, has_parts))
+                if has_parts:
+                    loose += [value for value in attributes.values() if type(value) is Tensor]
+        self._flags = tuple([module.training for module in modules]) if buffers else ()
+        self._are_plain = _PLAIN.issuperset(map(type, parameters))
         self._buffers = buffers
         self._learned = learned
         self._before: dict[int, Tensor] = {}
@@ -107,8 +113,7 @@ class ModuleState:
         if buffers:
             parameters += self._capture_buffers()
         parameters += tensors
-        for _, _, attributes in self._modules:
-            parameters += [value for value in attributes.values() if type(value) is Tensor]
+        parameters += loose
         self._versions = [(t, version_of(t), t.requires_grad, storage_of(t)) for t in parameters if t is not None]
 
     def _capture_buffers(self) -> list[Tensor]:
@@ -156,7 +161,7 @@ class ModuleState:
         self._versions = [version for version in self._versions if id(version[0]) not in ours]
 
     def modules(self) -> list[nn.Module]:
-        return [module for module, _, _ in self._modules]
+        return [module for module, _, _, _ in self._modules]
 
     def unlearn(self) -> None:
         """The frame changed something that others with these flags did not: learn again."""
@@ -181,11 +186,11 @@ class ModuleState:
         """Whether somebody gives ``tensor`` its memory for each run anew: DeepSpeed, or a hook before forward."""
         if hasattr(tensor, "ds_id"):
             return True
-        hooked = [module for module, _, _ in self._modules if module._forward_pre_hooks]
+        hooked = [module for module in self.modules() if module._forward_pre_hooks]
         return any(tensor is value for module in hooked for value in (*module.parameters(), *module.buffers()))
 
     def _name(self, tensor: Tensor) -> str:
-        for module, _, _ in self._modules:
+        for module in self.modules():
             for name, value in (*module.named_parameters(), *module.named_buffers()):
                 if value is tensor:
                     return name
@@ -214,21 +219,49 @@ class ModuleState:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
-            for module, kind, attributes in self._modules:
-                stack.callback(_become, module, type(module), module.__dict__.copy())
-                attributes = _attributes_of(attributes)
-                if any(map(_is_shared_out, (*module._parameters.values(), *attributes["_parameters"].values()))):
-                    attributes["_parameters"] = module._parameters  # gathered or not, as whoever does that has them now
-                _become(module, kind, attributes)
+            present = [(module, type(module), module.__dict__) for module in self.modules()]
+            stack.callback(_become, present)
+            plain = self._are_plain
+            _become([(module, kind, _again(module, then, parts, plain)) for module, kind, then, parts in self._modules])
             yield
 
 
-def _attributes_of(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A module's attributes, to be put in force again: adding to a list or a dict among them changes the copy too."""
+_PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
+_PARTS = frozenset((list, dict, Tensor))
+
+
+def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A module's attributes, to be put in force again, and whether there are lists, dicts or tensors among them."""
     copied = attributes.copy()
-    if type(attributes["_parameters"]) is dict:  # else it does something, as DeepSpeed's, which gathers weights
-        copied["_parameters"] = attributes["_parameters"].copy()
+    copied["_parameters"] = copied["_buffers"] = copied["_modules"] = None
+    has_parts = not _PARTS.isdisjoint(map(type, copied.values()))
+    parameters = attributes["_parameters"]  # if no dict, it does something, as DeepSpeed's, which gathers weights
+    copied["_parameters"] = parameters.copy() if type(parameters) is dict else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
+    copied["_modules"] = attributes["_modules"]
+    return _with_parts_copied(copied) if has_parts else copied, has_parts
+
+
+def _again(module: nn.Module, attributes: dict[str, Any], has_parts: bool, are_plain: bool) -> dict[str, Any]:
+    """A module's attributes as ``_attributes_of`` has them, for a replay to change: the next one finds the same.
+
+    are_plain: there are no DTensors among its parameters then.
+    """
+    again = _with_parts_copied(attributes) if has_parts else attributes.copy()
+    now, then = module._parameters, again["_parameters"]
+    again["_buffers"] = again["_buffers"].copy()
+    if type(then) is dict:
+        again["_parameters"] = then.copy()
+    if not (are_plain and _PLAIN.issuperset(map(type, now.values()))) and any(
+        has_layout(each) for each in (*now.values(), *then.values()) if each is not None
+    ):
+        again["_parameters"] = now  # gathered or not, as whoever does that has them now
+    return again
+
+
+def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Adding to a list or a dict among the attributes does not change the copy."""
+    copied = attributes.copy()
     for name, value in attributes.items():
         kind = type(value)
         if kind is list:
@@ -240,22 +273,20 @@ def _attributes_of(attributes: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _is_shared_out(parameter: Tensor | None) -> bool:
-    return parameter is not None and has_layout(parameter)
-
-
 def _apart(tensor: Tensor) -> Tensor:
     """Without its graph: that of an auxiliary loss, say, would be held from step to step."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _become(module: nn.Module, kind: type, attributes: dict[str, Any]) -> None:
-    if type(module) is not kind:
-        module.__class__ = kind
-    current = module.__dict__  # only what differs is changed: other threads may be using the module
-    for name in current.keys() - attributes.keys():
-        del current[name]
-    current.update({name: value for name, value in attributes.items() if current.get(name, _become) is not value})
+_set = object.__setattr__  # not the module's, which looks what kind of value it is
+
+
+def _become(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -> None:
+    """attributes: the ``__dict__`` itself, so that all of them change at once, and are those of before afterwards."""
+    for module, kind, attributes in states:
+        if type(module) is not kind:
+            module.__class__ = kind
+        _set(module, "__dict__", attributes)
 
 
 def _differ(before: Tensor, now: Tensor) -> bool:
@@ -287,8 +318,11 @@ class Autocast:
             self._dtypes = {d: torch.get_autocast_dtype(d) for d in _device_types() if torch.is_autocast_enabled(d)}
         self._cache = torch.is_autocast_cache_enabled()
 
+    def replayed(self) -> AbstractContextManager[None]:
+        return self._replayed() if self._dtypes or torch._C._is_any_autocast_enabled() else _NOTHING
+
     @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def _replayed(self) -> Iterator[None]:
         with ExitStack() as stack:
             for device in _device_types():
                 if device in self._dtypes or torch.is_autocast_enabled(device):

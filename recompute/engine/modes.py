@@ -161,17 +161,21 @@ class Modes:
         self._dispatch = list(filter(is_foreign, dispatch_modes())) if count_dispatch_modes() else []
         self._functions = function_modes() if count_function_modes() else []
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replayed(self) -> AbstractContextManager[None]:
         """Under them, and under the dispatch modes in force now, which see all that backward does."""
+        if not (self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_hidden()):
+            return _NOTHING
         present = [*dispatch_modes(), *_local.hidden]
         missing = [mode for mode in self._dispatch if mode not in present]
         if not missing and not _local.hidden and self._functions == function_modes():
-            yield
-            return
+            return _NOTHING
+        return self._under([*present, *missing])
+
+    @contextmanager
+    def _under(self, dispatch: Sequence[Any]) -> Iterator[None]:
         before, _local.hidden = _local.hidden, []
         try:
-            with under([*present, *missing], self._functions):
+            with under(dispatch, self._functions):
                 yield
         finally:
             _local.hidden = before

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     _fp32("mkldnn", "conv"),
 )
 _getters = [get for get, _ in _SETTINGS]
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Numerics:
@@ -116,13 +117,13 @@ class Numerics:
             if get() != value:
                 put(value)
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replayed(self) -> AbstractContextManager[None]:
         """In force for a time, and the present ones again at the end."""
         present = Numerics()
-        if present._values == self._values:
-            yield
-            return
+        return _NOTHING if present._values == self._values else self._instead_of(present)
+
+    @contextmanager
+    def _instead_of(self, present: Numerics) -> Iterator[None]:
         try:
             self.put()
             yield

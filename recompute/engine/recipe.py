@@ -203,13 +203,14 @@ class Recipe(ABC):
     ``asking``. A second backward pass runs the recipe again.
     """
 
-    __slots__ = ("__weakref__", "_values", "group", "handles", "name", "owner")
+    __slots__ = ("__weakref__", "_is_shared", "_values", "group", "handles", "name", "owner")
 
     def __init__(self, owner: Owner, name: str, group: Group | None = None):
         self.owner = owner
         self.name = name
         self.handles: list[weakref.ref[Handle]] = []
         self._values: dict[int, Saved] = {}
+        self._is_shared = False  # several handles stand for one of the values
         self.group = group or Group()
 
     def handle(self, slot: int, view: tuple[Layout, Layout] | None = None) -> Handle:
@@ -224,22 +225,22 @@ class Recipe(ABC):
         return [handle for handle in alive if handle.tensor is None and handle.kept is None]
 
     def take(self, handle: Handle) -> Tensor:
-        if local.asked is None and not in_backward():  # somebody looks at a saved tensor
+        if not in_backward() and local.asked is None:  # somebody looks at a saved tensor
             with asking():
                 return self.take(handle)
         with self.group.lock:
             if not handle.due:
                 self._fill_all()
             handle.due = False
-            slot = handle.slot
-            saved = self._values[slot]
-            for ref in self.handles:
-                other = ref()
-                if other is not None and other.due and other.slot == slot:
-                    break
-            else:
-                del self._values[slot]
+            saved = self._values[handle.slot]
+            if not (self._is_shared and self._is_due(handle.slot)):
+                del self._values[handle.slot]
             return saved.get()
+
+    def _is_due(self, slot: int) -> bool:
+        """Whether a handle has not had the value yet that it stands for."""
+        handles = (ref() for ref in self.handles)
+        return any(handle is not None and handle.due and handle.slot == slot for handle in handles)
 
     def _fill_all(self) -> None:
         """Run this, after the recipes it builds on: by a stack, as a chain of ops may be longer than Python's."""
@@ -271,7 +272,9 @@ class Recipe(ABC):
             dropped = self.dropped()
             local.regenerating += 1
             try:
-                self._values = self.regenerate({handle.slot for handle in dropped})
+                wanted = {handle.slot for handle in dropped}
+                self._is_shared = len(wanted) < len(dropped)
+                self._values = self.regenerate(wanted)
             finally:
                 local.regenerating -= 1
             for handle in dropped:

@@ -61,6 +61,7 @@ from recompute.engine.replay import Expected, OpNames, Replay, Stop
 from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import (
     Alive,
+    AliveView,
     Hooks,
     Kept,
     Layout,
@@ -69,6 +70,7 @@ from recompute.engine.saved import (
     Sharded,
     explain_transforms,
     hold_through,
+    may_be_held,
     storage_key,
     top_hooks,
     unpack_saved,
@@ -83,6 +85,7 @@ T = TypeVar("T")
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_strided = torch.strided
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
@@ -189,8 +192,12 @@ class Region:
         modes = Modes()
         with out_of_sight():
             frame = Frame(self, function, modules, args, kwargs, modes)
-        with frame, frame.watched():
-            result = function(*args, **kwargs)
+        with frame:
+            if self.found is not None:
+                result = function(*args, **kwargs)
+            else:
+                with frame.watched():
+                    result = function(*args, **kwargs)
         with out_of_sight():
             frame.decide()
         return result
@@ -209,13 +216,13 @@ class Frame(Recipe):
         "_expected",
         "_function",
         "_inputs",
+        "_lives",
         "_modes",
         "_originals",
         "_pins",
         "_region",
         "_rng",
         "_state",
-        "count",
         "outer",
     )
 
@@ -248,10 +255,10 @@ class Frame(Recipe):
                 found = [*{id(value): value for value in reached if is_source(value)}.values()]
             self._rng = RngState([*region.sources, *found, *filter(is_source, given)], name=region.owner.name)
         self._autocast = Autocast()
-        self._expected: dict[int, Expected] = {}
+        self._expected: list[Expected | None] = []
+        self._lives: dict[int, Tensor] = {}
         self._originals: dict[int, Tensor] = {}  # copies, to compare with
         self._pins: list[Kept] = []
-        self.count = 0  # tensors that autograd saved
         self.outer = top_hooks()
 
     def __enter__(self) -> None:
@@ -273,21 +280,22 @@ class Frame(Recipe):
         if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
             with unseen():
                 return self._pack(tensor)
-        if has_layout(tensor):
-            return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
-        tensor = local_of(tensor)
-        if type(tensor) is nn.Parameter:
-            tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
-        handle = Handle(self, self.count, tensor)
-        self.count += 1
+        if type(tensor) is not Tensor:
+            if has_layout(tensor):
+                return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
+            tensor = local_of(tensor)
+            if type(tensor) is nn.Parameter:
+                tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
+        handle = Handle(self, len(self.handles), tensor)
         self.handles.append(weakref.ref(handle))
+        has_storage = tensor.layout is _strided and not tensor.is_nested  # else it is kept, and nothing compared
+        expected = (tensor.shape, tensor.dtype, tensor.untyped_storage()._cdata) if has_storage else None
+        self._expected.append(expected)
         return handle
 
     def watched(self) -> AbstractContextManager[Any]:
         """Around the first frame of a region: learn which generators it draws from, and whether it may run again."""
-        if self._rng is None or self._region.found is not None:
-            return _NOTHING
-        return _FirstFrame(self._rng)
+        return _NOTHING if self._rng is None else _FirstFrame(self._rng)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""
@@ -318,33 +326,39 @@ class Frame(Recipe):
             changed = "it runs a ScriptModule, which takes other ops once it has profiled some runs"
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        parameters: dict[tuple[int | None, Any], Tensor] = {}
+        alive: dict[int | None, Tensor] = {}
+        parameters: dict[tuple[int, Any], Tensor] = {}  # by where their memory begins: several may have one storage
         for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
-            parameters.setdefault(_place_of(each), each)
-        parameters.pop((None, None), None)
-        alive: dict[int | None, Tensor] = {key: tensor for (key, _), tensor in parameters.items()}
-        alive |= {storage_key(tensor): tensor for tensor in held}
-        for key in inputs.difference(map(storage_key, held)):  # an argument comes back as another tensor
+            if (key := storage_key(each)) is not None:
+                parameters.setdefault((key, local_of(each).storage_offset()), each)
+                alive.setdefault(key, each)
+        restored = {storage_key(tensor): tensor for tensor in held}
+        alive |= restored
+        for key in inputs - restored.keys():  # an argument comes back as another tensor
             alive.pop(key, None)
         pinned: set[int | None] = {None}  # the key of what has no storage of its own
         pinned.update([storage_key(pin.tensor) for pin in self._pins])
+        compares = is_verifying()
         saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
-        for ref in self.handles:
+        for slot, (ref, expected) in enumerate(zip(self.handles, self._expected, strict=True)):
             handle = ref()
             if handle is None or (tensor := handle.tensor) is None:
+                self._expected[slot] = None
                 continue
-            key = storage_key(tensor)
-            if key not in pinned:
-                expected = Expected(tensor.shape, tensor.dtype, key, alive.get(key))
-                self._expected[handle.slot] = expected
-                if expected.lives is None:
-                    saved[key] = tensor.untyped_storage().nbytes()
-                    if changed is None:
-                        if is_verifying() and handle.version == version_of(tensor):
-                            self._originals[handle.slot] = tensor.detach().clone()
-                        handle.drop()
-                        continue
-            handle.keep(self._kept(tensor, handle.version, parameters.get(_place_of(tensor)), changed is not None))
+            key = None if expected is None else tensor.untyped_storage()._cdata
+            if key in pinned or (expected is not None and key != expected[2]):
+                self._expected[slot] = None  # forward has given it other data (tensor.data = ...), which autograd uses
+            elif (lives := alive.get(key)) is not None:
+                self._lives[slot] = lives
+            else:
+                saved[key] = tensor.untyped_storage().nbytes()
+                if changed is None:
+                    if compares and handle.version == version_of(tensor):
+                        self._originals[slot] = tensor.detach().clone()
+                    handle.drop()
+                    continue
+            parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
+            handle.keep(self._kept(tensor, handle.version, parameter, changed is not None))
         if self._rng is not None:
             if self._region.found is None:
                 self._region.found = self._rng.extra()
@@ -364,25 +378,27 @@ class Frame(Recipe):
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
         """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
-        if parameter is not None and has_layout(parameter):
-            version = version_of(parameter)
-        # One that is at another version counts for itself, as ``parameter.data`` does.
-        if parameter is not None and parameter.dtype is tensor.dtype and version_of(parameter) == version:
-            layout = Layout.of(tensor)
-            memory = None if layout == Layout.of(local_of(parameter)) else tensor.untyped_storage()
-            return Alive(parameter, layout, version, self.owner.name, memory)
+        if parameter is not None:
+            now = version_of(parameter)
+            # One that is at another version counts for itself, as ``parameter.data`` does.
+            if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
+                part = local_of(parameter)
+                is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
+                if is_whole or not may_be_held(parameter):
+                    return Alive(parameter, Layout.of(tensor), now, self.owner.name)
+                return AliveView(parameter, tensor.detach(), now, self.owner.name)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
             return hold_through(self.outer, tensor.detach(), self.owner.name)
         return Kept(tensor.detach(), self.owner.name, version)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        replay = Replay(self, self._expected, wanted)
+        replay = Replay(self, self._expected, self._lives, wanted)
         self._run(replay)
         what = replay.mismatch
         if what is None and len(replay.values) < len(wanted):
-            what = f"it saved {self.count} tensors in forward, {replay.count} when run again"
+            what = f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
-            named = Replay(self, self._expected, wanted)
+            named = Replay(self, self._expected, self._lives, wanted)
             self._run(named, OpNames(named))
             what = named.mismatch or self._difference(named) or what
         if what is not None:
@@ -405,30 +421,29 @@ class Frame(Recipe):
 
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
-            temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
+            _without_transforms(),
             self._state.replayed(self.owner.name),
             # Also a region after which a stream was where it had been before may have moved it: torch.manual_seed(0).
-            nullcontext() if is_fake() else RngState(self._region.found or ()).left_alone(),
-            nullcontext() if self._rng is None else self._rng.replayed(),
+            _NOTHING if is_fake() else RngState(self._region.found or ()),
+            _NOTHING if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             self.group.numerics.replayed(),
             torch.enable_grad(),
-            self._inputs.restored() as (args, kwargs),
-            self._modes.replayed(),
-            names,
-            replay,
         ):
-            try:
-                self._function(*args, **kwargs)
-            except (Stop, RuntimeError):  # as which TorchScript passes it on
-                if not replay.is_done:
-                    raise
+            args, kwargs = self._inputs.restored()
+            with self._modes.replayed(), names, replay:
+                try:
+                    self._function(*args, **kwargs)
+                except (Stop, RuntimeError):  # as which TorchScript passes it on
+                    if not replay.is_done:
+                        raise
 
 
-def _place_of(tensor: Tensor) -> tuple[int | None, Any]:
-    """Where the memory of a tensor begins: several parameters may have one storage."""
-    key = storage_key(tensor)
-    return key, None if key is None else local_of(tensor).storage_offset()
+def _without_transforms() -> AbstractContextManager[Any]:
+    """The span in which no transform of ``torch.func`` is at work: a batched backward still wants the one forward."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _NOTHING
+    return temporarily_clear_interpreter_stack()
 
 
 class _FirstFrame(TorchDispatchMode):

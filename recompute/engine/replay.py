@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,29 +25,29 @@ class Stop(Exception):
     """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
 
 
-class Expected(NamedTuple):
-    """What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed.
-
-    ``lives`` is the parameter or input that it shares its storage with, if it does.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    storage: int | None
-    lives: Tensor | None
+Expected = tuple[torch.Size, torch.dtype, int | None]
+"""What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed."""
 
 
 class Replay:
-    """A frame being run again, to collect the values of the slots in ``wanted``."""
+    """A frame being run again, to collect the values of the slots in ``wanted``.
+
+    expected: what stands in each slot; None where anything may. lives: by slot, the parameter or input that what stands
+    there shares its storage with.
+    """
 
     is_checkpoint = True
 
-    def __init__(self, frame: Frame, expected: dict[int, Expected], wanted: Collection[int]):
+    def __init__(
+        self, frame: Frame, expected: list[Expected | None], lives: dict[int, Tensor], wanted: Collection[int]
+    ):
         self.frame = frame
         self.expected = expected
+        self.lives = lives
         self.wanted = wanted
         self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
         self.values: dict[int, Saved] = {}
+        self._missing = len(wanted)
         self.count = 0
         self._unfilled = -2  # the last slot with a tensor that has no gradient
         self.mismatch: str | None = None
@@ -79,17 +79,30 @@ class Replay:
                 return self._pack(tensor)
         slot = self.count
         self.count += 1
-        self._stop_if_complete(slot)
+        if not self._missing:
+            self._stop_if_filled(slot)
         if not tensor.requires_grad:
             self._unfilled = slot
-        alias = tensor.detach() if has_layout(tensor) else None
-        tensor = local_of(tensor).detach()  # an op's own output comes with a graph that this would make a cycle
-        self._compare(slot, tensor)
-        if slot in self.wanted:
-            self.values[slot] = Kept(tensor, self.frame.owner.name)
-            self._ops[slot] = self.op
-            self._stop_if_complete(slot)
+        alias = None
+        if type(tensor) is not Tensor:
+            alias = tensor.detach() if has_layout(tensor) else None
+            tensor = local_of(tensor)
+        tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
+        is_wanted = slot in self.wanted
+        if slot < len(self.expected) and (expected := self.expected[slot]) is not None:
+            shape, dtype, storage = expected
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                self._refuse(slot, tensor, shape, dtype)
+            # Others may be freed by now, and their storage's address used again.
+            if (is_wanted or slot in self.lives) and storage_key(tensor) != self._key_in(slot, storage, tensor):
+                self._refuse(slot, tensor)
         kept = Kept(tensor, self.frame.owner.name)
+        if is_wanted:
+            self.values[slot] = kept
+            self._ops[slot] = self.op
+            self._missing -= 1
+            if not self._missing:
+                self._stop_if_filled(slot)
         return kept if alias is None else Sharded(alias, kept, self.frame.owner.name)
 
     def _stop(self) -> NoReturn:
@@ -100,32 +113,28 @@ class Replay:
         """Which tensor it was that was received, for messages."""
         return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
 
-    def _compare(self, slot: int, tensor: Tensor) -> None:
-        """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
-        expected = self.expected.get(slot)
-        if expected is None:
-            return
-        which = f"tensor {slot} that autograd saved"
-        if tensor.shape != expected.shape or tensor.dtype is not expected.dtype:
-            self.mismatch = (
-                f"{which}, a {expected.dtype} of shape {tuple(expected.shape)} in forward, is a {tensor.dtype} of "
-                f"shape {tuple(tensor.shape)}, from {self.op}, when run again"
-            )
-            self._stop()
-        key = storage_key(tensor)
-        if expected.lives is not None:
-            same = key == storage_key(expected.lives)
-        elif slot in self.wanted:  # others may be freed by now, and their storage's address used again
-            same = self._storages.setdefault(expected.storage, key) == key
-        else:
-            same = True
-        if not same:
-            self.mismatch = f"{which}, a {describe(tensor)} from {self.op}, was another one in forward"
-            self._stop()
+    def _key_in(self, slot: int, storage: int | None, tensor: Tensor) -> int | None:
+        """Where in this run the storage is that was ``storage`` in forward: what came first for it is ``tensor``."""
+        if (key := self._storages.get(storage)) is None:
+            key = self._storages[storage] = storage_key(self.lives.get(slot, tensor))
+        return key
 
-    def _stop_if_complete(self, slot: int) -> None:
+    def _refuse(self, slot: int, tensor: Tensor, shape: torch.Size | None = None, dtype: Any = None) -> NoReturn:
+        """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
+        if shape is not None:
+            self.mismatch = (
+                f"tensor {slot} that autograd saved, a {dtype} of shape {tuple(shape)} in forward, is a "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}, when run again"
+            )
+        else:
+            self.mismatch = (
+                f"tensor {slot} that autograd saved, a {describe(tensor)} from {self.op}, was another one in forward"
+            )
+        self._stop()
+
+    def _stop_if_filled(self, slot: int) -> None:
         """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
-        if len(self.values) == len(self.wanted) and slot > self._unfilled + 1:
+        if slot > self._unfilled + 1:
             self._stop()
 
     def hand_out(self, memory: Any, is_array: bool) -> None:

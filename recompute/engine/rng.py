@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import pickle
 import random
 import sys
@@ -10,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import BuiltinMethodType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,39 +19,38 @@ import torch
 from recompute.errors import RngError
 
 
-class Source(Protocol):
+class Source(ABC):
     """Something random whose state can be read, compared and put back."""
 
     generator: Any
 
+    @abstractmethod
     def state(self) -> Any: ...
 
+    @abstractmethod
     def restore(self, state: Any) -> None: ...
 
-    def same(self, a: Any, b: Any) -> bool: ...
+    def same(self, a: Any, b: Any) -> bool:
+        return bool(a == b)
 
 
-class _CpuSource:
-    """The CPU's default generator, or a ``torch.Generator`` on the CPU: its whole state (5 KB)."""
+class _CpuSource(Source):
+    """The CPU's default generator, or a ``torch.Generator`` on the CPU: its whole state (5 KB), as bytes to compare."""
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
 
-    def state(self) -> torch.Tensor:
-        return self.generator.get_state()
+    def state(self) -> bytes:
+        return bytes(_numpy(self.generator.get_state()))
 
-    def restore(self, state: torch.Tensor) -> None:
-        self.generator.set_state(state)
-
-    @staticmethod
-    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-        return _numpy(a).tobytes() == _numpy(b).tobytes()  # torch.equal takes three times as long
+    def restore(self, state: bytes) -> None:
+        self.generator.set_state(torch.from_numpy(np.frombuffer(bytearray(state), np.uint8)))
 
 
 _numpy = torch._C.TensorBase.numpy  # which tells no tape that memory is handed out
 
 
-class _CudaSource:
+class _CudaSource(Source):
     """A CUDA generator: Philox, so a seed and an offset say all."""
 
     def __init__(self, generator: torch.Generator):
@@ -72,12 +72,8 @@ class _CudaSource:
         self.generator.manual_seed(seed)
         self.generator.set_offset(offset)
 
-    @staticmethod
-    def same(a: Any, b: Any) -> bool:
-        return a == b
 
-
-class _TrackerSource:
+class _TrackerSource(Source):
     """An object with ``get_states`` and ``set_states``, such as Megatron's tracker, that swaps CUDA states by name."""
 
     def __init__(self, tracker: Any):
@@ -92,18 +88,14 @@ class _TrackerSource:
     def restore(self, state: dict[str, Any]) -> None:
         self.generator.set_states(dict(state))
 
-    @staticmethod
-    def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    def same(self, a: dict[str, Any], b: dict[str, Any]) -> bool:
         return a.keys() == b.keys() and all(
             torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] == b[name] for name in a
         )
 
 
-_CPU = _CpuSource(torch.default_generator)
-
-
 def _fields_of(value: Any) -> Any:
-    """A view, as long as ``value`` lives, of the fields that its C type has: ``raw`` copies them. None but in CPython.
+    """A view, as long as ``value`` lives, of the fields that its C type has. None but in CPython.
 
     Python's and NumPy's generators have their whole state there. To ask them for it takes 7 and 33 us, this 0.1.
     """
@@ -113,7 +105,7 @@ def _fields_of(value: Any) -> Any:
     return (ctypes.c_char * (type(value).__basicsize__ - header)).from_address(id(value) + header)
 
 
-class _PythonSource:
+class _PythonSource(Source):
     """Python's ``random``, or a ``random.Random``."""
 
     def __init__(self, generator: random.Random):
@@ -125,12 +117,8 @@ class _PythonSource:
     def restore(self, state: Any) -> None:
         self.generator.setstate(state)
 
-    @staticmethod
-    def same(a: Any, b: Any) -> bool:
-        return a == b
 
-
-class _NumpySource:
+class _NumpySource(Source):
     """A NumPy ``Generator``: its bit generator is all the state there is."""
 
     def __init__(self, generator: np.random.Generator):
@@ -142,12 +130,8 @@ class _NumpySource:
     def restore(self, state: bytes) -> None:
         self.generator.bit_generator.state = pickle.loads(state)
 
-    @staticmethod
-    def same(a: bytes, b: bytes) -> bool:
-        return a == b
 
-
-class _LegacyNumpySource:
+class _LegacyNumpySource(Source):
     """NumPy's global generator, or a ``RandomState``: a bit generator, and every second normal number held back."""
 
     def __init__(self, generator: np.random.RandomState):
@@ -159,32 +143,86 @@ class _LegacyNumpySource:
     def restore(self, state: bytes) -> None:
         self.generator.set_state(pickle.loads(state))
 
-    @staticmethod
-    def same(a: bytes, b: bytes) -> bool:
-        return a == b
 
-
-class _Remembered(ABC):
+class _Remembered(Source):
     """A source that any code may draw from, so that every region looks at it: cheap where nobody has drawn."""
 
     def __init__(self, source: Source):
-        self.restore, self.same, self.generator = source.restore, source.same, source.generator
-        self._read = source.state
-        self._last: tuple[Any, Any] = (None, None)  # its memory, and its state then
+        self.generator = source.generator
+        self._source = source
+        self._last: tuple[Any, Any] = (None, None)  # a copy of its memory, and its state then
 
     def state(self) -> Any:
-        memory = self._memory()
+        memory = self.memory()
         before, state = self._last
-        if memory == before:
+        if before == memory is not None:
             return state
-        state = self._read()
-        if memory == self._memory():  # no other thread has drawn meanwhile
-            self._last = memory, state
+        copy = None if memory is None else tuple([_copy_of(part) for part in memory])
+        state = self._source.state()
+        if copy == self.memory():  # no other thread has drawn meanwhile
+            self._last = copy, state
         return state
 
+    def restore(self, state: Any) -> None:
+        self._source.restore(state)
+
+    def copy_of(self, state: Any) -> tuple[Any, ...] | None:
+        """The copy of the memory that had this state; None if it is not that of the last look."""
+        copy, last = self._last
+        return copy if last is state else None
+
     @abstractmethod
-    def _memory(self) -> Any:
-        """The whole state as bytes; or something that is equal to nothing else, where it cannot be had as bytes."""
+    def memory(self) -> tuple[Any, ...] | None:
+        """All that the state consists of, as it is now: views of memory, and numbers. None where it cannot be had."""
+
+
+def _copy_of(part: Any) -> Any:
+    return bytearray(part) if isinstance(part, ctypes.Array) else part  # is compared with a view without copying that
+
+
+_WORDS = 624  # of 4 bytes, that a CPU generator makes its numbers of
+_BEFORE, _BEHIND = 20, 28  # bytes: of the seed, and of which word is next; of the normal numbers held back
+
+
+def _words_of(generator: torch.Generator) -> bytes:
+    """A CPU generator's words, which its state has as integers of 8 bytes behind others of 24."""
+    return _numpy(generator.get_state())[24:].view(np.int64)[:_WORDS].astype(np.uint32).tobytes()
+
+
+def _where_words_are() -> int | None:
+    """How many bytes into a CPU generator its words begin; None unless all that it draws is seen to show there."""
+    probe = torch.Generator()
+    place = ctypes.string_at(_address_of(probe), 256).find(_words_of(probe)[:64])  # it is ten times as long as that
+    if place < _BEFORE or _memory_of(probe, place).raw[_BEFORE:-_BEHIND] != _words_of(probe):
+        return None
+    seen = [_memory_of(probe, place).raw]
+    for dtype in (torch.float64, torch.float64, torch.float32, torch.float32):  # every second one was held back
+        torch.randn(1, dtype=dtype, generator=probe, device="cpu")
+        seen.append(_memory_of(probe, place).raw)
+    torch.rand(1, generator=probe, device="cpu")
+    seen.append(_memory_of(probe, place).raw)
+    return place if len(set(seen)) == len(seen) else None
+
+
+def _address_of(generator: torch.Generator) -> int:
+    return generator._cdata  # type: ignore[attr-defined]
+
+
+def _memory_of(generator: torch.Generator, place: int) -> Any:
+    """A view, as long as ``generator`` lives, of all that its next numbers depend on."""
+    return (ctypes.c_char * (_BEFORE + _WORDS * 4 + _BEHIND)).from_address(_address_of(generator) + place - _BEFORE)
+
+
+class _GlobalCpu(_Remembered):
+    """What ops on the CPU draw from that are given no generator."""
+
+    def __init__(self) -> None:
+        super().__init__(_CpuSource(torch.default_generator))
+        place = _where_words_are()
+        self._views = None if place is None else (_memory_of(torch.default_generator, place),)
+
+    def memory(self) -> tuple[Any, ...] | None:
+        return self._views
 
 
 class _GlobalPython(_Remembered):
@@ -194,8 +232,8 @@ class _GlobalPython(_Remembered):
         super().__init__(_PythonSource(random._inst))
         self._fields = _fields_of(self.generator)
 
-    def _memory(self) -> Any:
-        return object() if self._fields is None else (self._fields.raw, self.generator.gauss_next)
+    def memory(self) -> tuple[Any, ...] | None:
+        return None if self._fields is None else (self._fields, self.generator.gauss_next)
 
 
 class _GlobalNumpy(_Remembered):
@@ -206,16 +244,40 @@ class _GlobalNumpy(_Remembered):
         self._fields = _fields_of(self.generator)
         self._bits: tuple[Any, Any] = (None, None)
 
-    def _memory(self) -> Any:
+    def memory(self) -> tuple[Any, ...] | None:
         bits, fields = self._bits
         if bits is not self.generator._bit_generator:  # np.random.set_bit_generator
             bits = self.generator._bit_generator
             fields = _fields_of(bits) if type(bits).__module__.startswith("numpy.random.") else None
             self._bits = bits, fields
-        return object() if fields is None else (fields.raw, self._fields.raw)
+        return None if fields is None else (fields, self._fields, bits)
 
 
-_PYTHON, _NUMPY = _GlobalPython(), _GlobalNumpy()
+class _Globals:
+    """The generators that any code may draw from on the CPU: one comparison for all of them where nobody has drawn."""
+
+    def __init__(self) -> None:
+        self._python: Any = random._inst
+        self._numpy: Any = np.random.mtrand._rand
+        self._sources = (_GlobalCpu(), _GlobalPython(), _GlobalNumpy())
+        # Views of all their memory, a copy of it, and their states then.
+        self._last: tuple[tuple[Any, ...], Any, list[tuple[Source, Any]]] = ((None,) * 4, None, [])
+
+    def states(self) -> list[tuple[Source, Any]]:
+        """Each with its state: the same list as the last time where the states are the same."""
+        (cpu, python, bits, numpy), before, states = self._last
+        if before == (cpu, python, self._python.gauss_next, bits, numpy, self._numpy._bit_generator):
+            return states
+        states = [(source, source.state()) for source in self._sources]
+        copies = [source.copy_of(state) or () for source, (_, state) in zip(self._sources, states, strict=True)]
+        memories = [source.memory() or () for source in self._sources]
+        if all(copies) and all(memories):
+            cpu, python, _, bits, numpy, _ = itertools.chain(*memories)
+            self._last = (cpu, python, bits, numpy), tuple(itertools.chain(*copies)), states
+        return states
+
+
+_GLOBALS = _Globals()
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -243,13 +305,6 @@ def is_source(value: Any) -> bool:
     return _source(value) is not None
 
 
-def _read(source: Source, name: str) -> Any:
-    try:
-        return source.state()
-    except RngError as error:
-        raise RngError(f"{name}: {error}") from error
-
-
 class RngState:
     """The states of the default generators of the CPU, each CUDA device, Python and NumPy, and of those given."""
 
@@ -257,11 +312,14 @@ class RngState:
 
     def __init__(self, extra: Iterable[Any] = (), *, name: str = "a region"):
         """name: of the module that is going to draw, for errors."""
-        sources: list[Source] = [_CPU, _PYTHON, _NUMPY]
-        if torch.cuda.is_initialized():
-            sources += map(_CudaSource, torch.cuda.default_generators)
-        self._states: list[tuple[Source, Any]] = [(source, _read(source, name)) for source in sources]
-        self._defaults = len(sources)
+        try:
+            self._states = _GLOBALS.states()  # shared: what is included makes another list
+            if torch.cuda.is_initialized():
+                devices = map(_CudaSource, torch.cuda.default_generators)
+                self._states = [*self._states, *((source, source.state()) for source in devices)]
+        except RngError as error:
+            raise RngError(f"{name}: {error}") from error
+        self._defaults = len(self._states)
         for value in extra:
             self.include(value)
 
@@ -270,14 +328,17 @@ class RngState:
         """The state of one generator alone."""
         captured = object.__new__(RngState)
         source = _CudaSource(generator) if generator.device.type == "cuda" else _CpuSource(generator)
-        captured._states = [(source, _read(source, name))]
+        try:
+            captured._states = [(source, source.state())]
+        except RngError as error:
+            raise RngError(f"{name}: {error}") from error
         return captured
 
     def include(self, value: Any) -> None:
         """Capture the state of another source, unless it has been captured."""
         source = _source(value)
         if source is not None and all(known.generator is not source.generator for known, _ in self._states):
-            self._states.append((source, source.state()))
+            self._states = [*self._states, (source, source.state())]
 
     def extra(self) -> list[Any]:
         """What has been included besides the defaults."""
@@ -285,11 +346,12 @@ class RngState:
 
     def drawn(self) -> RngState | None:
         """Only the sources that have been drawn from since this was taken; None where there are none."""
-        now = [source.state() for source, _ in self._states]
+        if self._states is _GLOBALS.states():
+            return None
         changed = [
             (source, state)
-            for (source, state), new in zip(self._states, now, strict=True)
-            if new is not state and not source.same(state, new)
+            for source, state in self._states
+            if (new := source.state()) is not state and not source.same(state, new)
         ]
         if not changed:
             return None
@@ -297,14 +359,12 @@ class RngState:
         drawn._states = changed
         return drawn
 
-    @contextmanager
-    def left_alone(self) -> Iterator[None]:
-        """Put the captured states back at the end, also after an error (invariant 6)."""
-        try:
-            yield
-        finally:
-            if (drawn := self.drawn()) is not None:
-                drawn.restore()
+    def __enter__(self) -> None:
+        """Leave the generators alone: their captured states are put back at the end, also after an error (6)."""
+
+    def __exit__(self, *error: object) -> None:
+        if (drawn := self.drawn()) is not None:
+            drawn.restore()
 
     def restore(self) -> None:
         """Put the captured states in force."""

@@ -76,7 +76,8 @@ class Kept(Saved):
         self.name = name
 
     def get(self) -> Tensor:
-        return checked(self.tensor, self.version, self.name)
+        tensor = self.tensor
+        return tensor if version_of(tensor) == self.version else checked(tensor, self.version, self.name)
 
 
 class Alive(Saved):
@@ -102,7 +103,7 @@ class Alive(Saved):
         self.version = version
         self.name = name
         # DeepSpeed replaces the data of its parameters, which have a ``ds_id``, when it gathers them.
-        self.memory = None if has_layout(parameter) or hasattr(parameter, "ds_id") else memory
+        self.memory = memory if memory is not None and may_be_held(parameter) else None
 
     def get(self) -> Tensor:
         tensor = local_of(checked(self.parameter, self.version, self.name)).detach()
@@ -113,6 +114,33 @@ class Alive(Saved):
         if Layout.of(tensor) == self.layout:
             return tensor
         return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
+
+
+def may_be_held(parameter: Tensor) -> bool:
+    """Whether the memory of a parameter may be held apart from it: neither DeepSpeed's nor a DTensor's."""
+    return not (has_layout(parameter) or hasattr(parameter, "ds_id"))
+
+
+class AliveView(Saved):
+    """A view of a parameter, as ``Alive``: with the memory that it had in forward, as long as there is any in it.
+
+    parameter: one whose memory may be held.
+    """
+
+    __slots__ = ("name", "parameter", "version", "view")
+
+    def __init__(self, parameter: Tensor, view: Tensor, version: int, name: str):
+        self.parameter = parameter
+        self.view = view
+        self.version = version
+        self.name = name
+
+    def get(self) -> Tensor:
+        view = self.view
+        if view.untyped_storage().nbytes():
+            checked(self.parameter, self.version, self.name)
+            return view
+        return Alive(self.parameter, Layout.of(view), self.version, self.name).get()  # freed, and gathered elsewhere
 
 
 class Watch:
@@ -343,7 +371,9 @@ def storage_key(tensor: Tensor) -> int | None:
     """The address of the tensor's StorageImpl, or of its part on this rank; None for one with none (sparse, say)."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    return local_of(tensor).untyped_storage()._cdata
+    if type(tensor) is not Tensor:
+        tensor = local_of(tensor)
+    return tensor.untyped_storage()._cdata
 
 
 def describe(tensor: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +27,11 @@ from engine_testing import (
 from torch import Tensor, nn
 
 import recompute
+from recompute.engine import rng
 from recompute.engine.rng import RngState, is_source
 from recompute.planning.profiling import memory_trace
 
 GENERATOR = torch.Generator()
-STATE_NBYTES = torch.get_rng_state().nbytes
 
 
 def test_random_state_is_held_only_by_regions_that_draw() -> None:
@@ -39,14 +40,67 @@ def test_random_state_is_held_only_by_regions_that_draw() -> None:
         policed(model)
         model(tokens()).backward()
         x = tokens()
+        before = states_alive()
         with memory_trace(CPU) as trace:
             result = model(x)
             trace.mark("forward")
+        states = states_alive() - before
+        assert trace.held_nbytes["forward"] == 4, "the result alone: states are Python's"
         result.backward()
-        return trace.held_nbytes["forward"]
+        assert states_alive() == before
+        return states
 
-    assert held(0.0) == 4, "the result alone"
-    assert held(0.5) == 4 + STATE_NBYTES
+    assert held(0.0) == 0
+    assert held(0.5) == 1
+
+
+def states_alive() -> int:
+    return sum(type(value) is RngState for value in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    "kind", ["rand", "one normal number", "two of float64", "integers", "seed", "state", "Python's", "NumPy's"]
+)
+def test_whatever_moves_a_default_generator_is_seen(kind: str) -> None:
+    """Also what moves only what a generator holds back: every second normal number."""
+    moves: dict[str, Callable[[], Any]] = {
+        "rand": lambda: torch.rand(1),
+        "one normal number": lambda: torch.randn(1),
+        "two of float64": lambda: torch.randn(2, dtype=torch.float64),
+        "integers": lambda: torch.randint(7, (1,)),
+        "seed": lambda: torch.manual_seed(3),
+        "state": lambda: torch.set_rng_state(torch.Generator().manual_seed(5).get_state()),
+        "Python's": lambda: random.gauss(0, 1),
+        "NumPy's": lambda: np.random.standard_normal(),
+    }
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        for _ in range(3):  # the second normal number of two is drawn by the first
+            state = RngState()
+            assert state.drawn() is None
+            before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1:]
+            moves[kind]()
+            drawn = state.drawn()
+            moved = [
+                not torch.equal(before[0], torch.get_rng_state()),
+                before[1] != random.getstate(),
+                any(not np.array_equal(a, b) for a, b in zip(before[2], np.random.get_state()[1:], strict=True)),
+            ]
+            assert any(moved) == (drawn is not None)
+            if drawn is not None:
+                with drawn.replayed():
+                    assert torch.equal(before[0], torch.get_rng_state())
+                    assert before[1] == random.getstate()
+                    assert all(np.array_equal(a, b) for a, b in zip(before[2], np.random.get_state()[1:], strict=True))
+
+
+def test_the_state_of_the_default_generators_is_not_read_again_where_nobody_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    RngState()
+    for kind in (rng._CpuSource, rng._PythonSource, rng._LegacyNumpySource):
+        monkeypatch.setattr(kind, "state", lambda _: pytest.fail("it was read"))
+    assert RngState().drawn() is None
 
 
 # Generators

@@ -268,3 +268,15 @@ def test_models_on_the_meta_device_run_without_values(action: str) -> None:
     policed(model, action)
     model(x).sum().backward()
     assert x.grad.shape == x.shape
+
+
+def test_data_that_forward_gives_to_a_tensor_that_autograd_has_saved_in_a_checkpoint() -> None:
+    """Plain autograd goes on to use the new data, which running again would not bring back."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        hidden = x.detach() * 2
+        product = x * hidden
+        hidden.data = torch.ones_like(hidden)
+        return product + x.sin()
+
+    assert_as_plain(holding(forward), policy(("inside", "checkpoint")), tokens())
