@@ -14,6 +14,13 @@ from typing import Any
 import torch
 
 
+_GUARD_ALL = {
+    "skip_nnmodule_hook_guards": False,  # hooks that modules get later, or lose
+    "skip_tensor_guards_with_matching_dict_tags": False,  # what changes of a parameter that stays the same object
+}
+"""Settings of torch's frontend by which it leaves out no guard for the sake of speed."""
+
+
 class _Local(threading.local):
     is_tracing = False
 
@@ -70,7 +77,8 @@ class GuardedCalls:
         """``function(*args, **kwargs)``, whose graph is taken first."""
         before, _local.is_tracing = _local.is_tracing, True
         try:
-            return self._trace(function, args, kwargs)
+            with torch._dynamo.config.patch(_GUARD_ALL):
+                return self._trace(function, args, kwargs)
         finally:
             _local.is_tracing = before
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
 from recompute.compiled.captured import CapturedFunction, Frame
@@ -326,7 +327,7 @@ def _kind(value: Any) -> Hashable:
 
 def is_undisturbed() -> bool:
     """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
-    if local.spans or count_dispatch_modes() or count_function_modes() or is_verifying():
+    if local.spans or count_dispatch_modes() or count_function_modes() or is_verifying() or _has_any_global_hook():
         return False
     hooks = top_hooks()
     while hooks is not None and hooks[1] is unpack_saved:
