@@ -39,10 +39,16 @@ class Code:
     """What the code refers to by name."""
     tensors: dict[int, str] = field(default_factory=dict)
     """The variable that holds each buffer that there is."""
+    memories: dict[int, str] = field(default_factory=dict)
+    """Of a parameter that of the memory which it had in forward: for views, and for what runs again. Its ``data`` may
+    be replaced before backward, and then autograd has a view of what was there, but the parameter as it is."""
+    reruns: int = 0
+    """The calls in it that run again."""
     _views: dict[tuple[str, Layout, bool], str] = field(default_factory=dict)
 
     def call(self, call: Call, *, again: bool = False) -> None:
         """Write a call whose arguments there are; ``again``: on copies of what it writes to."""
+        self.reruns += again
         if again and call.written:
             for before, after in call.written:
                 name = self.tensors[after] = f"t{after}"
@@ -70,8 +76,10 @@ class Code:
 
     def tensor(self, use: Use, *, again: bool = False) -> str:
         """The variable of a tensor: of its buffer, or of the view that it is of that."""
-        name = self.tensors[use.buffer]
         whole = self.recording.buffers[use.buffer].layout
+        name = self.tensors[use.buffer]
+        if again or use.layout != whole:
+            name = self.memories.get(use.buffer, name)
         if use.layout == whole:
             return name
         view = self._views.get((name, use.layout, again))
@@ -121,6 +129,10 @@ class Code:
 
     def _write(self, text: str, reads: Sequence[str], makes: list[str], again: bool) -> None:
         self.statements.append(Statement(text, list(dict.fromkeys(reads)), makes, again))
+
+    def reads(self) -> set[str]:
+        """The variables that it reads."""
+        return {name for statement in self.statements for name in statement.reads}
 
     def draw(self, call: Call) -> str:
         """Write what captures the state of the generator that a call is going to draw from; its variable."""

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from recompute.compiled.program import Program, program_of
 from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
+from recompute.engine.numerics import Numerics
 from recompute.engine.plan import Plan
 from recompute.engine.recipe import local
 from recompute.engine.saved import Layout, Saved
@@ -124,7 +125,8 @@ class Observation:
         self._outputs: dict[tuple[int, int], int] = {}
         self._edges: list[list[Edge]] = []
         self._pending: dict[tuple[int, int], Use] = {}
-        self._contributions: list[tuple[int, Use]] = []
+        self._contributions: list[tuple[int, Use | None]] = []
+        self._numerics = Numerics()
         self._sums: set[int] = set()
         self._mode = _BackwardOps(self)
         self._is_running = False
@@ -320,9 +322,10 @@ class Observation:
                 self._steps,
                 self._results,
                 self._gradients,
-                self._contributions,
+                [*self._contributions, *self._missing()],
                 self._parameters,
                 self._fixed,
+                self._numerics,
             )
         except NotCapturable as error:
             self._fail(error)
@@ -330,6 +333,18 @@ class Observation:
         self._recording.close()
         done, self._done = self._done, None
         done(program)
+
+
+    def _missing(self) -> list[tuple[int, None]]:
+        """The contributions that have not come: those of outputs without a gradient."""
+        come = [position for position, _ in self._contributions]
+        missing = []
+        for position in [edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1]:
+            if position in come:
+                come.remove(position)
+            else:
+                missing.append((position, None))
+        return missing
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from recompute.compiled.code import Code
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
+from recompute.engine.numerics import Numerics
 from recompute.engine.ops import Kind, facts
 from recompute.engine.plan import LARGEST_COPY, Plan
 from recompute.engine.saved import Layout
@@ -27,15 +28,27 @@ class Program:
     """``(settings, held, kept, states, gradients)``: the same, with what runs again in the span of ``settings``."""
     regenerate: Callable[..., Any] | None
     """``(held, kept, states) -> tensors``: the outputs that come back where others have saved them."""
+    regenerate_held: tuple[int, ...]
+    """Which of what is held it takes."""
+    regenerate_kept: tuple[int, ...]
+    """Which of what is kept it takes."""
+    regenerate_reruns: int
+    """The ops that it runs."""
     outputs: tuple[tuple[int, int], ...]
     """The positions of these, and their values in the plan."""
     edges: tuple[int, ...]
     """The positions of the inputs that get a contribution to their gradient, in the order in which these come."""
     held: tuple[tuple[int, str], ...]
-    """The positions of the inputs that backward reads, and what of each is held: "itself", the "memory" that a
-    parameter has now, a "copy", or what the saved-tensor "hooks" around make of it."""
+    """The positions of the inputs that backward reads, and how each is held: a parameter "itself", or the "memory" that
+    it has now; of others a "copy", or as autograd itself has "saved" it."""
     others: tuple[tuple[int, bool], ...]
-    """The positions of the other inputs, and whether each is a parameter."""
+    """The positions of the parameters, and of the other inputs that are not held; whether each is a parameter."""
+    offsets: tuple[tuple[int, int], ...]
+    """The positions of inputs that must start at just this offset in their storage, as the region counts from there."""
+    shown: tuple[int, ...]
+    """Which of what is kept shares memory with an output, and so may be written to by others."""
+    numerics: Numerics
+    """torch's settings, which may say what ops a function is made of."""
     gradients: tuple[Layout | None, ...]
     """The layout of each output's gradient; None of one that has none."""
     fixed: tuple[int, ...]
@@ -51,17 +64,18 @@ def program_of(
     steps: int,
     results: Sequence[Use],
     gradients: Sequence[int | None],
-    contributions: Sequence[tuple[int, Use]],
+    contributions: Sequence[tuple[int, Use | None]],
     parameters: Collection[int],
     fixed: Collection[int],
+    numerics: Numerics,
 ) -> Program:
     """The program of what was recorded.
 
     steps: how many of the calls were forward's. results: the region's outputs. gradients: the buffer of each one's
-    gradient. contributions: to the gradient of which input each goes. parameters: the positions of those among the
-    inputs. fixed: the outputs that take no gradient.
+    gradient. contributions: to the gradient of which input each goes; None of one that has not come. parameters: the
+    positions of those among the inputs. fixed: the outputs that take no gradient.
     """
-    return _Writer(plan, recording, steps, results, gradients, contributions, parameters, fixed).program()
+    return _Writer(plan, recording, steps, results, gradients, contributions, parameters, fixed, numerics).program()
 
 
 class _Writer:
@@ -72,9 +86,10 @@ class _Writer:
         steps: int,
         results: Sequence[Use],
         gradients: Sequence[int | None],
-        contributions: Sequence[tuple[int, Use]],
+        contributions: Sequence[tuple[int, Use | None]],
         parameters: Collection[int],
         fixed: Collection[int],
+        numerics: Numerics,
     ):
         self._plan = plan
         self._recording = recording
@@ -85,6 +100,7 @@ class _Writer:
         self._contributions = contributions
         self._parameters = parameters
         self._fixed = fixed
+        self._numerics = numerics
         self._differentiable = {given for given, _ in contributions}
         self._kept: dict[int, None] = {}
         self._held: dict[int, None] = {}
@@ -100,14 +116,27 @@ class _Writer:
         made = {n for call in reruns for n in call.results if n is not None} | {
             after for call in reruns for _, after in call.written
         }
-        held, kept = [f"t{number}" for number in self._held], [f"t{number}" for number in self._kept]
+        how = self._how_held(backward, again)
+        held, kept = [name for _, _, name in how], [f"t{number}" for number in self._kept]
         drawn = list(states.values())
         grads = ", ".join(["_" if number is None else f"t{number}" for number in self._gradients])
-        names = [backward.tensor(use) for _, use in self._contributions]
-        parts = (held, "held"), (kept, "kept"), (drawn, "states")
-        unpack = [f"{', '.join(part)}{',' if part else '()'} = {name}" for part, name in parts]
-        head = [*unpack, f"{grads}, = gradients", "kept.clear()", "gradients.clear()"]
+        names = ["None" if use is None else backward.tensor(use) for _, use in self._contributions]
+        head = [*_unpacked(held=held, kept=kept, states=drawn), f"{grads}, = gradients"]
+        head += ["held.clear()", "kept.clear()", "gradients.clear()"]
         result = f"({', '.join(names)},)"
+        regenerate, of_held, of_kept = None, (), ()
+        if again is not None:
+            code, given_back = again
+            reads = {*given_back, *code.reads()}
+            of_held = tuple([index for index, name in enumerate(held) if name in reads])
+            of_kept = tuple([index for index, name in enumerate(kept) if name in reads])
+            parts = [held[index] for index in of_held], [kept[index] for index in of_kept]
+            regenerate = code.compiled(
+                ["def run(held, kept, states):", *_unpacked(held=parts[0], kept=parts[1], states=drawn)],
+                f"({', '.join(given_back)},)",
+                given_back,
+                sum(parts, []),
+            )
         return Program(
             plan=self._plan,
             forward=forward,
@@ -119,20 +148,19 @@ class _Writer:
                 held + kept,
                 again_first=True,
             ),
-            regenerate=again
-            and again[0].compiled(
-                ["def run(held, kept, states):", *unpack], f"({', '.join(again[1])},)", again[1], held + kept
-            ),
+            regenerate=regenerate,
+            regenerate_held=of_held,
+            regenerate_kept=of_kept,
+            regenerate_reruns=0 if again is None else again[0].reruns,
             outputs=outputs,
             edges=tuple([given for given, _ in self._contributions]),
-            held=self._how_held(),
-            others=tuple(
-                [
-                    (buffer.given, buffer.given in self._parameters)
-                    for number, buffer in enumerate(buffers)
-                    if buffer.given is not None and number not in self._held
-                ]
+            held=tuple([(position, how) for position, how, _ in how]),
+            others=self._others({position for position, _, _ in how}),
+            offsets=tuple(
+                sorted({(buffers[n].given, buffers[n].layout.offset) for n in self._recording.placed})  # type: ignore[arg-type,type-var]
             ),
+            shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
+            numerics=self._numerics,
             gradients=tuple([None if n is None else buffers[n].layout for n in self._gradients]),
             fixed=tuple(sorted(self._fixed)),
             draws=any(facts(call.op).kind is Kind.RANDOM for call in self._forward),
@@ -140,28 +168,39 @@ class _Writer:
             rerun_nbytes=sum(buffers[n].nbytes for n in made),
         )
 
-    def _how_held(self) -> tuple[tuple[int, str], ...]:
+    def _others(self, held: Collection[int]) -> tuple[tuple[int, bool], ...]:
+        positions = [buffer.given for buffer in self._recording.buffers if buffer.given is not None]
+        others = [(position, position in self._parameters) for position in positions]
+        return tuple([(position, lives) for position, lives in others if lives or position not in held])
+
+    def _how_held(self, backward: Code, again: tuple[Code, list[str]] | None) -> list[tuple[int, str, str]]:
+        """Of each input that is held its position, how, and the variable."""
         buffers = self._recording.buffers
+        reads = {backward.tensors[use.buffer] for _, use in self._contributions if use is not None} | backward.reads()
+        if again is not None:
+            reads |= again[0].reads()
         saved = {use.buffer for call in self._backward for use in call.uses()}
-        reads = [*self._backward, *(self._forward[index] for index in self._again)]
-        viewed = {use.buffer for call in reads for use in call.uses() if use.layout != buffers[use.buffer].layout}
         held = []
         for number in self._held:
             position = buffers[number].given
             assert position is not None
             if position in self._parameters:
-                how = "memory" if number in viewed else "itself"
-            elif (
-                number not in saved and buffers[number].nbytes <= LARGEST_COPY and position not in self._differentiable
-            ):
-                how = "copy"  # as ``engine.plan.Plan.lent`` has it
-            else:
-                how = "hooks"
-            held.append((position, how))
-        return tuple(held)
+                ways = {f"t{number}": "itself", f"m{number}": "memory"}
+                held += [(position, how, name) for name, how in ways.items() if name in reads]
+                continue
+            is_small = buffers[number].nbytes <= LARGEST_COPY and position not in self._differentiable
+            how = "copy" if number not in saved and is_small else "saved"  # as ``engine.plan.Plan.lent`` has it
+            held.append((position, how, f"t{number}"))
+        return held
+
+    def _later(self) -> Code:
+        """Code that runs after forward."""
+        buffers = self._recording.buffers
+        memories = {n: f"m{n}" for n, buffer in enumerate(buffers) if buffer.given in self._parameters}
+        return Code(self._recording, memories=memories)
 
     def _write_backward(self) -> Code:
-        code = Code(self._recording)
+        code = self._later()
         for number in self._gradients:
             if number is not None:
                 code.tensors[number] = f"t{number}"
@@ -172,8 +211,9 @@ class _Writer:
                 raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
             code.call(call)
         for _, use in self._contributions:
-            self._bring(use.buffer, code)
-            code.tensor(use)
+            if use is not None:
+                self._bring(use.buffer, code)
+                code.tensor(use)
         return code
 
     def _write_regeneration(self) -> tuple[tuple[Code, list[str]] | None, tuple[tuple[int, int], ...]]:
@@ -189,7 +229,7 @@ class _Writer:
             found[position] = value
         if not found:
             return None, ()
-        code = Code(self._recording)
+        code = self._later()
         for position in found:
             self._bring(self._results[position].buffer, code)
         names = [code.tensors[self._results[position].buffer] for position in found]
@@ -295,6 +335,11 @@ class _Writer:
         if use.buffer in self._kept:
             return code.tensor(use)  # whose versions count with those of what is kept
         return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
+
+
+def _unpacked(**parts: Sequence[str]) -> list[str]:
+    """Lines that unpack each argument into variables."""
+    return [f"{', '.join(names)}{',' if names else '()'} = {part}" for part, names in parts.items()]
 
 
 def _tuple(names: Iterable[str]) -> str:

@@ -25,6 +25,7 @@ from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.exposed import expose_arrays, is_shared
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
+from recompute.engine.numerics import Numerics
 from recompute.engine.plan import Plan, PlanCache
 from recompute.engine.recipe import is_verifying, local
 from recompute.engine.rng import RngState
@@ -159,8 +160,14 @@ class CapturedGraph:
                 return self._watch(region, given, region.recording)
         if program is None or any(map(is_shared, given)):
             raise Refusal
+        numerics = Numerics()
+        if not numerics.are(program.numerics):
+            raise Refusal
+        for position, offset in program.offsets:
+            if given[position].storage_offset() != offset:
+                raise Refusal
         _running.has_begun = True
-        frame = Frame(program, self._graph, region.tape.setting.owner, given)
+        frame = Frame(program, self._graph, region.tape.setting.owner, given, numerics)
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 
     def _known(self, region: CapturedRegion, given: Sequence[Any]) -> Program | None:
