@@ -40,8 +40,10 @@ class Code:
     tensors: dict[int, str] = field(default_factory=dict)
     """The variable that holds each buffer that there is."""
     memories: dict[int, str] = field(default_factory=dict)
-    """Of a parameter that of the memory which it had in forward: for views, and for what runs again. Its ``data`` may
-    be replaced before backward, and then autograd has a view of what was there, but the parameter as it is."""
+    """Of a parameter that of the memory which it had in forward: its ``data`` may be replaced before backward. What runs
+    again reads that, and backward does where autograd has saved a view; of a parameter itself it reads what is new."""
+    saved_views: Collection[int] = ()
+    """The buffers of the parameters of which autograd has saved a view."""
     reruns: int = 0
     """The calls in it that run again."""
     _views: dict[tuple[str, Layout, bool], str] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Code:
         """The variable of a tensor: of its buffer, or of the view that it is of that."""
         whole = self.recording.buffers[use.buffer].layout
         name = self.tensors[use.buffer]
-        if again or use.layout != whole:
+        if again or use.buffer in self.saved_views:
             name = self.memories.get(use.buffer, name)
         if use.layout == whole:
             return name

@@ -121,6 +121,10 @@ class Observation:
         self._results: list[Use] = []
         self._fixed: set[int] = set()
         self._parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
+        self._saved_whole: set[int] = set()
+        """The buffers of the parameters that autograd has saved as they are …"""
+        self._saved_views: set[int] = set()
+        """… and those of which it has saved views."""
         self._gradients: list[int | None] = []
         self._outputs: dict[tuple[int, int], int] = {}
         self._edges: list[list[Edge]] = []
@@ -164,9 +168,12 @@ class Observation:
         return output
 
     def saved(self, tensor: Tensor, saved: Saved) -> Saved:
-        if self.reason is None and self._recording.knows(tensor):
-            return _Seen(saved, self._recording, self._recording.use(tensor).buffer)
-        return saved
+        if self.reason is not None or not self._recording.knows(tensor):
+            return saved
+        buffer = self._recording.use(tensor).buffer
+        if self._recording.buffers[buffer].given in self._parameters:
+            (self._saved_whole if isinstance(tensor, nn.Parameter) else self._saved_views).add(buffer)
+        return _Seen(saved, self._recording, buffer)
 
     def end_forward(self) -> None:
         """All calls of forward have been made: as many as expected, or there is a departure."""
@@ -180,6 +187,8 @@ class Observation:
             self._plan, self._steps = plan, len(self._recording.calls)
             if self._steps != len(plan.steps):
                 raise NotCapturable("it passes tensors to recompute.keep, or their memory to others")
+            if self._saved_whole & self._saved_views:
+                raise NotCapturable("autograd saves one of its parameters both as it is and as a view")
             self._results = [self._recording.use(tensor) for tensor in outputs]
             if len({use.buffer for use in self._results}) < len(outputs):
                 raise NotCapturable("two of its outputs share memory")
@@ -324,6 +333,7 @@ class Observation:
                 self._gradients,
                 [*self._contributions, *self._missing()],
                 self._parameters,
+                self._saved_views,
                 self._fixed,
                 self._numerics,
             )

@@ -66,6 +66,7 @@ def program_of(
     gradients: Sequence[int | None],
     contributions: Sequence[tuple[int, Use | None]],
     parameters: Collection[int],
+    saved_views: Collection[int],
     fixed: Collection[int],
     numerics: Numerics,
 ) -> Program:
@@ -73,9 +74,11 @@ def program_of(
 
     steps: how many of the calls were forward's. results: the region's outputs. gradients: the buffer of each one's
     gradient. contributions: to the gradient of which input each goes; None of one that has not come. parameters: the
-    positions of those among the inputs. fixed: the outputs that take no gradient.
+    positions of those among the inputs. saved_views: the buffers of those of which autograd has saved a view. fixed: the outputs that take no gradient.
     """
-    return _Writer(plan, recording, steps, results, gradients, contributions, parameters, fixed, numerics).program()
+    return _Writer(
+        plan, recording, steps, results, gradients, contributions, parameters, saved_views, fixed, numerics
+    ).program()
 
 
 class _Writer:
@@ -88,6 +91,7 @@ class _Writer:
         gradients: Sequence[int | None],
         contributions: Sequence[tuple[int, Use | None]],
         parameters: Collection[int],
+        saved_views: Collection[int],
         fixed: Collection[int],
         numerics: Numerics,
     ):
@@ -99,6 +103,7 @@ class _Writer:
         self._gradients = gradients
         self._contributions = contributions
         self._parameters = parameters
+        self._saved_views = saved_views
         self._fixed = fixed
         self._numerics = numerics
         self._differentiable = {given for given, _ in contributions}
@@ -197,7 +202,7 @@ class _Writer:
         """Code that runs after forward."""
         buffers = self._recording.buffers
         memories = {n: f"m{n}" for n, buffer in enumerate(buffers) if buffer.given in self._parameters}
-        return Code(self._recording, memories=memories)
+        return Code(self._recording, memories=memories, saved_views=self._saved_views)
 
     def _write_backward(self) -> Code:
         code = self._later()
