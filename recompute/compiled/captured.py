@@ -37,6 +37,7 @@ class Frame:
         "_held",
         "_kept",
         "_numerics",
+        "_on_replay",
         "_others",
         "_program",
         "_rng",
@@ -47,9 +48,19 @@ class Frame:
     )
 
     def __init__(
-        self, program: Program, graph: Callable[..., Any], owner: Owner, given: Sequence[Tensor], numerics: Numerics
+        self,
+        program: Program,
+        graph: Callable[..., Any],
+        owner: Owner,
+        given: Sequence[Tensor],
+        numerics: Numerics,
+        on_replay: Callable[[bool], None],
     ):
-        """graph: what the program was made of, on the same inputs: it serves where the program cannot."""
+        """graph: what the program was made of, on the same inputs: it serves where the program cannot.
+
+        on_replay: called where it does, with whether backward is differentiated in its turn.
+        """
+        self._on_replay = on_replay
         self._program = program
         self._graph = graph
         self._numerics = numerics
@@ -152,6 +163,7 @@ class Frame:
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same by autograd, for what the program does not know: the graph runs again on the region's inputs."""
         program = self._program
+        self._on_replay(torch.is_grad_enabled())
         inputs = Given(self.owner.name)
         for (position, _), value in zip(program.held, self._values(saved), strict=True):
             inputs.hold(position, value)

@@ -6,8 +6,10 @@ A call that its guards accept goes straight to what was made of the graph. Any o
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +25,7 @@ _GUARD_ALL = {
 
 class _Local(threading.local):
     is_tracing = False
+    asks = False
 
 
 _local = _Local()
@@ -34,6 +37,31 @@ def is_tracing() -> bool:
 
 
 is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
+
+def asks_about_tracing() -> bool:
+    """Whether the user's code has asked, of the call that is traced, if it is: it may do something else otherwise."""
+    return _local.asks
+
+
+_OURS = str(Path(__file__).parents[1])
+_TORCHS = str(Path(torch.__file__).parent)
+
+
+@functools.cache
+def _notice_questions() -> None:
+    """Have torch's frontend tell when code asks ``torch.compiler.is_compiling()``, in whichever thread traces."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    mark = InstructionTranslatorBase.mark_inconsistent_side_effects
+
+    @functools.wraps(mark)
+    def noticed(self: Any) -> None:
+        if _local.is_tracing and not self.f_code.co_filename.startswith((_OURS, _TORCHS)):
+            _local.asks = True
+        mark(self)
+
+    InstructionTranslatorBase.mark_inconsistent_side_effects = noticed  # type: ignore[method-assign]
+
 
 MISSED = object()
 """In the place of a result: no graph is known for this call."""
@@ -75,7 +103,9 @@ class GuardedCalls:
 
     def trace(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, whose graph is taken first."""
+        _notice_questions()
         before, _local.is_tracing = _local.is_tracing, True
+        _local.asks = False
         try:
             with torch._dynamo.config.patch(_GUARD_ALL):
                 return self._trace(function, args, kwargs)

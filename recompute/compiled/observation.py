@@ -241,6 +241,9 @@ class Observation:
                     raise NotCapturable("its graph reaches a leaf that it was not given")
                 else:
                     edges.append((number_of(target), slot))
+        reached = [self._reached(number) for number, _ in self._outputs]
+        if any(positions != reached[0] for positions in reached):  # autograd would go on, with no gradient, to what
+            raise NotCapturable("its outputs depend on different inputs")  # the one output in use does not depend on
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)
         for place, position in list(self._outputs.items()):
@@ -253,6 +256,18 @@ class Observation:
             node.register_prehook(partial(self._before, number))
             node.register_hook(partial(self._after, number))
         return outputs
+
+    def _reached(self, number: int) -> set[int]:
+        """The positions of the inputs that gradients of a node get to."""
+        known, pending, positions = {number}, [number], set()
+        while pending:
+            for edge in filter(None, self._edges[pending.pop()]):
+                if edge[0] == -1:
+                    positions.add(edge[1])
+                elif edge[0] not in known:
+                    known.add(edge[0])
+                    pending.append(edge[0])
+        return positions
 
     def _before(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """A node of the graph is about to run."""

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
 from recompute.compiled.captured import CapturedFunction, Frame
-from recompute.compiled.guards import MISSED, GuardedCalls
+from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation, RecordingTape
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
@@ -32,6 +32,7 @@ from recompute.engine.rng import RngState
 from recompute.engine.saved import Layout, top_hooks, unpack_saved
 from recompute.engine.setting import Setting
 from recompute.engine.tape import TapeRegion
+from recompute.errors import warn
 
 SETTLED = 3
 """Frames of one plan after which a region is captured."""
@@ -43,6 +44,8 @@ SHARED = 4
 """Graphs that regions alike share; one that none of them fits has graphs of its own."""
 MISSES = 32
 """Calls in a row without a graph after which a region is not captured any more: each costs a look at the guards."""
+REPLAYS = 8
+"""Backwards that were not as recorded after which a region stays on the tape: each costs another forward."""
 
 
 class Shared:
@@ -114,7 +117,8 @@ class Graphs:
             _running.region = None
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-        graph = CapturedGraph(self._alike, module)
+        unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
+        graph = CapturedGraph(self._alike, module, unfit or "")
         self.graphs.append(graph)
         return graph.run
 
@@ -134,16 +138,17 @@ class Refusal(Exception):
 class CapturedGraph:
     """A graph of a region, and the programs that were made of it: one for each plan."""
 
-    def __init__(self, alike: Alike, module: torch.fx.GraphModule):
+    def __init__(self, alike: Alike, module: torch.fx.GraphModule, failure: str):
+        """failure: why no program can be made of it, if so."""
         self._alike = alike
         self._graph = module.forward
         self._code = module.code
         self._programs: list[Program] = []
         self._is_watched = False
         self._failures = 0
-        self.failure = _unfit_node(module) or ""
+        self.failure = failure
         """Why no program was made of it when that was tried last."""
-        self.is_given_up = bool(self.failure)
+        self.is_given_up = bool(failure)
 
     def program(self, region: CapturedRegion) -> Program | None:
         """The one that does in the region what a frame of its own has done."""
@@ -167,7 +172,7 @@ class CapturedGraph:
             if given[position].storage_offset() != offset:
                 raise Refusal
         _running.has_begun = True
-        frame = Frame(program, self._graph, region.tape.setting.owner, given, numerics)
+        frame = Frame(program, self._graph, region.tape.setting.owner, given, numerics, region.count_replay)
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 
     def _known(self, region: CapturedRegion, given: Sequence[Any]) -> Program | None:
@@ -241,6 +246,7 @@ class CapturedRegion:
         """Graphs of this region alone, if none of those that it shares fits."""
         self._settled: dict[int, tuple[Plan, int]] = {}
         self._misses = 0
+        self._replays = 0
 
     def knows(self, plan: Plan) -> bool:
         """Whether the region's own frames have had this plan."""
@@ -258,13 +264,34 @@ class CapturedRegion:
     @property
     def is_captured(self) -> bool:
         """Whether there is code that runs in its place."""
-        return any(graph.program(self) is not None for graph in self._graphs())
+        return not self._retreat and any(graph.program(self) is not None for graph in self._graphs())
+
+    @property
+    def _retreat(self) -> str:
+        """Why it runs by the tape again after it was captured; "" if it does not."""
+        if self._misses >= MISSES:
+            return f"none of its last {MISSES} calls was like one whose graph was taken"
+        if self._replays >= REPLAYS:
+            return "its backward is differentiated in its turn, or differs from time to time"
+        return ""
+
+    def count_replay(self, is_differentiated: bool) -> None:
+        """A backward was not as recorded. By a tape it is the same as in plain PyTorch, whatever it is like.
+
+        is_differentiated: here that is no matter of time alone. The gradients of gradients are sums of other parts than
+        there, as the region's node is one, and so rounded otherwise.
+        """
+        if is_differentiated and self._replays < REPLAYS:
+            _warn_of_rounding(self.tape.setting.owner.name)
+        self._replays += REPLAYS if is_differentiated else 1
 
     @property
     def failure(self) -> str:
         """Why it is not captured, though that was tried; "" if it is."""
         if self.is_captured or self._alike is None:
             return ""
+        if self._retreat:
+            return self._retreat
         failures = [graph.failure for graph in self._graphs() if graph.failure]
         return failures[-1] if failures else self._alike.failure or "it has not run backward since"
 
@@ -274,7 +301,7 @@ class CapturedRegion:
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
         """``function(*args, **kwargs)``; ``variant`` as for a ``TapeRegion``."""
-        if self._alike is None or self._misses >= MISSES or not is_undisturbed():
+        if self._alike is None or self._retreat or not is_undisturbed():
             return self._by_tape(function, args, kwargs, variant)
         result = self._by_graph(self._alike, function, args, kwargs)
         if result is MISSED:
@@ -324,6 +351,15 @@ class CapturedRegion:
             if self._alike is None:
                 self._alike = shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
         return result
+
+
+def _warn_of_rounding(name: str) -> None:
+    warn(
+        f"in {name}: gradients are differentiated in their turn, of a forward that has run as captured code. The "
+        "gradients of gradients are right, but may differ in the last bits from those of plain PyTorch. From now on "
+        "the module stays on the tape, where they do not differ; with `capture: false` in its rule it does from the "
+        "first step."
+    )
 
 
 def _kind(value: Any) -> Hashable:
