@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -48,8 +49,8 @@ _TORCHS = str(Path(torch.__file__).parent)
 
 
 @functools.cache
-def _notice_questions() -> None:
-    """Have torch's frontend tell when code asks ``torch.compiler.is_compiling()``, in whichever thread traces."""
+def _prepare_frontend() -> None:
+    """Have torch's frontend tell when user code asks whether it is compiled; and not claim that to other threads."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
     mark = InstructionTranslatorBase.mark_inconsistent_side_effects
@@ -61,6 +62,15 @@ def _notice_questions() -> None:
         mark(self)
 
     InstructionTranslatorBase.mark_inconsistent_side_effects = noticed  # type: ignore[method-assign]
+
+    # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
+    session = getattr(torch.compiler, "_compile_session_context", None)
+    if session is not None:
+
+        def context() -> AbstractContextManager[None]:
+            return nullcontext() if _local.is_tracing else session()
+
+        torch.compiler._compile_session_context = context  # type: ignore[attr-defined]
 
 
 MISSED = object()
@@ -103,7 +113,7 @@ class GuardedCalls:
 
     def trace(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, whose graph is taken first."""
-        _notice_questions()
+        _prepare_frontend()
         before, _local.is_tracing = _local.is_tracing, True
         _local.asks = False
         try:
