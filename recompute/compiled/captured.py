@@ -17,7 +17,7 @@ from recompute.compiled.program import Program
 from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
 from recompute.engine.numerics import Numerics
 from recompute.engine.operands import copied
-from recompute.engine.recipe import Group, Recipe, open_book
+from recompute.engine.recipe import Group, Recipe, nbytes_of, open_book
 from recompute.engine.rng import RngState
 from recompute.engine.saved import Kept, Layout, Owner, Saved, checked, hold_through, top_hooks
 
@@ -192,7 +192,7 @@ class _Outputs(Recipe):
     def __init__(self, frame: Frame, given: Sequence[Tensor]):
         super().__init__(frame.owner, "a captured region", Group(frame._numerics))
         program = self._program = frame._program
-        assert program.regenerate is not None and frame._kept is not None
+        assert frame._kept is not None
         hooks = top_hooks()
         self._held: list[Saved] = []
         for index in program.regenerate_held:
@@ -216,8 +216,10 @@ class _Outputs(Recipe):
         ):
             held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
             values = program.regenerate(held, kept, self._states)
-        self.owner.regenerations += program.regenerate_reruns - 1  # of which the recipe itself counts one
-        return {slot: Kept(values[slot], self.owner.name) for slot in wanted}
+        given_back = {slot: Kept(values[slot], self.owner.name) for slot in wanted}
+        self.owner.regenerations += program.regenerate_reruns - 1  # a recipe counts one, and the bytes that it gives
+        self.owner.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
+        return given_back
 
 
 _FREED = (

@@ -40,17 +40,18 @@ class Code:
     tensors: dict[int, str] = field(default_factory=dict)
     """The variable that holds each buffer that there is."""
     memories: dict[int, str] = field(default_factory=dict)
-    """Of a parameter that of the memory which it had in forward: its ``data`` may be replaced before backward. What runs
-    again reads that, and backward does where autograd has saved a view; of a parameter itself it reads what is new."""
+    """Of a parameter that of the memory which it had in forward: its ``data`` may be replaced before backward. What
+    runs again reads that, and backward does where autograd has saved a view; else it reads what is new."""
     saved_views: Collection[int] = ()
     """The buffers of the parameters of which autograd has saved a view."""
-    reruns: int = 0
+    reruns: list[Call] = field(default_factory=list)
     """The calls in it that run again."""
     _views: dict[tuple[str, Layout, bool], str] = field(default_factory=dict)
 
     def call(self, call: Call, *, again: bool = False) -> None:
         """Write a call whose arguments there are; ``again``: on copies of what it writes to."""
-        self.reruns += again
+        if again:
+            self.reruns.append(call)
         if again and call.written:
             for before, after in call.written:
                 name = self.tensors[after] = f"t{after}"

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-
 _GUARD_ALL = {
     "skip_nnmodule_hook_guards": False,  # hooks that modules get later, or lose
     "skip_tensor_guards_with_matching_dict_tags": False,  # what changes of a parameter that stays the same object
@@ -38,6 +37,7 @@ def is_tracing() -> bool:
 
 
 is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
+
 
 def asks_about_tracing() -> bool:
     """Whether the user's code has asked, of the call that is traced, if it is: it may do something else otherwise."""

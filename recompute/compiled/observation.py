@@ -359,7 +359,6 @@ class Observation:
         done, self._done = self._done, None
         done(program)
 
-
     def _missing(self) -> list[tuple[int, None]]:
         """The contributions that have not come: those of outputs without a gradient."""
         come = [position for position, _ in self._contributions]

@@ -34,6 +34,8 @@ class Program:
     """Which of what is kept it takes."""
     regenerate_reruns: int
     """The ops that it runs."""
+    regenerate_nbytes: int
+    """The bytes that these give."""
     outputs: tuple[tuple[int, int], ...]
     """The positions of these, and their values in the plan."""
     edges: tuple[int, ...]
@@ -74,7 +76,8 @@ def program_of(
 
     steps: how many of the calls were forward's. results: the region's outputs. gradients: the buffer of each one's
     gradient. contributions: to the gradient of which input each goes; None of one that has not come. parameters: the
-    positions of those among the inputs. saved_views: the buffers of those of which autograd has saved a view. fixed: the outputs that take no gradient.
+    positions of those among the inputs. saved_views: the buffers of those of which autograd has saved a view. fixed:
+    the outputs that take no gradient.
     """
     return _Writer(
         plan, recording, steps, results, gradients, contributions, parameters, saved_views, fixed, numerics
@@ -114,13 +117,9 @@ class _Writer:
 
     def program(self) -> Program:
         backward = self._write_backward()
-        reruns = [self._forward[index] for index in self._again]
         again, outputs = self._write_regeneration()
         forward, states = self._write_forward()
         buffers = self._recording.buffers
-        made = {n for call in reruns for n in call.results if n is not None} | {
-            after for call in reruns for _, after in call.written
-        }
         how = self._how_held(backward, again)
         held, kept = [name for _, _, name in how], [f"t{number}" for number in self._kept]
         drawn = list(states.values())
@@ -140,7 +139,7 @@ class _Writer:
                 ["def run(held, kept, states):", *_unpacked(held=parts[0], kept=parts[1], states=drawn)],
                 f"({', '.join(given_back)},)",
                 given_back,
-                sum(parts, []),
+                [*parts[0], *parts[1]],
             )
         return Program(
             plan=self._plan,
@@ -156,7 +155,8 @@ class _Writer:
             regenerate=regenerate,
             regenerate_held=of_held,
             regenerate_kept=of_kept,
-            regenerate_reruns=0 if again is None else again[0].reruns,
+            regenerate_reruns=0 if again is None else len(again[0].reruns),
+            regenerate_nbytes=0 if again is None else self._nbytes(again[0].reruns),
             outputs=outputs,
             edges=tuple([given for given, _ in self._contributions]),
             held=tuple([(position, how) for position, how, _ in how]),
@@ -169,9 +169,14 @@ class _Writer:
             gradients=tuple([None if n is None else buffers[n].layout for n in self._gradients]),
             fixed=tuple(sorted(self._fixed)),
             draws=any(facts(call.op).kind is Kind.RANDOM for call in self._forward),
-            reruns=len(reruns),
-            rerun_nbytes=sum(buffers[n].nbytes for n in made),
+            reruns=len(backward.reruns),
+            rerun_nbytes=self._nbytes(backward.reruns),
         )
+
+    def _nbytes(self, calls: Iterable[Call]) -> int:
+        """The bytes that calls give."""
+        made = {n for call in calls for n in (*call.results, *(after for _, after in call.written)) if n is not None}
+        return sum(self._recording.buffers[n].nbytes for n in made)
 
     def _others(self, held: Collection[int]) -> tuple[tuple[int, bool], ...]:
         positions = [buffer.given for buffer in self._recording.buffers if buffer.given is not None]

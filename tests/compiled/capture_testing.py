@@ -169,9 +169,7 @@ def observed(module: nn.Module, step: Step) -> dict[str, Any]:
     return found | state_of(module) | {"random state": torch.get_rng_state()}
 
 
-def captured_twins(
-    module: nn.Module, *inputs: Any, rules: dict[str, Any] | None = None, **kwargs: Any
-) -> Twins:
+def captured_twins(module: nn.Module, *inputs: Any, rules: dict[str, Any] | None = None, **kwargs: Any) -> Twins:
     """Twins of ``Around(module)`` that run as code on ``inputs``."""
     twins = Twins(Around(module, before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE)), rules)
     return twins.settle(train(*inputs, **kwargs))
