@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import Tag
+
 from recompute.compiled.code import Code
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.numerics import Numerics
@@ -56,6 +58,7 @@ class Program:
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
     draws: bool
+    """Whether forward draws random numbers."""
     reruns: int
     rerun_nbytes: int
 
@@ -168,7 +171,7 @@ class _Writer:
             numerics=self._numerics,
             gradients=tuple([None if n is None else buffers[n].layout for n in self._gradients]),
             fixed=tuple(sorted(self._fixed)),
-            draws=any(facts(call.op).kind is Kind.RANDOM for call in self._forward),
+            draws=any(Tag.nondeterministic_seeded in call.op.tags for call in self._forward),
             reruns=len(backward.reruns),
             rerun_nbytes=self._nbytes(backward.reruns),
         )
@@ -343,7 +346,7 @@ class _Writer:
         if use.layout == buffer.layout:
             return code.tensors[use.buffer]
         if use.buffer in self._kept:
-            return code.tensor(use)  # whose versions count with those of what is kept
+            return f"{code.tensor(use)}.detach()"  # whose versions count with those of what is kept
         return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
 
 
