@@ -41,6 +41,43 @@ class Around(nn.Module):
         return self.after(self.inside(self.before(x), *args, **kwargs))
 
 
+class Norm(nn.Module):
+    """RMSNorm, whose output comes back where others have saved it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.rand(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Layer(nn.Module):
+    """A layer of a decoder, without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = Norm(), nn.LayerNorm(SIZE)
+        self.mixer = nn.Linear(SIZE, SIZE)
+        self.mlp = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.GELU(), nn.Linear(2 * SIZE, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.head = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def body(forward: Callable[..., Any], **parts: Any) -> nn.Module:
     """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
     module = type("Body", (nn.Module,), {"forward": forward})()

@@ -9,8 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import NODE, ROWS, SIZE, Around, Step, Twins, body, captured_twins, fresh, rule, tokens, train
-from engine_testing import RMSNorm, loss_of
+from capture_testing import (
+    NODE,
+    ROWS,
+    SIZE,
+    Around,
+    Norm,
+    Step,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    rule,
+    tokens,
+    train,
+)
+from engine_testing import loss_of
 from torch import Tensor, nn
 from torch.autograd import grad
 
@@ -217,7 +231,7 @@ def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_
 
 def test_a_chain_of_regions_is_differentiated_twice(x: Tensor) -> None:
     """The input of the second region is an output of the first, which has been dropped."""
-    blocks = nn.Sequential(RMSNorm(SIZE), RMSNorm(SIZE), nn.Linear(SIZE, SIZE))
+    blocks = nn.Sequential(Norm(), Norm(), nn.Linear(SIZE, SIZE))
     twins = Twins(Around(blocks), rule(["inside.0", "inside.1"])).settle(train(x))
     with pytest.warns(PolicyWarning, match="last bits"):
         found = of_a_gradient(twins.under, fresh(x))
@@ -323,7 +337,7 @@ def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x: Tens
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inside, self.a, self.b = RMSNorm(SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+            self.inside, self.a, self.b = Norm(), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             y = self.inside(x)
