@@ -26,6 +26,7 @@ FLOORS = {
     "recompute.policy": 1,
     "recompute.engine": 2,
     "recompute.kernels": 3,
+    "recompute.compiled": 3,
     recompute.apply.__module__: 4,
     "recompute.effect": 4,
     "recompute.entries": 4,

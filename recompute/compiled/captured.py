@@ -216,7 +216,7 @@ class _Outputs(Recipe):
         ):
             held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
             values = program.regenerate(held, kept, self._states)
-        given_back = {slot: Kept(values[slot], self.owner.name) for slot in wanted}
+        given_back: dict[int, Saved] = {slot: Kept(values[slot], self.owner.name) for slot in wanted}
         self.owner.regenerations += program.regenerate_reruns - 1  # a recipe counts one, and the bytes that it gives
         self.owner.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
         return given_back

@@ -70,7 +70,7 @@ def _prepare_frontend() -> None:
         def context() -> AbstractContextManager[None]:
             return nullcontext() if _local.is_tracing else session()
 
-        torch.compiler._compile_session_context = context  # type: ignore[attr-defined]
+        torch.compiler._compile_session_context = context  # type: ignore[assignment]
 
 
 MISSED = object()

@@ -131,19 +131,7 @@ class _Writer:
         head = [*_unpacked(held=held, kept=kept, states=drawn), f"{grads}, = gradients"]
         head += ["held.clear()", "kept.clear()", "gradients.clear()"]
         result = f"({', '.join(names)},)"
-        regenerate, of_held, of_kept = None, (), ()
-        if again is not None:
-            code, given_back = again
-            reads = {*given_back, *code.reads()}
-            of_held = tuple([index for index, name in enumerate(held) if name in reads])
-            of_kept = tuple([index for index, name in enumerate(kept) if name in reads])
-            parts = [held[index] for index in of_held], [kept[index] for index in of_kept]
-            regenerate = code.compiled(
-                ["def run(held, kept, states):", *_unpacked(held=parts[0], kept=parts[1], states=drawn)],
-                f"({', '.join(given_back)},)",
-                given_back,
-                [*parts[0], *parts[1]],
-            )
+        regenerate, of_held, of_kept = self._regeneration(again, held, kept, drawn)
         return Program(
             plan=self._plan,
             forward=forward,
@@ -164,9 +152,7 @@ class _Writer:
             edges=tuple([given for given, _ in self._contributions]),
             held=tuple([(position, how) for position, how, _ in how]),
             others=self._others({position for position, _, _ in how}),
-            offsets=tuple(
-                sorted({(buffers[n].given, buffers[n].layout.offset) for n in self._recording.placed})  # type: ignore[arg-type,type-var]
-            ),
+            offsets=self._offsets(),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
             numerics=self._numerics,
             gradients=tuple([None if n is None else buffers[n].layout for n in self._gradients]),
@@ -175,6 +161,29 @@ class _Writer:
             reruns=len(backward.reruns),
             rerun_nbytes=self._nbytes(backward.reruns),
         )
+
+    @staticmethod
+    def _regeneration(
+        again: tuple[Code, list[str]] | None, held: Sequence[str], kept: Sequence[str], drawn: Sequence[str]
+    ) -> tuple[Callable[..., Any] | None, tuple[int, ...], tuple[int, ...]]:
+        """The function that gives back outputs, and which of what is held and of what is kept it takes."""
+        if again is None:
+            return None, (), ()
+        code, given_back = again
+        reads = {*given_back, *code.reads()}
+        of_held, of_kept = ([i for i, name in enumerate(names) if name in reads] for names in (held, kept))
+        parts = [held[index] for index in of_held], [kept[index] for index in of_kept]
+        head = ["def run(held, kept, states):", *_unpacked(held=parts[0], kept=parts[1], states=drawn)]
+        function = code.compiled(head, f"({', '.join(given_back)},)", given_back, [*parts[0], *parts[1]])
+        return function, tuple(of_held), tuple(of_kept)
+
+    def _offsets(self) -> tuple[tuple[int, int], ...]:
+        found = {}
+        for number in self._recording.placed:
+            buffer = self._recording.buffers[number]
+            assert buffer.given is not None
+            found[buffer.given] = int(buffer.layout.offset)
+        return tuple(found.items())
 
     def _nbytes(self, calls: Iterable[Call]) -> int:
         """The bytes that calls give."""
@@ -223,10 +232,10 @@ class _Writer:
             if any(not self._is_backwards(before) for before, _ in call.written):
                 raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
             code.call(call)
-        for _, use in self._contributions:
-            if use is not None:
-                self._bring(use.buffer, code)
-                code.tensor(use)
+        for _, contribution in self._contributions:
+            if contribution is not None:
+                self._bring(contribution.buffer, code)
+                code.tensor(contribution)
         return code
 
     def _write_regeneration(self) -> tuple[tuple[Code, list[str]] | None, tuple[tuple[int, int], ...]]:
