@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from recompute.compiled.fallback import Given, State, contributions_of, state_of
+from recompute.compiled.fallback import Given, State, contributions_of
 from recompute.compiled.program import Program
 from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
 from recompute.engine.numerics import Numerics
@@ -91,8 +91,9 @@ class Frame:
             held.append((tensor, tensor._version))
         self._held = held
         self._others: list[tuple[Any, State]] = [
-            (given[position] if lives else weakref.ref(given[position]), state_of(given[position]))
+            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # a State, without a call
             for position, lives in program.others
+            for tensor in (given[position],)
         ]
         self._given = ()
         plan = program.plan
