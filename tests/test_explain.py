@@ -34,6 +34,8 @@ def tables(text: str) -> dict[str, list[Line]]:
     """The tables of tensors in what ``explain`` prints, by their titles."""
     found = {}
     for part in text.split("\n\n")[1:]:
+        if "run as captured code" in part:
+            continue
         title, header, dashes, *lines = part.splitlines()
         edges = [slice(*match.span()) for match in re.finditer("-+", dashes)]
         assert [header[edge].strip() for edge in edges] == HEADERS

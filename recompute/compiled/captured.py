@@ -12,17 +12,20 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from recompute.compiled.fallback import Given, State, contributions_of
 from recompute.compiled.program import Counts, Program
 from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
 from recompute.engine.numerics import Numerics
 from recompute.engine.operands import copied
-from recompute.engine.recipe import Group, Recipe, open_book
+from recompute.engine.recipe import Group, Recipe, nbytes_of, open_book
 from recompute.engine.rng import RngState
 from recompute.engine.saved import Kept, Layout, Owner, Saved, checked, hold_through, top_hooks
-from recompute.errors import UnsupportedError
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+Versioned = tuple[Tensor, int]
+"""A tensor, and its version when it was held."""
 
 
 class Frame:
@@ -35,11 +38,14 @@ class Frame:
         "_is_checkpoint",
         "_kept",
         "_numerics",
+        "_on_replay",
         "_others",
         "_program",
         "_rng",
         "_states",
+        "_versions",
         "owner",
+        "saved",
     )
 
     def __init__(
@@ -48,79 +54,77 @@ class Frame:
         graph: Callable[..., Any],
         owner: Owner,
         given: Sequence[Tensor],
+        numerics: Numerics,
+        on_replay: Callable[[bool], None],
         *,
         is_checkpoint: bool = False,
     ):
         """graph: what the program was made of, on the same inputs: it serves where the program cannot.
 
-        is_checkpoint: it is counted as a checkpoint is.
+        on_replay: called where it does, with whether backward is differentiated in its turn. is_checkpoint: it is
+        counted as a checkpoint is.
         """
         self._is_checkpoint = is_checkpoint
+        self._on_replay = on_replay
         self._program = program
         self._graph = graph
+        self._numerics = numerics
         self.owner = owner
         self._given: Sequence[Tensor] = given
         self._rng: RngState | None = None
+        self.saved: list[Tensor] = []
+        """What autograd is to save, as of other nodes: with its graph, and through the hooks in force."""
 
     def run(self) -> tuple[Any, ...]:
         """Forward; the outputs."""
         program, given, owner = self._program, self._given, self.owner
-        self._numerics = Numerics()
         if program.draws:
             self._rng = _generators(given, owner.name)
         outputs, self._kept, self._states = program.forward(owner.name, *given)
-        hooks = top_hooks()
-        held: list[tuple[Any, int]] = []
+        self._versions: list[int] = [self._kept[index]._version for index in program.shown]
+        held: list[Versioned | None] = []
         for position, how in program.held:
-            tensor: Any = given[position]
+            tensor = given[position]
+            if how == "saved":
+                self.saved.append(tensor)
+                held.append(None)
+                continue
             if how == "memory":  # of a parameter, though its ``data`` be replaced, as autograd holds that of a view
                 tensor = tensor.detach()
             elif how == "copy":
                 tensor = copied(tensor)
-            elif how == "hooks" and hooks is not None:
-                held.append((hold_through(hooks, tensor.detach(), owner.name), -1))
-                continue
             held.append((tensor, tensor._version))
         self._held = held
-        self._others: list[Any] = [
-            given[position] if lives else weakref.ref(given[position]) for position, lives in program.others
+        self._others: list[tuple[Any, State]] = [
+            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # a State, without a call
+            for position, lives in program.others
+            for tensor in (given[position],)
         ]
         self._given = ()
         plan = program.plan
         Counts.of(plan, is_checkpoint=self._is_checkpoint).add_to(owner)
         owner.plan = None if self._is_checkpoint else plan
         if program.outputs and (book := open_book()) is not None:
-            recipe = _Outputs(self, Group(self._numerics))
+            recipe = _Outputs(self, given)
             for slot, (position, value) in enumerate(program.outputs):
                 layout, counted = plan.facts[value].layout, value in plan.demanded
                 book.enter(outputs[position], recipe, slot, layout, counted=counted)
         return outputs
 
-    def regenerate(self) -> Sequence[Tensor]:
-        """The outputs that others have saved and dropped."""
-        assert self._program.regenerate is not None
-        if self._kept is None:
-            raise RuntimeError(_FREED)
-        with (
-            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
-            torch.no_grad(),
-            temporarily_clear_interpreter_stack(),
-            self._numerics.replayed(),
-        ):
-            return self._program.regenerate(self._values(), self._kept, self._states)
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The contributions to the gradients of the program's edges."""
+    def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The contributions to the gradients of the program's edges. saved: as autograd gives it back."""
         if self._kept is None:
             raise RuntimeError(_FREED)
         program, owner = self._program, self.owner
         if not self._is_as_recorded(gradients):
-            return self._replay(gradients)
-        kept, held = self._kept, self._values()
+            return self._replay(saved, gradients)
+        for index, version in zip(program.shown, self._versions, strict=True):
+            checked(self._kept[index], version, owner.name)
+        kept, held = self._kept, self._values(saved)
         if _keeps_graph():
             kept = list(kept)
         else:
-            self._kept, self._held = None, []
+            self._free()
         owner.regenerations += 1 if self._is_checkpoint else program.reruns
         owner.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
         given = list(gradients)
@@ -129,6 +133,9 @@ class Frame:
         if not self._numerics.are_in_force():
             return program.under_settings(self._numerics.replayed, held, kept, self._states, given)
         return program.backward(held, kept, self._states, given)
+
+    def _free(self) -> None:
+        self._kept, self._held, self._others = None, [], []
 
     def _is_as_recorded(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether backward is called as it was when it was recorded."""
@@ -146,29 +153,24 @@ class Frame:
                 return False
         return True
 
-    def _values(self) -> list[Tensor]:
+    def _values(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """The inputs that backward reads, unless they have changed."""
-        name = self.owner.name
+        name, from_autograd = self.owner.name, iter(saved)
         return [
-            value.get() if version == -1 else value if value._version == version else checked(value, version, name)
-            for value, version in self._held
+            next(from_autograd) if held is None else held[0] if held[0]._version == held[1] else checked(*held, name)
+            for held in self._held
         ]
 
-    def _replay(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same by autograd, for what the program does not know: the graph runs again on the region's inputs."""
         program = self._program
-        is_differentiated = torch.is_grad_enabled()
-        given: list[Any] = [None] * (len(program.held) + len(program.others))
-        for (position, _), value in zip(program.held, self._values(), strict=True):
-            given[position] = value
-        for (position, lives), other in zip(program.others, self._others, strict=True):
-            given[position] = other if lives else other()
-            if given[position] is None:
-                raise UnsupportedError(_GONE.format(self.owner.name))
-        if not is_differentiated:
-            given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
-        elif any(version == -1 for _, version in self._held):
-            raise UnsupportedError(_GONE.format(self.owner.name))
+        self._on_replay(torch.is_grad_enabled())
+        inputs = Given(self.owner.name)
+        for (position, _), value in zip(program.held, self._values(saved), strict=True):
+            inputs.hold(position, value)
+        for (position, lives), (other, state) in zip(program.others, self._others, strict=True):
+            inputs.find(position, other if lives else other(), state)
+        given = inputs.tensors(program.edges, is_differentiated=torch.is_grad_enabled())
         with (
             torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
             temporarily_clear_interpreter_stack(),
@@ -176,34 +178,49 @@ class Frame:
             self._numerics.replayed(),
             torch.enable_grad(),
         ):
-            outputs = [output for output in self._graph(*given) if isinstance(output, Tensor)]
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-        wanted = list(dict.fromkeys(program.edges))
-        found = torch.autograd.grad(
-            [output for output, _ in pairs],
-            [given[position] for position in wanted],
-            [gradient for _, gradient in pairs],
-            create_graph=is_differentiated,
-            allow_unused=True,
-        )
-        gradient_of: dict[int, Any] = dict(zip(wanted, found, strict=True))
+            outputs = self._graph(*given)
+        found = contributions_of(outputs, gradients, given, program.edges)
         if not _keeps_graph():
-            self._kept, self._held = None, []
-        return [gradient_of.pop(position, None) for position in program.edges]
+            self._free()
+        return found
 
 
 class _Outputs(Recipe):
-    """The outputs of a frame that others have saved."""
+    """The outputs of a frame that others have saved. What it needs it holds by itself: a frame may be gone before."""
 
-    __slots__ = ("_frame",)
+    __slots__ = ("_held", "_kept", "_program", "_states")
 
-    def __init__(self, frame: Frame, group: Group):
-        super().__init__(frame.owner, "a captured region", group)
-        self._frame = frame
+    def __init__(self, frame: Frame, given: Sequence[Tensor]):
+        super().__init__(frame.owner, "a captured region", Group(frame._numerics))
+        program = self._program = frame._program
+        assert frame._kept is not None
+        hooks = top_hooks()
+        self._held: list[Saved] = []
+        for index in program.regenerate_held:
+            held = frame._held[index]
+            if held is None:
+                tensor = given[program.held[index][0]].detach()
+                self._held.append(hold_through(hooks, tensor, self.owner.name))
+            else:
+                self._held.append(Kept(held[0], self.owner.name, held[1]))
+        self._kept = [Kept(frame._kept[index], self.owner.name) for index in program.regenerate_kept]
+        self._states = frame._states
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        values = self._frame.regenerate()
-        return {slot: Kept(values[slot], self.owner.name) for slot in wanted}
+        program = self._program
+        assert program.regenerate is not None
+        with (
+            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+            torch.no_grad(),
+            temporarily_clear_interpreter_stack(),
+            self.group.numerics.replayed(),
+        ):
+            held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
+            values = program.regenerate(held, kept, self._states)
+        given_back: dict[int, Saved] = {slot: Kept(values[slot], self.owner.name) for slot in wanted}
+        self.owner.regenerations += program.regenerate_reruns - 1  # a recipe counts one, and the bytes that it gives
+        self.owner.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
+        return given_back
 
 
 _FREED = (
@@ -211,11 +228,6 @@ _FREED = (
     "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
     "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
     "after calling backward."
-)
-_GONE = (
-    "in {}: backward differs from those before it (other outputs take a gradient, or gradients of another layout, or "
-    "it is differentiated in its turn), and forward cannot run again, as a tensor that it was given is gone. Give the "
-    "rule `capture: false`."
 )
 
 
@@ -235,6 +247,9 @@ class CapturedFunction(torch.autograd.Function):
     def forward(ctx: Any, frame: Frame, fixed: Sequence[int], *edges: Tensor) -> Any:
         outputs = frame.run()
         ctx.frame = frame
+        if frame.saved:
+            ctx.save_for_backward(*frame.saved)
+            frame.saved = []
         ctx.set_materialize_grads(False)
         if fixed:
             ctx.mark_non_differentiable(*[outputs[position] for position in fixed])
@@ -242,4 +257,5 @@ class CapturedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.frame.backward(gradients)
+        frame = ctx.frame
+        return None, None, *frame.backward(ctx.saved_tensors, gradients)

@@ -40,10 +40,19 @@ class Code:
     """What the code refers to by name."""
     tensors: dict[int, str] = field(default_factory=dict)
     """The variable that holds each buffer that there is."""
+    memories: dict[int, str] = field(default_factory=dict)
+    """Of a parameter that of the memory which it had in forward: its ``data`` may be replaced before backward. What
+    runs again reads that, and backward does where autograd has saved a view; else it reads what is new."""
+    saved_views: Collection[int] = ()
+    """The buffers of the parameters of which autograd has saved a view."""
+    reruns: list[Call] = field(default_factory=list)
+    """The calls in it that run again."""
     _views: dict[tuple[str, Layout, bool], str] = field(default_factory=dict)
 
     def call(self, call: Call, *, again: bool = False) -> None:
         """Write a call whose arguments there are; ``again``: on copies of what it writes to."""
+        if again:
+            self.reruns.append(call)
         if again and call.written:
             for before, after in call.written:
                 name = self.tensors[after] = f"t{after}"
@@ -71,8 +80,10 @@ class Code:
 
     def tensor(self, use: Use, *, again: bool = False) -> str:
         """The variable of a tensor: of its buffer, or of the view that it is of that."""
-        name = self.tensors[use.buffer]
         whole = self.recording.buffers[use.buffer].layout
+        name = self.tensors[use.buffer]
+        if again or use.buffer in self.saved_views:
+            name = self.memories.get(use.buffer, name)
         if use.layout == whole:
             return name
         view = self._views.get((name, use.layout, again))
@@ -122,6 +133,10 @@ class Code:
 
     def _write(self, text: str, reads: Sequence[str], makes: list[str], again: bool) -> None:
         self.statements.append(Statement(text, list(dict.fromkeys(reads)), makes, again))
+
+    def reads(self) -> set[str]:
+        """The variables that it reads."""
+        return {name for statement in self.statements for name in statement.reads}
 
     def draw(self, call: Call) -> str:
         """Write what captures the state of the generator that a call is going to draw from; its variable."""

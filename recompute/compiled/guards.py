@@ -6,10 +6,12 @@ A call that its guards accept goes straight to what was made of the graph. Any o
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +22,7 @@ from recompute.compiled.recording import NotCapturable
 
 class _Local(threading.local):
     is_tracing = False
+    asks = False
 
 
 _local = _Local()
@@ -31,6 +34,41 @@ def is_tracing() -> bool:
 
 
 is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
+
+
+def asks_about_tracing() -> bool:
+    """Whether the user's code has asked, of the call that is traced, if it is: it may do something else otherwise."""
+    return _local.asks
+
+
+_OURS = str(Path(__file__).parents[1])
+_TORCHS = str(Path(torch.__file__).parent)
+
+
+@functools.cache
+def _prepare_frontend() -> None:
+    """Have torch's frontend tell when user code asks whether it is compiled; and not claim that to other threads."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    mark = InstructionTranslatorBase.mark_inconsistent_side_effects
+
+    @functools.wraps(mark)
+    def noticed(self: Any) -> None:
+        if _local.is_tracing and not self.f_code.co_filename.startswith((_OURS, _TORCHS)):
+            _local.asks = True
+        mark(self)
+
+    InstructionTranslatorBase.mark_inconsistent_side_effects = noticed  # type: ignore[method-assign]
+
+    # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
+    session = getattr(torch.compiler, "_compile_session_context", None)
+    if session is not None:
+
+        def context() -> AbstractContextManager[None]:
+            return nullcontext() if _local.is_tracing else session()
+
+        torch.compiler._compile_session_context = context  # type: ignore[assignment]
+
 
 MISSED = object()
 """In the place of a result: no graph is known for this call."""
@@ -72,6 +110,7 @@ class GuardedCalls:
         import torch._dynamo.eval_frame as frames  # which takes a second to load
         from torch._dynamo.types import ConvertFrameReturn
 
+        _prepare_frontend()
         context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
         if getattr(context, "callback", None) is None:
             raise NotCapturable("torch.compile is switched off")
@@ -128,6 +167,7 @@ class GuardedCalls:
 def _tracing(whole: Iterable[Any]) -> Iterator[None]:
     """The span in which the frontend traces a region."""
     before, _local.is_tracing = _local.is_tracing, True
+    _local.asks = False
     try:
         with (
             _called_as_they_are(whole),
@@ -135,6 +175,8 @@ def _tracing(whole: Iterable[Any]) -> Iterator[None]:
                 assume_static_by_default=True,
                 automatic_dynamic_shapes=False,
                 optimize_ddp=False,  # which would cut the graph into DDP's buckets
+                skip_nnmodule_hook_guards=False,  # of hooks that modules get later, or lose
+                skip_tensor_guards_with_matching_dict_tags=False,  # of what changes in a parameter that stays the same
             ),
             warnings.catch_warnings(),
         ):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from recompute.compiled.program import Program, program_of
 from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
+from recompute.engine.numerics import Numerics
 from recompute.engine.plan import Plan
 from recompute.engine.recipe import local
 from recompute.engine.saved import Layout, Saved
@@ -122,11 +123,16 @@ class Observation:
         self._results: list[Use] = []
         self._fixed: set[int] = set()
         self._parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
+        self._saved_whole: set[int] = set()
+        """The buffers of the parameters that autograd has saved as they are …"""
+        self._saved_views: set[int] = set()
+        """… and those of which it has saved views."""
         self._gradients: list[int | None] = []
         self._outputs: dict[tuple[int, int], int] = {}
         self._edges: list[list[Edge]] = []
         self._pending: dict[tuple[int, int], Use] = {}
-        self._contributions: list[tuple[int, Use]] = []
+        self._contributions: list[tuple[int, Use | None]] = []
+        self._numerics = Numerics()
         self._sums: set[int] = set()
         self._mode = _BackwardOps(self)
         self._is_running = False
@@ -164,9 +170,12 @@ class Observation:
         return output
 
     def saved(self, tensor: Tensor, saved: Saved) -> Saved:
-        if self.reason is None and self._recording.knows(tensor):
-            return _Seen(saved, self._recording, self._recording.use(tensor).buffer)
-        return saved
+        if self.reason is not None or not self._recording.knows(tensor):
+            return saved
+        buffer = self._recording.use(tensor).buffer
+        if self._recording.buffers[buffer].given in self._parameters:
+            (self._saved_whole if isinstance(tensor, nn.Parameter) else self._saved_views).add(buffer)
+        return _Seen(saved, self._recording, buffer)
 
     def end_forward(self) -> None:
         """All calls of forward have been made: as many as expected, or there is a departure."""
@@ -180,6 +189,8 @@ class Observation:
             self._plan, self._steps = plan, len(self._recording.calls)
             if self._steps != len(plan.steps):
                 raise NotCapturable("it passes tensors to recompute.keep, or their memory to others")
+            if self._saved_whole & self._saved_views:
+                raise NotCapturable("autograd saves one of its parameters both as it is and as a view")
             self._results = [self._recording.use(tensor) for tensor in outputs]
             if len({use.buffer for use in self._results}) < len(outputs):
                 raise NotCapturable("two of its outputs share memory")
@@ -232,6 +243,9 @@ class Observation:
                     raise NotCapturable("its graph reaches a leaf that it was not given")
                 else:
                     edges.append((number_of(target), slot))
+        reached = [self._reached(number) for number, _ in self._outputs]
+        if any(positions != reached[0] for positions in reached):  # autograd would go on, with no gradient, to what
+            raise NotCapturable("its outputs depend on different inputs")  # the one output in use does not depend on
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)
         for place, position in list(self._outputs.items()):
@@ -244,6 +258,18 @@ class Observation:
             node.register_prehook(partial(self._before, number))
             node.register_hook(partial(self._after, number))
         return outputs
+
+    def _reached(self, number: int) -> set[int]:
+        """The positions of the inputs that gradients of a node get to."""
+        known, pending, positions = {number}, [number], set()
+        while pending:
+            for edge in filter(None, self._edges[pending.pop()]):
+                if edge[0] == -1:
+                    positions.add(edge[1])
+                elif edge[0] not in known:
+                    known.add(edge[0])
+                    pending.append(edge[0])
+        return positions
 
     def _before(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """A node of the graph is about to run."""
@@ -322,9 +348,11 @@ class Observation:
                 self._steps,
                 self._results,
                 self._gradients,
-                self._contributions,
+                [*self._contributions, *self._missing()],
                 self._parameters,
+                self._saved_views,
                 self._fixed,
+                self._numerics,
             )
         except NotCapturable as error:
             self._fail(error)
@@ -332,6 +360,17 @@ class Observation:
         self._recording.close()
         done, self._done = self._done, None
         done(program)
+
+    def _missing(self) -> list[tuple[int, None]]:
+        """The contributions that have not come: those of outputs without a gradient."""
+        come = [position for position, _ in self._contributions]
+        missing = []
+        for position in [edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1]:
+            if position in come:
+                come.remove(position)
+            else:
+                missing.append((position, None))
+        return missing
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch import Tag
+
 from recompute.compiled.codegen import Code
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
+from recompute.engine.numerics import Numerics
 from recompute.engine.ops import Kind, facts
 from recompute.engine.plan import LARGEST_COPY, Plan
 from recompute.engine.saved import Layout, Owner
@@ -53,20 +56,35 @@ class Program:
     """``(settings, held, kept, states, gradients)``: the same, with what runs again in the span of ``settings``."""
     regenerate: Callable[..., Any] | None
     """``(held, kept, states) -> tensors``: the outputs that come back where others have saved them."""
+    regenerate_held: tuple[int, ...]
+    """Which of what is held it takes."""
+    regenerate_kept: tuple[int, ...]
+    """Which of what is kept it takes."""
+    regenerate_reruns: int
+    """The ops that it runs."""
+    regenerate_nbytes: int
+    """The bytes that these give."""
     outputs: tuple[tuple[int, int], ...]
     """The positions of these, and their values in the plan."""
     edges: tuple[int, ...]
     """The positions of the inputs that get a contribution to their gradient, in the order in which these come."""
     held: tuple[tuple[int, str], ...]
-    """The positions of the inputs that backward reads, and what of each is held: "itself", the "memory" that a
-    parameter has now, a "copy", or what the saved-tensor "hooks" around make of it."""
+    """The positions of the inputs that backward reads, and how each is held: a parameter "itself", or the "memory" that
+    it has now; of others a "copy", or as autograd itself has "saved" it."""
     others: tuple[tuple[int, bool], ...]
-    """The positions of the other inputs, and whether each is a parameter."""
+    """The positions of the parameters, and of the other inputs that are not held; whether each is a parameter."""
+    offsets: tuple[tuple[int, int], ...]
+    """The positions of inputs that must start at just this offset in their storage, as the region counts from there."""
+    shown: tuple[int, ...]
+    """Which of what is kept shares memory with an output, and so may be written to by others."""
+    numerics: Numerics
+    """torch's settings, which may say what ops a function is made of."""
     gradients: tuple[Layout | None, ...]
     """The layout of each output's gradient; None of one that has none."""
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
     draws: bool
+    """Whether forward draws random numbers."""
     reruns: int
     rerun_nbytes: int
 
@@ -77,17 +95,22 @@ def program_of(
     steps: int,
     results: Sequence[Use],
     gradients: Sequence[int | None],
-    contributions: Sequence[tuple[int, Use]],
+    contributions: Sequence[tuple[int, Use | None]],
     parameters: Collection[int],
+    saved_views: Collection[int],
     fixed: Collection[int],
+    numerics: Numerics,
 ) -> Program:
     """The program of what was recorded.
 
     steps: how many of the calls were forward's. results: the region's outputs. gradients: the buffer of each one's
-    gradient. contributions: to the gradient of which input each goes. parameters: the positions of those among the
-    inputs. fixed: the outputs that take no gradient.
+    gradient. contributions: to the gradient of which input each goes; None of one that has not come. parameters: the
+    positions of those among the inputs. saved_views: the buffers of those of which autograd has saved a view. fixed:
+    the outputs that take no gradient.
     """
-    return _Writer(plan, recording, steps, results, gradients, contributions, parameters, fixed).program()
+    return _Writer(
+        plan, recording, steps, results, gradients, contributions, parameters, saved_views, fixed, numerics
+    ).program()
 
 
 class _Writer:
@@ -98,9 +121,11 @@ class _Writer:
         steps: int,
         results: Sequence[Use],
         gradients: Sequence[int | None],
-        contributions: Sequence[tuple[int, Use]],
+        contributions: Sequence[tuple[int, Use | None]],
         parameters: Collection[int],
+        saved_views: Collection[int],
         fixed: Collection[int],
+        numerics: Numerics,
     ):
         self._plan = plan
         self._recording = recording
@@ -110,7 +135,9 @@ class _Writer:
         self._gradients = gradients
         self._contributions = contributions
         self._parameters = parameters
+        self._saved_views = saved_views
         self._fixed = fixed
+        self._numerics = numerics
         self._differentiable = {given for given, _ in contributions}
         self._kept: dict[int, None] = {}
         self._held: dict[int, None] = {}
@@ -119,21 +146,18 @@ class _Writer:
 
     def program(self) -> Program:
         backward = self._write_backward()
-        reruns = [self._forward[index] for index in self._again]
         again, outputs = self._write_regeneration()
         forward, states = self._write_forward()
         buffers = self._recording.buffers
-        made = {n for call in reruns for n in call.results if n is not None} | {
-            after for call in reruns for _, after in call.written
-        }
-        held, kept = [f"t{number}" for number in self._held], [f"t{number}" for number in self._kept]
+        how = self._how_held(backward, again)
+        held, kept = [name for _, _, name in how], [f"t{number}" for number in self._kept]
         drawn = list(states.values())
         grads = ", ".join(["_" if number is None else f"t{number}" for number in self._gradients])
-        names = [backward.tensor(use) for _, use in self._contributions]
-        parts = (held, "held"), (kept, "kept"), (drawn, "states")
-        unpack = [f"{', '.join(part)}{',' if part else '()'} = {name}" for part, name in parts]
-        head = [*unpack, f"{grads}, = gradients", "kept.clear()", "gradients.clear()"]
+        names = ["None" if use is None else backward.tensor(use) for _, use in self._contributions]
+        head = [*_unpacked(held=held, kept=kept, states=drawn), f"{grads}, = gradients"]
+        head += ["held.clear()", "kept.clear()", "gradients.clear()"]
         result = f"({', '.join(names)},)"
+        regenerate, of_held, of_kept = self._regeneration(again, held, kept, drawn)
         return Program(
             plan=self._plan,
             forward=forward,
@@ -145,49 +169,86 @@ class _Writer:
                 held + kept,
                 again_first=True,
             ),
-            regenerate=again
-            and again[0].compiled(
-                ["def run(held, kept, states):", *unpack], f"({', '.join(again[1])},)", again[1], held + kept
-            ),
+            regenerate=regenerate,
+            regenerate_held=of_held,
+            regenerate_kept=of_kept,
+            regenerate_reruns=0 if again is None else len(again[0].reruns),
+            regenerate_nbytes=0 if again is None else self._nbytes(again[0].reruns),
             outputs=outputs,
             edges=tuple([given for given, _ in self._contributions]),
-            held=self._how_held(),
-            others=tuple(
-                [
-                    (buffer.given, buffer.given in self._parameters)
-                    for number, buffer in enumerate(buffers)
-                    if buffer.given is not None and number not in self._held
-                ]
-            ),
+            held=tuple([(position, how) for position, how, _ in how]),
+            others=self._others({position for position, _, _ in how}),
+            offsets=self._offsets(),
+            shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
+            numerics=self._numerics,
             gradients=tuple([None if n is None else buffers[n].layout for n in self._gradients]),
             fixed=tuple(sorted(self._fixed)),
-            draws=any(facts(call.op).kind is Kind.RANDOM for call in self._forward),
-            reruns=len(reruns),
-            rerun_nbytes=sum(buffers[n].nbytes for n in made),
+            draws=any(Tag.nondeterministic_seeded in call.op.tags for call in self._forward),
+            reruns=len(backward.reruns),
+            rerun_nbytes=self._nbytes(backward.reruns),
         )
 
-    def _how_held(self) -> tuple[tuple[int, str], ...]:
+    @staticmethod
+    def _regeneration(
+        again: tuple[Code, list[str]] | None, held: Sequence[str], kept: Sequence[str], drawn: Sequence[str]
+    ) -> tuple[Callable[..., Any] | None, tuple[int, ...], tuple[int, ...]]:
+        """The function that gives back outputs, and which of what is held and of what is kept it takes."""
+        if again is None:
+            return None, (), ()
+        code, given_back = again
+        reads = {*given_back, *code.reads()}
+        of_held, of_kept = ([i for i, name in enumerate(names) if name in reads] for names in (held, kept))
+        parts = [held[index] for index in of_held], [kept[index] for index in of_kept]
+        head = ["def run(held, kept, states):", *_unpacked(held=parts[0], kept=parts[1], states=drawn)]
+        function = code.compiled(head, f"({', '.join(given_back)},)", given_back, [*parts[0], *parts[1]])
+        return function, tuple(of_held), tuple(of_kept)
+
+    def _offsets(self) -> tuple[tuple[int, int], ...]:
+        found = {}
+        for number in self._recording.placed:
+            buffer = self._recording.buffers[number]
+            assert buffer.given is not None
+            found[buffer.given] = int(buffer.layout.offset)
+        return tuple(found.items())
+
+    def _nbytes(self, calls: Iterable[Call]) -> int:
+        """The bytes that calls give."""
+        made = {n for call in calls for n in (*call.results, *(after for _, after in call.written)) if n is not None}
+        return sum(self._recording.buffers[n].nbytes for n in made)
+
+    def _others(self, held: Collection[int]) -> tuple[tuple[int, bool], ...]:
+        positions = [buffer.given for buffer in self._recording.buffers if buffer.given is not None]
+        others = [(position, position in self._parameters) for position in positions]
+        return tuple([(position, lives) for position, lives in others if lives or position not in held])
+
+    def _how_held(self, backward: Code, again: tuple[Code, list[str]] | None) -> list[tuple[int, str, str]]:
+        """Of each input that is held its position, how, and the variable."""
         buffers = self._recording.buffers
+        reads = {backward.tensors[use.buffer] for _, use in self._contributions if use is not None} | backward.reads()
+        if again is not None:
+            reads |= again[0].reads()
         saved = {use.buffer for call in self._backward for use in call.uses()}
-        reads = [*self._backward, *(self._forward[index] for index in self._again)]
-        viewed = {use.buffer for call in reads for use in call.uses() if use.layout != buffers[use.buffer].layout}
         held = []
         for number in self._held:
             position = buffers[number].given
             assert position is not None
             if position in self._parameters:
-                how = "memory" if number in viewed else "itself"
-            elif (
-                number not in saved and buffers[number].nbytes <= LARGEST_COPY and position not in self._differentiable
-            ):
-                how = "copy"  # as ``engine.plan.Plan.lent`` has it
-            else:
-                how = "hooks"
-            held.append((position, how))
-        return tuple(held)
+                ways = {f"t{number}": "itself", f"m{number}": "memory"}
+                held += [(position, how, name) for name, how in ways.items() if name in reads]
+                continue
+            is_small = buffers[number].nbytes <= LARGEST_COPY and position not in self._differentiable
+            how = "copy" if number not in saved and is_small else "saved"  # as ``engine.plan.Plan.lent`` has it
+            held.append((position, how, f"t{number}"))
+        return held
+
+    def _later(self) -> Code:
+        """Code that runs after forward."""
+        buffers = self._recording.buffers
+        memories = {n: f"m{n}" for n, buffer in enumerate(buffers) if buffer.given in self._parameters}
+        return Code(self._recording, memories=memories, saved_views=self._saved_views)
 
     def _write_backward(self) -> Code:
-        code = Code(self._recording)
+        code = self._later()
         for number in self._gradients:
             if number is not None:
                 code.tensors[number] = f"t{number}"
@@ -197,9 +258,10 @@ class _Writer:
             if any(not self._is_backwards(before) for before, _ in call.written):
                 raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
             code.call(call)
-        for _, use in self._contributions:
-            self._bring(use.buffer, code)
-            code.tensor(use)
+        for _, contribution in self._contributions:
+            if contribution is not None:
+                self._bring(contribution.buffer, code)
+                code.tensor(contribution)
         return code
 
     def _write_regeneration(self) -> tuple[tuple[Code, list[str]] | None, tuple[tuple[int, int], ...]]:
@@ -215,7 +277,7 @@ class _Writer:
             found[position] = value
         if not found:
             return None, ()
-        code = Code(self._recording)
+        code = self._later()
         for position in found:
             self._bring(self._results[position].buffer, code)
         names = [code.tensors[self._results[position].buffer] for position in found]
@@ -319,8 +381,13 @@ class _Writer:
         if use.layout == buffer.layout:
             return code.tensors[use.buffer]
         if use.buffer in self._kept:
-            return code.tensor(use)  # whose versions count with those of what is kept
+            return f"{code.tensor(use)}.detach()"  # whose versions count with those of what is kept
         return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
+
+
+def _unpacked(**parts: Sequence[str]) -> list[str]:
+    """Lines that unpack each argument into variables."""
+    return [f"{', '.join(names)}{',' if names else '()'} = {part}" for part, names in parts.items()]
 
 
 def _tuple(names: Iterable[str]) -> str:

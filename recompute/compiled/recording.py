@@ -95,6 +95,8 @@ class Recording:
     """Another one, whose calls this one must repeat, as far as those go: with other buffers."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    placed: set[int] = field(default_factory=set)
+    """The given buffers of which something was read at a place that is counted from the start of their storage."""
     _current: dict[int, int] = field(default_factory=dict)
     """The buffer in each storage, by the address of its StorageImpl …"""
     _weak: list[Any] = field(default_factory=list)
@@ -134,6 +136,8 @@ class Recording:
             number = self._new(tensor)
         if number is None:
             raise NotCapturable("an op reads a tensor that the region was not given and did not make")
+        if tensor.dtype is not self.buffers[number].layout.dtype:
+            self._place(tensor)
         return Use(number, Layout.of(tensor))
 
     def knows(self, tensor: Tensor) -> bool:
@@ -154,6 +158,9 @@ class Recording:
                 raise NotCapturable(f"{known.name} depends on data")
             if op is torch.ops.aten.lift_fresh.default:
                 self._see_constant(args[0])
+            is_forward = self.expected is not None  # in backward it is our hooks that see views
+            if is_forward and op is torch.ops.aten.as_strided.default and kwargs.get("storage_offset", args[3:]) != ():
+                self._place(args[0])
             return None
         if not isinstance(op, OpOverload):
             raise NotCapturable(f"{op} is no op of the dispatcher")
@@ -247,6 +254,12 @@ class Recording:
         """What ``torch.tensor`` makes of a literal."""
         if is_plain(tensor) and not self.knows(tensor) and tensor.untyped_storage().nbytes() <= LARGEST_COPY:
             self.buffers[self._new(tensor)].constant = tensor.clone()
+
+    def _place(self, tensor: Tensor) -> None:
+        """A tensor whose place is counted from the start of its storage."""
+        number = self._current.get(tensor.untyped_storage()._cdata)
+        if number is not None and self.buffers[root := self.buffers[number].root].given is not None:
+            self.placed.add(root)
 
     def _new(self, tensor: Tensor, *, given: int | None = None, call: int | None = None) -> int:
         number = len(self.buffers)

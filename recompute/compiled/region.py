@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
 from recompute.compiled.captured import CapturedFunction, Frame
-from recompute.compiled.guards import MISSED, GuardedCalls
+from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation, RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Departure, Recording
@@ -33,6 +34,7 @@ from recompute.engine.rng import RngState
 from recompute.engine.saved import Layout, Owner, top_hooks, unpack_saved
 from recompute.engine.setting import Setting
 from recompute.engine.tape import TapeRegion
+from recompute.errors import warn
 
 SETTLED = 3
 """Frames of one plan after which a region is captured."""
@@ -46,6 +48,8 @@ UNUSED = 2
 """Graphs that a region may take one after the other without running any of them again: its guards hold for once."""
 MISSES = 32
 """Calls in a row without a graph after which a region is not captured any more: each costs a look at the guards."""
+REPLAYS = 8
+"""Backwards that were not as recorded after which a region stays on the tape: each costs another forward."""
 
 
 class Shared:
@@ -131,7 +135,8 @@ class Graphs:
             if node.op == "call_function":
                 node.target = self._substitutes.get(node.target, node.target)
         module.recompile()
-        graph = CapturedGraph(self._alike, module)
+        unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
+        graph = CapturedGraph(self._alike, module, unfit or "")
         self.graphs.append(graph)
         return graph.run
 
@@ -151,16 +156,17 @@ class Refusal(Exception):
 class CapturedGraph:
     """A graph of a region, and the programs that were made of it: one for each plan."""
 
-    def __init__(self, alike: Alike, module: torch.fx.GraphModule):
+    def __init__(self, alike: Alike, module: torch.fx.GraphModule, failure: str):
+        """failure: why no program can be made of it, if so."""
         self._alike = alike
         self._graph = module.forward
         self._code = module.code
         self._programs: list[Program] = []
         self._watched: weakref.ref[Observation] | None = None
         self._failures = 0
-        self.failure = _unfit_node(module) or ""
+        self.failure = failure
         """Why no program was made of it when that was tried last."""
-        self.is_given_up = bool(self.failure)
+        self.is_given_up = bool(failure)
 
     def program(self, region: CapturedRegion) -> Program | None:
         """The one that does in the region what a frame of its own has done."""
@@ -177,9 +183,23 @@ class CapturedGraph:
                 return self._watch(region, given, region.recording)
         if program is None or any(map(is_shared, given)):
             raise Refusal
+        numerics = Numerics()
+        if not numerics.are(program.numerics):
+            raise Refusal
+        for position, offset in program.offsets:
+            if given[position].storage_offset() != offset:
+                raise Refusal
         _running.has_begun = True
         region.count_inside()
-        frame = Frame(program, self._graph, region.owner, given, is_checkpoint=region.is_checkpoint)
+        frame = Frame(
+            program,
+            self._graph,
+            region.owner,
+            given,
+            numerics,
+            region.count_replay,
+            is_checkpoint=region.is_checkpoint,
+        )
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 
     def _known(self, region: CapturedRegion, given: Sequence[Any]) -> Program | None:
@@ -299,6 +319,7 @@ class CapturedRegion:
         self._recorded = 0
         self._unused = 0
         self._unfit = ""
+        self._replays = 0
         self._inside: list[tuple[Owner, int]] = []
 
     def count(self, plan: Plan | None) -> None:
@@ -330,13 +351,34 @@ class CapturedRegion:
     @property
     def is_captured(self) -> bool:
         """Whether there is code that runs in its place."""
-        return any(graph.program(self) is not None for graph in self._graphs())
+        return not self._retreat and any(graph.program(self) is not None for graph in self._graphs())
+
+    @property
+    def _retreat(self) -> str:
+        """Why it runs by the tape again after it was captured; "" if it does not."""
+        if self._misses >= MISSES:
+            return f"none of its last {MISSES} calls was like one whose graph was taken"
+        if self._replays >= REPLAYS:
+            return "its backward is differentiated in its turn, or differs from time to time"
+        return ""
+
+    def count_replay(self, is_differentiated: bool) -> None:
+        """A backward was not as recorded. By a tape it is the same as in plain PyTorch, whatever it is like.
+
+        is_differentiated: here that is no matter of time alone. The gradients of gradients are sums of other parts than
+        there, as the region's node is one, and so rounded otherwise.
+        """
+        if is_differentiated and self._replays < REPLAYS:
+            _warn_of_rounding(self.tape.setting.owner.name)
+        self._replays += REPLAYS if is_differentiated else 1
 
     @property
     def failure(self) -> str:
         """Why it is not captured, though that was tried; "" if it is."""
-        if self._unfit or self.is_captured or self._alike is None:
-            return self._unfit
+        if self._unfit or self._retreat:
+            return self._unfit or self._retreat
+        if self.is_captured or self._alike is None:
+            return ""
         failures = [graph.failure for graph in self._graphs() if graph.failure]
         return failures[-1] if failures else self._alike.failure or "it has not run backward since"
 
@@ -346,7 +388,7 @@ class CapturedRegion:
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
         """``function(*args, **kwargs)``; ``variant`` as for a ``TapeRegion``."""
-        if self._alike is None or self._misses >= MISSES or not is_undisturbed():
+        if self._alike is None or self._retreat or not is_undisturbed():
             return self._by_tape(function, args, kwargs, variant)
         result = self._by_graph(self._alike, function, args, kwargs)
         if result is MISSED:
@@ -444,6 +486,15 @@ def _runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
             runner = getattr(runner, "inner", None)
 
 
+def _warn_of_rounding(name: str) -> None:
+    warn(
+        f"in {name}: gradients are differentiated in their turn, of a forward that has run as captured code. The "
+        "gradients of gradients are right, but may differ in the last bits from those of plain PyTorch. From now on "
+        "the module stays on the tape, where they do not differ; with `capture: false` in its rule it does from the "
+        "first step."
+    )
+
+
 def _kind(value: Any) -> Hashable:
     """All of a tensor that code which was made for it depends on."""
     layout = Layout.of(value)
@@ -452,7 +503,7 @@ def _kind(value: Any) -> Hashable:
 
 def is_undisturbed() -> bool:
     """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
-    if local.spans or count_dispatch_modes() or count_function_modes() or is_verifying():
+    if local.spans or count_dispatch_modes() or count_function_modes() or is_verifying() or _has_any_global_hook():
         return False
     hooks = top_hooks()
     while hooks is not None and hooks[1] is unpack_saved:

@@ -111,6 +111,10 @@ class Numerics:
     def are_in_force(self) -> bool:
         return [get() for get in _getters] == self._values
 
+    def are(self, others: Numerics) -> bool:
+        """Whether these are the same."""
+        return self._values == others._values
+
     def put(self) -> None:
         """Put them in force, as far as they are not."""
         for (get, put), value in zip(_SETTINGS, self._values, strict=True):

@@ -280,7 +280,7 @@ class Recipe(ABC):
             for handle in dropped:
                 handle.due = True
             self.owner.regenerations += 1
-            self.owner.regenerated_nbytes += _nbytes(self._values.values())
+            self.owner.regenerated_nbytes += nbytes_of(self._values.values())
             self.group.filled(self)
 
     @abstractmethod
@@ -288,7 +288,8 @@ class Recipe(ABC):
         """The values of the slots in ``wanted``."""
 
 
-def _nbytes(values: Iterable[Saved]) -> int:
+def nbytes_of(values: Iterable[Saved]) -> int:
+    """The bytes of memory that hold these values."""
     storages = [value.tensor.untyped_storage() for value in values if isinstance(value, Kept)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

@@ -1,0 +1,108 @@
+"""What serves where a region's program cannot: its graph runs again under autograd, whose backward is exact for any
+gradients, and can be differentiated in its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recompute.engine.saved import describe
+from recompute.errors import UnsupportedError
+
+_DIFFERS = (
+    "in {}: backward differs from those before it (other outputs take a gradient, or gradients of another layout, or "
+    "it is differentiated in its turn), and forward cannot run again, as {}. Give the rule `capture: false`."
+)
+
+
+State = tuple[int, int]
+"""The version of a tensor and the address of its memory."""
+
+
+def state_of(tensor: Tensor) -> State:
+    return tensor._version, tensor.data_ptr()
+
+
+class Given:
+    """The inputs of a frame, found again."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._tensors: dict[int, Tensor] = {}
+
+    def hold(self, position: int, tensor: Tensor) -> None:
+        """What the frame has held."""
+        self._tensors[position] = tensor
+
+    def find(self, position: int, tensor: Tensor | None, state: State) -> None:
+        """An input that the frame has not held, as it was in forward. None: it is gone."""
+        if tensor is None:
+            raise UnsupportedError(_DIFFERS.format(self._name, "a tensor that it was given is gone"))
+        if state_of(tensor) != state:
+            raise UnsupportedError(
+                _DIFFERS.format(self._name, f"a {describe(tensor)} that it was given has changed since")
+            )
+        self._tensors[position] = tensor
+
+    def tensors(self, edges: Sequence[int], *, is_differentiated: bool) -> list[Tensor]:
+        """All of them: with their graphs if backward is differentiated; otherwise those of ``edges`` are leaves."""
+        tensors = [self._tensors[position] for position in range(len(self._tensors))]
+        if is_differentiated:
+            return tensors
+        return [tensor.detach().requires_grad_(position in edges) for position, tensor in enumerate(tensors)]
+
+
+def contributions_of(
+    outputs: Sequence[Any], gradients: Sequence[Tensor | None], given: Sequence[Tensor], edges: Sequence[int]
+) -> list[Tensor | None]:
+    """The contributions to the gradients of the inputs at ``edges``, one each, in the order in which they come.
+
+    Autograd adds them to those of others one by one, as it does in plain PyTorch: sums of sums would be rounded
+    otherwise.
+    """
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    if not pairs:
+        return [None] * len(edges)
+    ends = {}
+    for position in set(edges):
+        edge = torch.autograd.graph.get_gradient_edge(given[position])
+        ends[edge.node, edge.output_nr] = position
+    found: dict[int, list[Tensor]] = {position: [] for position in edges}
+    pending = [output.grad_fn for output, _ in pairs]
+    known, hooks = set(pending), []
+
+    def see(targets: list[int | None], into: Sequence[Tensor | None], _: Any) -> None:
+        for position, gradient in zip(targets, into, strict=True):
+            if position is not None and gradient is not None:
+                found[position].append(gradient)
+
+    nodes = {node for node, _ in ends}
+    while pending:
+        node = pending.pop()
+        targets = [ends.get(edge) for edge in node.next_functions]
+        if any(position is not None for position in targets):
+            hooks.append(node.register_hook(partial(see, targets)))
+        following = {target for target, _ in node.next_functions if target is not None} - nodes - known
+        known |= following
+        pending += following
+    try:
+        torch.autograd.grad(
+            [output for output, _ in pairs],
+            [given[position] for position in dict.fromkeys(edges)],
+            [gradient for _, gradient in pairs],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [found[position].pop(0) if found[position] else None for position in edges]

@@ -1,0 +1,212 @@
+"""What the tests of captured regions share: a module under a policy beside its plain twin, driven step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from engine_testing import assert_same, leaves, loss_of
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import recompute
+from recompute.compiled.region import CapturedRegion
+from recompute.runners import region_in
+
+SIZE = 8
+ROWS = 4
+STEPS_TO_SETTLE = 6
+"""Three by the tape, one more that is recorded, one that is watched; and one that runs as code."""
+NODE = "CapturedFunctionBackward"
+
+Step = Callable[[nn.Module], Any]
+
+
+def rule(match: str = "inside", **options: Any) -> dict[str, Any]:
+    return {"rules": [{"match": match, "action": "recompute", "via": "hook", **options}]}
+
+
+class Around(nn.Module):
+    """A module around ``inside``, which so has a path, and whose output others save."""
+
+    def __init__(self, inside: nn.Module, *, before: nn.Module | None = None, after: nn.Module | None = None):
+        super().__init__()
+        self.before = before or nn.Identity()
+        self.inside = inside
+        self.after = after or nn.Identity()
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.after(self.inside(self.before(x), *args, **kwargs))
+
+
+class Norm(nn.Module):
+    """RMSNorm, whose output comes back where others have saved it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.rand(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Layer(nn.Module):
+    """A layer of a decoder, without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = Norm(), nn.LayerNorm(SIZE)
+        self.mixer = nn.Linear(SIZE, SIZE)
+        self.mlp = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.GELU(), nn.Linear(2 * SIZE, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.head = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def body(forward: Callable[..., Any], **parts: Any) -> nn.Module:
+    """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
+    module = type("Body", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+def fresh(value: Any) -> Any:
+    """Copies of the tensors in ``value``, with their layouts, that require gradients if those do."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty_like(leaf).copy_(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+    return tree_map(copied, value)
+
+
+def tokens(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*(shape or (ROWS, SIZE)), dtype=dtype, requires_grad=grad)
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Parameters, their gradients and the buffers of a module."""
+    found: dict[str, Any] = {}
+    for name, parameter in module.named_parameters():
+        found[name] = parameter.detach().clone()
+        found[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.clone()
+    return found | {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def train(*inputs: Any, seed: int = 0, **kwargs: Any) -> Step:
+    """A step: forward and backward of ``loss_of`` on copies of the inputs; gradients pile up in the parameters."""
+
+    def step(module: nn.Module) -> dict[str, Any]:
+        given = fresh(inputs)
+        named = fresh(kwargs)
+        torch.manual_seed(seed)
+        result = module(*given, **named)
+        loss_of(result).backward()
+        found = {f"output {index}": leaf for index, leaf in enumerate(leaves(result))}
+        both = tree_leaves((given, named))
+        return found | {f"input {i}": leaf.grad for i, leaf in enumerate(both) if isinstance(leaf, Tensor)}
+
+    return step
+
+
+class Twins:
+    """``module`` under a policy, and a copy of it in plain eager."""
+
+    def __init__(self, module: nn.Module, rules: dict[str, Any] | None = None):
+        self.plain = copy.deepcopy(module)
+        self.under = module
+        self.handle = recompute.apply(module, rules or rule())
+
+    @property
+    def regions(self) -> list[CapturedRegion]:
+        regions = [region_in(attachment.runner) for attachment in self.handle._attachments]
+        return [region for region in regions if region is not None]
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self.regions) and all(region.is_captured for region in self.regions)
+
+    @property
+    def why_not(self) -> str:
+        return "; ".join(region.failure for region in self.regions if not region.is_captured)
+
+    def settle(self, step: Step, *, captured: bool = True) -> Twins:
+        """Run a step until the tape has settled and its code runs; ``captured``: whether it should."""
+        for _ in range(STEPS_TO_SETTLE):
+            self.step(step)
+        if captured:
+            assert self.is_captured, self.why_not
+            assert self.runs_code(step) == len(self.regions), self.why_not
+        else:
+            assert not self.is_captured
+        return self
+
+    def runs_code(self, step: Step) -> int:
+        """How many regions run as code in a step, which is compared too."""
+        with counting() as count:
+            self.step(step)
+        return count()
+
+    def step(self, step: Step) -> dict[str, Any]:
+        """Run a step on both, and compare all that there is to see."""
+        self.both(lambda module: module.zero_grad())
+        expected = observed(self.plain, step)
+        found = observed(self.under, step)
+        assert_same(found, expected)
+        return found
+
+    def both(self, change: Callable[[nn.Module], Any]) -> None:
+        """Change both models."""
+        for module in (self.plain, self.under):
+            change(module)
+
+
+class counting:
+    """Counts the frames that run as code in its span."""
+
+    def __enter__(self) -> Callable[[], int]:
+        from recompute.compiled import captured
+
+        self._run = run = captured.Frame.run
+        self._count = 0
+
+        def counted(frame: Any) -> Any:
+            self._count += 1
+            return run(frame)
+
+        captured.Frame.run = counted  # type: ignore[method-assign]
+        return lambda: self._count
+
+    def __exit__(self, *error: object) -> None:
+        from recompute.compiled import captured
+
+        captured.Frame.run = self._run  # type: ignore[method-assign]
+
+
+def observed(module: nn.Module, step: Step) -> dict[str, Any]:
+    result = step(module)
+    found = dict(result) if isinstance(result, dict) else {f"value {i}": leaf for i, leaf in enumerate(leaves(result))}
+    return found | state_of(module) | {"random state": torch.get_rng_state()}
+
+
+def captured_twins(module: nn.Module, *inputs: Any, rules: dict[str, Any] | None = None, **kwargs: Any) -> Twins:
+    """Twins of ``Around(module)`` that run as code on ``inputs``."""
+    twins = Twins(Around(module, before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE)), rules)
+    return twins.settle(train(*inputs, **kwargs))

@@ -1,0 +1,141 @@
+"""When a region is captured, how often that is tried, and what regions that are alike share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_testing import SIZE, Around, Layers, Twins, body, captured_twins, rule, tokens, train
+from torch import Tensor, nn
+
+from recompute.compiled import region as compiled_region
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The graphs that torch's frontend takes."""
+    graphs: list[Any] = []
+    compile_graph = compiled_region.Graphs._compile
+
+    def count(self: Any, module: Any, given: Any) -> Any:
+        graphs.append(module)
+        return compile_graph(self, module, given)
+
+    monkeypatch.setattr(compiled_region.Graphs, "_compile", count)
+    return graphs
+
+
+def test_equal_layers_are_traced_once_and_share_a_program(traced: list[Any]) -> None:
+    twins = Twins(Layers(4), rule("layers.*")).settle(train(tokens()))
+    assert len(traced) == 1
+    programs = {
+        id(graph.program(region)) for region in twins.regions for graph in region._graphs() if graph.program(region)
+    }
+    assert len(programs) == 1
+
+
+def test_a_region_is_not_captured_before_it_has_settled(traced: list[Any]) -> None:
+    twins, step = Twins(Around(nn.GELU(), before=nn.Linear(SIZE, SIZE))), train(tokens())
+    for _ in range(compiled_region.SETTLED - 1):
+        twins.step(step)
+    assert traced == []
+    assert "captured" not in twins.handle.explain()
+    twins.settle(step)
+    assert len(traced) == 1
+    assert "inside: 1 of 1 run as captured code" in twins.handle.explain()
+
+
+def test_capture_false_stays_on_the_tape(traced: list[Any]) -> None:
+    twins = Twins(Around(nn.Linear(SIZE, SIZE)), rule(capture=False))
+    for _ in range(10):
+        twins.step(train(tokens()))
+    assert traced == []
+    assert not twins.is_captured
+
+
+def test_guards_that_always_fail_are_not_traced_for_ever(traced: list[Any]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.count += 1
+        return F.gelu(self.lin(x)) * self.count
+
+    twins, step = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE), count=0))), train(tokens())
+    for _ in range(compiled_region.MISSES + 20):
+        twins.step(step)
+    assert len(traced) <= compiled_region.SHARED + compiled_region.MOST
+    count = len(traced)
+    for _ in range(20):
+        twins.step(step)
+    assert len(traced) == count
+    assert not twins.is_captured
+    assert "none of its last" in twins.why_not
+
+
+def test_shapes_that_always_differ_are_not_traced_for_ever(traced: list[Any]) -> None:
+    twins = Twins(Around(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())))
+    for rows in range(2, 40):
+        for _ in range(2):
+            twins.step(train(tokens(rows, SIZE)))
+    assert len(traced) <= compiled_region.SHARED + compiled_region.MOST
+
+
+def test_two_shapes_in_turn_are_both_captured() -> None:
+    twins = captured_twins(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()), tokens())
+    other = train(tokens(7, SIZE))
+    for _ in range(6):
+        twins.step(other)
+    assert twins.runs_code(other) == 1
+    assert twins.runs_code(train(tokens())) == 1
+
+
+def test_a_forward_that_the_frontend_cannot_take_is_tried_a_few_times(traced: list[Any]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return F.gelu(self.lin(x))
+
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE))))
+    for _ in range(20):
+        twins.step(train(tokens()))
+    assert traced == []
+    assert twins.why_not
+
+
+def test_graphs_that_never_go_backward_leave_it_on_the_tape() -> None:
+    x = tokens()
+    twins = Twins(Around(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())))
+    for _ in range(10):
+        twins.step(lambda module: [module(x)])
+    assert not twins.is_captured
+    twins.step(train(x))
+
+
+def test_the_settings_of_torchs_frontend_are_as_before() -> None:
+    before = dict(torch._dynamo.config.get_config_copy()) if hasattr(torch, "_dynamo") else {}
+    captured_twins(nn.Linear(SIZE, SIZE), tokens())
+    assert torch._dynamo.config.get_config_copy() == before
+    assert not torch.compiler.is_compiling()
+
+
+def test_a_decoder_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+    twins = Twins(model, rule("model.layers.*"))
+    ids = torch.randint(16, (2, 6))
+
+    def step(module: nn.Module) -> list[Any]:
+        result = module(input_ids=ids, labels=ids, use_cache=False)
+        result.loss.backward()
+        return [result.loss, result.logits]
+
+    twins.settle(step)

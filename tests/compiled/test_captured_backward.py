@@ -1,0 +1,357 @@
+"""Backward of captured regions, in all the ways in which autograd is asked for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_testing import (
+    NODE,
+    ROWS,
+    SIZE,
+    Around,
+    Norm,
+    Step,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    rule,
+    tokens,
+    train,
+)
+from engine_testing import loss_of
+from torch import Tensor, nn
+from torch.autograd import grad
+
+from recompute.errors import PolicyWarning, UnsupportedError
+
+
+class Block(nn.Module):
+    """Reads its input twice, as residual connections do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.weight = nn.Parameter(torch.rand(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x) * self.weight)))
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return tokens()
+
+
+@pytest.fixture
+def twins(x: Tensor) -> Twins:
+    return captured_twins(Block(), x)
+
+
+Backward = Callable[[nn.Module, Tensor], list[Any]]
+
+
+def on(x: Tensor, backward: Backward) -> Step:
+    return lambda module: backward(module, fresh(x))
+
+
+def several_times(m: nn.Module, x: Tensor) -> list[Any]:
+    loss = loss_of(m(x))
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [x.grad]
+
+
+def of_the_input_alone(m: nn.Module, x: Tensor) -> list[Any]:
+    return [*grad(loss_of(m(x)), x)]
+
+
+def of_a_weight_alone(m: nn.Module, x: Tensor) -> list[Any]:
+    return [*grad(loss_of(m(x)), m.inside.up.weight)]
+
+
+def of_some_and_then_of_others(m: nn.Module, x: Tensor) -> list[Any]:
+    loss = loss_of(m(x))
+    return [*grad(loss, [m.inside.up.weight, x, m.inside.weight], retain_graph=True), *grad(loss, x)]
+
+
+def batched(m: nn.Module, x: Tensor) -> list[Any]:
+    gradients = torch.eye(ROWS * SIZE).reshape(-1, ROWS, SIZE)[:3]
+    return [*grad(m(x), [x, m.inside.up.weight], gradients, is_grads_batched=True)]
+
+
+def of_a_sum(m: nn.Module, x: Tensor) -> list[Any]:
+    m.inside(x).sum().backward()  # whose gradient is one number, expanded
+    return [x.grad]
+
+
+def transposed(m: nn.Module, x: Tensor) -> list[Any]:
+    m.inside(x).backward(torch.linspace(0, 1, x.numel()).reshape(SIZE, ROWS).t())
+    return [x.grad]
+
+
+def read_outside_too(m: nn.Module, x: Tensor) -> list[Any]:
+    z = x * 2
+    before, y, after = z.exp(), m.inside(z), z.cos()
+    (loss_of(after) * 3 + loss_of(before) / 7 + loss_of(y)).backward()
+    return [x.grad]
+
+
+def of_a_sum_read_outside_too(m: nn.Module, x: Tensor) -> list[Any]:
+    z = x * 2
+    before, y, after = z.exp(), m.inside(z), z.cos()
+    (loss_of(after) * 3 + loss_of(before) / 7 + y.sum()).backward()
+    return [x.grad]
+
+
+def with_hooks_on_outputs_and_inputs(m: nn.Module, x: Tensor) -> list[Any]:
+    x.register_hook(lambda gradient: gradient * 3)
+    z = x * 1
+    z.register_hook(lambda gradient: gradient + 1)
+    y = m.inside(z)
+    y.register_hook(lambda gradient: gradient * 2)
+    y.retain_grad()
+    loss_of(y).backward()
+    return [x.grad, y.grad]
+
+
+def with_hooks_on_weights(m: nn.Module, x: Tensor) -> list[Any]:
+    seen: list[int] = []
+    hooks = [
+        m.inside.weight.register_hook(lambda gradient: gradient * 2),
+        m.inside.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(1)),
+    ]
+    loss_of(m(x)).backward()
+    for hook in hooks:
+        hook.remove()
+    return [x.grad, len(seen)]
+
+
+def piled_up(m: nn.Module, x: Tensor) -> list[Any]:
+    for factor in (1, 2, 3):
+        loss_of(m(x * factor)).backward()
+    return [x.grad]
+
+
+def twice_in_a_row(m: nn.Module, x: Tensor) -> list[Any]:
+    loss_of(m.inside(m.inside(x))).backward()
+    return [x.grad]
+
+
+def in_another_thread(m: nn.Module, x: Tensor) -> list[Any]:
+    loss = loss_of(m(x))
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    return [x.grad]
+
+
+def in_any_order(m: nn.Module, x: Tensor) -> list[Any]:
+    m(x)  # and never back
+    losses = [loss_of(m(x * factor)) for factor in (1, 2, 3)]
+    for index in (1, 2, 0):
+        losses[index].backward()
+    return [x.grad]
+
+
+def jacobian(m: nn.Module, x: Tensor) -> list[Any]:
+    return [torch.autograd.functional.jacobian(m, x.detach())]
+
+
+BACKWARDS = {
+    each.__name__: each
+    for each in (
+        several_times,
+        of_the_input_alone,
+        of_a_weight_alone,
+        of_some_and_then_of_others,
+        batched,
+        of_a_sum,
+        transposed,
+        read_outside_too,
+        of_a_sum_read_outside_too,
+        with_hooks_on_outputs_and_inputs,
+        with_hooks_on_weights,
+        piled_up,
+        twice_in_a_row,
+        in_another_thread,
+        in_any_order,
+        jacobian,
+    )
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
+def test_backward_is_that_of_plain_pytorch(twins: Twins, x: Tensor, backward: Backward) -> None:
+    for _ in range(2):
+        assert twins.runs_code(on(x, backward)) > 0
+
+
+def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins: Twins, x: Tensor) -> None:
+    y = twins.under.inside(x)
+    assert y.grad_fn.name() == NODE
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.sum().backward()
+    y = twins.under.inside(x)
+    loss_of(y).backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss_of(y).backward()
+
+
+def of_a_gradient(m: nn.Module, x: Tensor) -> list[Any]:
+    (gradient,) = grad(loss_of(m(x)), x, create_graph=True)
+    gradient.pow(2).sum().backward()
+    return [gradient.detach(), x.grad]
+
+
+def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_the_tape(
+    twins: Twins, x: Tensor
+) -> None:
+    found, plain = fresh(x), fresh(x)
+    with pytest.warns(PolicyWarning, match=r"last bits.*capture: false"):
+        first, second = of_a_gradient(twins.under, found)
+    expected, of_it = of_a_gradient(twins.plain, plain)
+    assert torch.equal(first, expected)
+    torch.testing.assert_close(second, of_it)
+    assert not twins.is_captured
+    assert "differentiated" in twins.why_not
+    assert "differentiated" in twins.handle.explain()
+    for _ in range(2):
+        assert twins.runs_code(on(x, of_a_gradient)) == 0  # where it is exact
+
+
+def test_a_chain_of_regions_is_differentiated_twice(x: Tensor) -> None:
+    """The input of the second region is an output of the first, which has been dropped."""
+    blocks = nn.Sequential(Norm(), Norm(), nn.Linear(SIZE, SIZE))
+    twins = Twins(Around(blocks), rule(["inside.0", "inside.1"])).settle(train(x))
+    with pytest.warns(PolicyWarning, match="last bits"):
+        found = of_a_gradient(twins.under, fresh(x))
+    expected = of_a_gradient(twins.plain, fresh(x))
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])
+
+
+def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins: Twins, x: Tensor) -> None:
+    for _ in range(9):
+        twins.step(on(x, of_a_sum))
+    assert not twins.is_captured
+    assert "differs from time to time" in twins.why_not
+    assert twins.runs_code(on(x, of_a_sum)) == 0
+
+
+def test_forward_does_not_run_again_on_what_has_changed_since(x: Tensor) -> None:
+    """Plain PyTorch would not mind: it does not read the bias in backward."""
+    twins = captured_twins(Block(), x)
+    y = twins.under.inside(x)
+    with torch.no_grad():
+        twins.under.inside.up.bias.add_(1)
+    with pytest.raises(UnsupportedError, match=r"has changed since.*capture: false"):
+        y.sum().backward()
+
+
+def outputs(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return self.a(x) * self.b(x), self.b(torch.tanh(x)) + self.a(x)
+
+
+@pytest.mark.parametrize("wanted", [[0], [1], [1, 0], [0, 1]])
+def test_gradients_of_some_outputs_in_any_order(x: Tensor, wanted: list[int]) -> None:
+    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
+    twins = Twins(Around(body(outputs, **parts))).settle(train(x))
+
+    def backward(m: nn.Module, x: Tensor) -> list[Any]:
+        z = x * 2
+        before, found, after = z.exp(), m(z), z.cos()
+        (loss_of(found[wanted[0]]) + loss_of(before) / 7 + loss_of(after)).backward(retain_graph=True)
+        for index in wanted[1:]:
+            loss_of(found[index]).backward()
+        return [x.grad]
+
+    for _ in range(2):
+        assert twins.runs_code(on(x, backward)) == 1
+
+
+def apart(self: Any, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    return F.gelu(self.a(x)), F.gelu(self.b(z))
+
+
+def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
+    """A node has all its inputs behind it, also those that the output in use does not depend on."""
+    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
+    twins = Twins(Around(body(apart, **parts)))
+    twins.settle(train(x, tokens()), captured=False)
+    assert "depend on different inputs" in twins.why_not
+
+    def backward(m: nn.Module, x: Tensor) -> list[Any]:
+        z = x * 2
+        z.register_hook(lambda gradient: gradient * 2)
+        loss_of(m(x * 3, z)[0]).backward()
+        return [x.grad]
+
+    twins.step(on(x, backward))
+
+
+def test_a_weight_that_regions_share(x: Tensor) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()) for _ in range(2))
+            self.inside[1][0].weight = self.inside[0][0].weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.inside[0][0].weight
+            y = F.linear(self.inside[0](F.linear(x, weight)) * 2, weight)
+            return F.linear(self.inside[1](y) + y, weight)
+
+    Twins(Shared(), rule("inside.*")).settle(train(x))
+
+
+def test_a_weight_that_is_used_several_times_in_one(x: Tensor) -> None:
+    captured_twins(body(lambda self, x: self.a(F.gelu(self.a(x)) + self.a(x * 2)), a=nn.Linear(SIZE, SIZE)), x)
+
+
+def test_an_error_in_forward_leaves_all_in_order(x: Tensor) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = F.gelu(self.lin(x))
+        if self.fails:
+            raise ValueError("as asked")
+        return y
+
+    twins = captured_twins(body(forward, lin=nn.Linear(SIZE, SIZE), fails=False), x)
+    twins.both(lambda m: setattr(m.inside, "fails", True))
+    with pytest.raises(ValueError, match="as asked"):
+        twins.under(x)
+    twins.both(lambda m: setattr(m.inside, "fails", False))
+    assert twins.runs_code(train(x)) == 1
+
+
+def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x: Tensor) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.a, self.b = Norm(), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.inside(x)
+            return self.a(y), self.b(y.detach())
+
+    twins = Twins(Heads()).settle(train(x))
+    for order in ((0, 1), (1, 0)):
+
+        def backward(m: nn.Module, x: Tensor, order: tuple[int, int] = order) -> list[Any]:
+            found = m(x)
+            for index in order:
+                loss_of(found[index]).backward()
+            return [x.grad]
+
+        before = twins.handle.stats()
+        assert twins.runs_code(on(x, backward)) == 1
+        assert (twins.handle.stats() - before).dropped_nbytes > 0

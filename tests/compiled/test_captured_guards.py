@@ -1,0 +1,315 @@
+"""What changes after a region was captured: code that no longer fits does not run, and what runs gives the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_testing import ROWS, SIZE, Around, Step, Twins, body, fresh, rule, tokens, train
+from engine_testing import loss_of
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.dropout = nn.Dropout(0.25)
+        self.scale = 1.5
+        self.is_scaled = True
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        if self.is_scaled:
+            y = y * self.scale
+        if mask is not None:
+            y = y * mask
+        return x + self.dropout(y)
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    torch.manual_seed(1)
+    return train(tokens())
+
+
+@pytest.fixture
+def twins(step: Step) -> Twins:
+    return Twins(Around(Block())).settle(step)
+
+
+def double_output(module: Any, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def double_input(module: Any, args: Any) -> tuple[Tensor]:
+    return (args[0] * 2,)
+
+
+def double_gradient(module: Any, given: Any, _: Any) -> tuple[Tensor]:
+    return (given[0] * 2,)
+
+
+def forward_of_its_own(module: nn.Module) -> None:
+    up = module.inside.up
+    up.forward = lambda x: F.linear(x, up.weight) * 3
+
+
+def seeded(make: Callable[[], Any], put: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module], None]:
+    def change(module: nn.Module) -> None:
+        torch.manual_seed(5)
+        put(module, make())
+
+    return change
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "attribute": lambda m: setattr(m.inside, "scale", 2.5),
+    "flag": lambda m: setattr(m.inside, "is_scaled", False),
+    "dropout rate": lambda m: setattr(m.inside.dropout, "p", 0.5),
+    "dropout off": lambda m: setattr(m.inside.dropout, "p", 0.0),
+    "module of another class": lambda m: setattr(m.inside, "norm", nn.Identity()),
+    "module without bias": seeded(
+        lambda: nn.Linear(SIZE, 2 * SIZE, bias=False), lambda m, new: setattr(m.inside, "up", new)
+    ),
+    "frozen weight": lambda m: m.inside.up.weight.requires_grad_(False),
+    "frozen norm": lambda m: m.inside.norm.requires_grad_(False),
+    "forward hook": lambda m: m.inside.up.register_forward_hook(double_output),
+    "forward pre-hook": lambda m: m.inside.up.register_forward_pre_hook(double_input),
+    "backward hook": lambda m: m.inside.up.register_full_backward_hook(double_gradient),
+    "forward on the instance": forward_of_its_own,
+    "evaluation": lambda m: m.eval(),
+    "part in evaluation": lambda m: m.inside.dropout.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_code_does_not_run_where_what_it_was_made_for_has_changed(
+    twins: Twins, step: Step, change: Callable[[nn.Module], Any]
+) -> None:
+    twins.both(change)
+    assert twins.runs_code(step) == 0
+    for _ in range(7):
+        twins.step(step)
+
+
+SAME_CODE: dict[str, Callable[[nn.Module], Any]] = {
+    "another weight": seeded(
+        lambda: nn.Parameter(torch.randn(2 * SIZE, SIZE)), lambda m, new: setattr(m.inside.up, "weight", new)
+    ),
+    "another module": seeded(lambda: nn.Linear(SIZE, 2 * SIZE), lambda m, new: setattr(m.inside, "up", new)),
+    "other data": seeded(lambda: torch.randn(2 * SIZE, SIZE), lambda m, new: setattr(m.inside.up.weight, "data", new)),
+}
+
+
+@pytest.mark.parametrize("change", SAME_CODE.values(), ids=SAME_CODE)
+def test_code_runs_on_other_weights(twins: Twins, step: Step, change: Callable[[nn.Module], Any]) -> None:
+    twins.both(change)
+    assert twins.runs_code(step) == 1
+
+
+def test_code_runs_again_when_all_is_as_it_was(twins: Twins, step: Step) -> None:
+    hooks = []
+    twins.both(lambda m: hooks.append(m.inside.up.register_forward_hook(double_output)))
+    assert twins.runs_code(step) == 0
+    for hook in hooks:
+        hook.remove()
+    assert twins.runs_code(step) == 1
+    twins.both(lambda m: m.inside.up.weight.requires_grad_(False))
+    assert twins.runs_code(step) == 0
+    twins.both(lambda m: m.inside.up.weight.requires_grad_(True))
+    assert twins.runs_code(step) == 1
+
+
+def test_code_does_not_run_while_modules_have_hooks_for_all(twins: Twins, step: Step) -> None:
+    hook = all_modules.register_module_forward_hook(lambda module, args, output: output * 2)
+    try:
+        assert twins.runs_code(step) == 0
+    finally:
+        hook.remove()
+    assert twins.runs_code(step) == 1
+
+
+INPUTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "rows": lambda: (tokens(ROWS + 1, SIZE),),
+    "dimensions": lambda: (tokens(2, ROWS, SIZE),),
+    "strides": lambda: (tokens(SIZE, ROWS).detach().t().requires_grad_(),),
+    "no gradient": lambda: (tokens(grad=False),),
+    "a mask": lambda: (tokens(), tokens(grad=False)),
+    "a mask with a gradient": lambda: (tokens(), tokens()),
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+def test_other_inputs(twins: Twins, step: Step, inputs: Callable[[], tuple[Any, ...]]) -> None:
+    other = train(*inputs())
+    assert twins.runs_code(other) == 0
+    for _ in range(7):
+        twins.step(other)
+    assert twins.runs_code(step) == 1
+
+
+def test_keywords_and_none(twins: Twins) -> None:
+    x, mask = tokens(), tokens(grad=False)
+    twins.step(train(x, mask=mask))
+    twins.step(train(x, mask=None))
+    twins.step(train(x, None))
+
+
+def test_another_dtype(twins: Twins, step: Step) -> None:
+    twins.both(lambda module: module.double())
+    assert twins.runs_code(train(tokens(dtype=torch.float64))) == 0
+    twins.both(lambda module: module.float())
+    assert twins.runs_code(step) == 1
+
+
+def sliced(offset: int) -> Step:
+    """A step on a part of a larger tensor."""
+    torch.manual_seed(5)
+    whole = torch.randn(3 * ROWS, SIZE)
+
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(whole.requires_grad_())
+        y = module(given[offset : offset + ROWS])
+        loss_of(y).backward()
+        return [y, given.grad]
+
+    return step
+
+
+PLACES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "itself": (lambda self, x: self.lin(x) * x, True),
+    "a view": (lambda self, x: self.lin(x[1:]) * x[:-1].detach(), True),
+    "in the same place": (lambda self, x: self.lin(x * x.detach().as_strided((ROWS, SIZE), (SIZE, 1))), True),
+    "in a place of the storage": (
+        lambda self, x: self.lin(x * x.detach().as_strided((ROWS, SIZE), (SIZE, 1), SIZE)),
+        False,
+    ),
+    "as another dtype": (lambda self, x: self.lin(x * (x.view(torch.int32) % 2 == 0)), False),
+}
+
+
+@pytest.mark.parametrize(("forward", "runs"), PLACES.values(), ids=PLACES)
+def test_an_input_that_starts_elsewhere_in_its_storage(forward: Callable[..., Any], runs: bool) -> None:
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(sliced(0))
+    assert twins.runs_code(sliced(2)) == runs
+    assert twins.runs_code(sliced(0)) == 1
+
+
+def aliasing(second: Callable[[Tensor], Tensor]) -> Step:
+    x = tokens()
+
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        y = module(given, second(given))
+        loss_of(y).backward()
+        return [y, given.grad]
+
+    return step
+
+
+def test_inputs_that_share_memory_and_did_not_before() -> None:
+    two = body(lambda self, x, y: self.lin(x) * torch.sigmoid(y) + x, lin=nn.Linear(SIZE, SIZE))
+    twins = Twins(Around(two)).settle(train(tokens(), tokens()))
+    for second in (lambda x: x, lambda x: x.view_as(x), lambda x: x.detach(), lambda x: x.flip(0)):
+        twins.step(aliasing(second))
+
+
+@contextmanager
+def doubles() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def bfloat16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+SETTINGS = {"default dtype": doubles, "determinism": deterministic, "autocast": bfloat16}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_a_setting_around_forward_or_backward_alone_or_both(setting: Callable[[], AbstractContextManager[Any]]) -> None:
+    x = tokens()
+
+    def under(*, forward: bool, backward: bool) -> Step:
+        def step(module: nn.Module) -> list[Any]:
+            given = fresh(x)
+            with setting() if forward else nullcontext():
+                y = module(given)
+            with setting() if backward else nullcontext():
+                loss_of(y).backward()
+            return [y, given.grad]
+
+        return step
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return F.gelu(self.lin(x)) * torch.ones(SIZE) * torch.tensor(0.1)
+
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(under(forward=False, backward=False))
+    assert twins.runs_code(under(forward=True, backward=False)) == 0
+    assert twins.runs_code(under(forward=False, backward=True)) == 1
+    assert twins.runs_code(under(forward=True, backward=True)) == 0
+
+
+def test_attention_that_takes_another_algorithm_now() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        heads = self.lin(x).view(1, 1, ROWS, SIZE)
+        return F.scaled_dot_product_attention(heads, heads, heads)[0, 0]
+
+    step = train(tokens())
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(step)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert twins.runs_code(step) == 0
+    assert twins.runs_code(step) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(twins: Twins, step: Step, mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    x = tokens(grad=False)
+
+    def evaluate(module: nn.Module) -> Any:
+        torch.manual_seed(0)
+        with mode():
+            return module(x)
+
+    assert twins.runs_code(evaluate) == 0
+    assert twins.runs_code(step) == 1
+
+
+def grow(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(1.0)
+    return self.lin(x) * len(self.seen)
+
+
+def count(self: Any, x: Tensor) -> Tensor:
+    self.count += 1
+    return F.gelu(self.lin(x)) * self.count
+
+
+@pytest.mark.parametrize("forward", [grow, count])
+def test_python_state_that_every_call_changes(forward: Callable[..., Any], step: Step) -> None:
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE), seen=[], count=0)), rule())
+    for _ in range(50):
+        twins.step(step)
+    assert (twins.under.inside.seen, twins.under.inside.count) == (twins.plain.inside.seen, twins.plain.inside.count)
+    assert twins.runs_code(step) == 0
+    assert twins.why_not

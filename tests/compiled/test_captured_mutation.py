@@ -1,0 +1,218 @@
+"""Tensors that change in place: inside of a captured region, and between its forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_testing import SIZE, Around, Step, Twins, body, captured_twins, fresh, tokens, train
+from engine_testing import loss_of
+from torch import Tensor, nn
+
+LARGE = 1 << 18
+"""Elements of a buffer that is not copied."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.weight = nn.Parameter(torch.rand(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x) * self.weight)))
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return tokens()
+
+
+Change = Callable[[nn.Module, Tensor, Tensor], None]
+
+
+def between(x: Tensor, change: Change) -> Step:
+    """A step in which ``change(module, input, output)`` happens between forward and backward, and is taken back."""
+
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        z = given * 1
+        y = module.inside(z)
+        before = [(p, p.data, p.detach().clone()) for p in module.parameters()]
+        with torch.no_grad():
+            change(module, z, y)
+        try:
+            loss_of(y).backward()
+        finally:
+            with torch.no_grad():
+                for parameter, data, copy in before:
+                    parameter.data = data
+                    data.copy_(copy)
+        return [y, given.grad]
+
+    return step
+
+
+def assert_both_refuse(twins: Twins, step: Step) -> None:
+    for module in (twins.plain, twins.under):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified in place"):
+            step(module)
+
+
+REFUSED: dict[str, Change] = {
+    "input": lambda m, x, y: x.mul_(2),
+    "weight": lambda m, x, y: m.inside.up.weight.mul_(2),
+    "weight of a product": lambda m, x, y: m.inside.weight.mul_(2),
+    "view of a weight": lambda m, x, y: m.inside.down.weight[0].zero_(),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_what_plain_pytorch_refuses_is_refused(x: Tensor, change: Change) -> None:
+    twins = captured_twins(Block(), x)
+    assert_both_refuse(twins, between(x, change))
+    assert twins.runs_code(train(x)) == 1
+
+
+@pytest.mark.parametrize("activation", [torch.sigmoid, torch.tanh, torch.exp, lambda x: F.softmax(x, -1).view(2, -1)])
+def test_an_output_that_the_region_keeps_may_not_change(x: Tensor, activation: Callable[[Tensor], Tensor]) -> None:
+    forward = lambda self, x: activation(self.lin(x))  # noqa: E731
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(train(x))
+    assert_both_refuse(twins, between(x, lambda m, x, y: y.mul_(2)))
+
+
+PERMITTED: dict[str, Change] = {
+    "output": lambda m, x, y: y.mul_(2),
+    "bias": lambda m, x, y: m.inside.up.bias.mul_(2),
+    "part of an output": lambda m, x, y: y[1:].zero_(),
+}
+
+
+@pytest.mark.parametrize("change", PERMITTED.values(), ids=PERMITTED)
+def test_what_plain_pytorch_permits_is_right(x: Tensor, change: Change) -> None:
+    twins = captured_twins(Block(), x)
+    for _ in range(2):
+        assert twins.runs_code(between(x, change)) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["weight", "norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias", "all of them"],
+)
+def test_the_data_of_a_parameter_is_replaced_before_backward(x: Tensor, name: str) -> None:
+    """Autograd reads what is new, but where it has saved a view; what runs again reads what was there."""
+
+    def change(module: nn.Module, x: Tensor, y: Tensor) -> None:
+        names = [each for each, _ in module.inside.named_parameters()] if name == "all of them" else [name]
+        for each in names:
+            parameter = module.inside.get_parameter(each)
+            parameter.data = parameter.data * 2 + 1
+
+    twins = captured_twins(Block(), x)
+    for _ in range(2):
+        assert twins.runs_code(between(x, change)) == 1
+
+
+def test_a_parameter_that_autograd_saves_in_two_ways_stays_on_the_tape(x: Tensor) -> None:
+    twins = Twins(
+        Around(
+            body(
+                lambda self, x: F.linear(x, self.w) * self.w[:4] + self.w[:4] * self.w[4:] * self.w.mul(self.w)[:4],
+                w=nn.Parameter(torch.rand(SIZE, SIZE)),
+            )
+        )
+    )
+    twins.settle(train(x), captured=False)
+    assert "both as it is and as a view" in twins.why_not
+
+
+@pytest.mark.parametrize("size", [SIZE, LARGE], ids=["small", "large"])
+def test_buffers(x: Tensor, size: int) -> None:
+    """Plain PyTorch minds a change of one that it saved, and of no other."""
+    reads = body(lambda self, x: F.gelu(self.lin(x) + self.shift[:SIZE]), lin=nn.Linear(SIZE, SIZE))
+    saves = body(lambda self, x: F.gelu(self.lin(x)) * self.shift[:SIZE], lin=nn.Linear(SIZE, SIZE))
+
+    def change(module: nn.Module, x: Tensor, y: Tensor) -> None:
+        module.inside.shift.add_(1)
+
+    for module in (reads, saves):
+        module.register_buffer("shift", torch.rand(size))
+    twins = captured_twins(reads, x)
+    for _ in range(2):
+        assert twins.runs_code(between(x, change)) == 1
+    assert_both_refuse(captured_twins(saves, x), between(x, change))
+
+
+def test_a_buffer_that_runs_again_is_read_as_it_was(x: Tensor) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.lin(torch.tanh(F.gelu(x) + self.shift))
+
+    module = body(forward, lin=nn.Linear(SIZE, SIZE))
+    module.register_buffer("shift", torch.rand(SIZE))
+    twins = captured_twins(module, x)
+    step = between(x, lambda m, x, y: m.inside.shift.add_(1))
+    for _ in range(2):
+        assert twins.runs_code(step) == 1
+
+
+def on_its_own(self: Any, x: Tensor) -> Tensor:
+    y = self.lin(x)
+    y.mul_(2).add_(1)
+    y[0] = 1.0
+    z = F.relu(y, inplace=True).clone()
+    z[:, 1:3] *= 2
+    return self.lin(F.gelu(z))
+
+
+def test_in_place_ops_on_its_own_tensors(x: Tensor) -> None:
+    captured_twins(body(on_its_own, lin=nn.Linear(SIZE, SIZE)), x)
+
+
+def on_its_input(self: Any, x: Tensor) -> Tensor:
+    return self.lin(x.mul_(2))
+
+
+def with_batch_norm(self: Any, x: Tensor) -> Tensor:
+    return F.gelu(self.norm(self.lin(x)))
+
+
+def with_a_counter(self: Any, x: Tensor) -> Tensor:
+    y = F.dropout(self.lin(x), 0.5)  # what is drawn before the departure is drawn once
+    self.count.add_(1)
+    return y * self.count
+
+
+@pytest.mark.parametrize("forward", [on_its_input, with_batch_norm, with_a_counter])
+def test_writes_to_what_it_was_given_stay_on_the_tape(x: Tensor, forward: Callable[..., Any]) -> None:
+    module = body(forward, lin=nn.Linear(SIZE, SIZE), norm=nn.BatchNorm1d(SIZE))
+    module.register_buffer("count", torch.ones(()))
+    twins = Twins(Around(module))
+
+    def step(module: nn.Module) -> list[Any]:
+        torch.manual_seed(0)
+        given = fresh(x)
+        z = given * 1
+        y = module(z)
+        loss_of(y).backward()
+        return [y, z, given.grad]
+
+    for _ in range(10):
+        twins.step(step)
+    assert not twins.is_captured
+    assert "stay on the tape" in twins.handle.explain()
+    assert twins.why_not
+
+
+def test_a_buffer_that_is_replaced(x: Tensor) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.count = self.count * 0.5
+        return F.gelu(self.lin(x)) * self.count
+
+    module = body(forward, lin=nn.Linear(SIZE, SIZE))
+    module.register_buffer("count", torch.ones(1))
+    captured_twins(module, x)

@@ -1,0 +1,306 @@
+"""Captured regions inside of what others do around them, and with it inside of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_testing import SIZE, Around, Step, Twins, body, captured_twins, fresh, observed, rule, tokens, train
+from engine_testing import assert_same, loss_of
+from torch import Tensor, nn
+from torch.autograd import forward_ad, grad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import recompute
+from recompute.engine.recipe import verifying
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return tokens()
+
+
+@pytest.fixture(scope="module")
+def twins(x: Tensor) -> Twins:
+    return captured_twins(Block(), x)
+
+
+class PlusOne(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = op(*args, **(kwargs or {}))
+        return output + 1 if op is torch.ops.aten.mul.Tensor else output
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        return output * 2 if getattr(function, "__name__", "") == "gelu" else output
+
+
+def on_cpu() -> Any:
+    return torch.autograd.graph.save_on_cpu()
+
+
+def own_hooks() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor * 1)
+
+
+def anomaly() -> Any:
+    return torch.autograd.detect_anomaly(check_nan=False)
+
+
+def step_under(x: Tensor, forward: Callable[[], Any] = nullcontext, backward: Callable[[], Any] = nullcontext) -> Step:
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        torch.manual_seed(0)
+        with forward():
+            y = module(given)
+        with backward():
+            loss_of(y).backward()
+        return [y, given.grad]
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
+def test_code_does_not_run_where_others_change_what_forward_does(twins: Twins, x: Tensor, around: Any) -> None:
+    assert twins.runs_code(step_under(x, around)) == 0
+    assert twins.runs_code(step_under(x)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
+def test_others_around_backward_alone(twins: Twins, x: Tensor, around: Any) -> None:
+    assert twins.runs_code(step_under(x, backward=around)) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_around_it(twins: Twins, x: Tensor, use_reentrant: bool) -> None:
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        torch.manual_seed(0)
+        y = checkpoint(
+            module.inside, checkpoint(module, given, use_reentrant=use_reentrant), use_reentrant=use_reentrant
+        )
+        loss_of(y).backward()
+        return [y, given.grad]
+
+    twins.step(step)
+
+
+def by_functional_call(m: nn.Module, x: Tensor) -> list[Any]:
+    weights = {name: weight.detach().clone().requires_grad_() for name, weight in m.named_parameters()}
+    y = torch.func.functional_call(m, weights, (x,))
+    return [y, *grad(loss_of(y), list(weights.values()))]
+
+
+def by_functional_grad(m: nn.Module, x: Tensor) -> list[Any]:
+    weights = {name: weight.detach() for name, weight in m.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return loss_of(torch.func.functional_call(m, weights, (x.detach(),)))
+
+    return list(torch.func.grad(loss)(weights).values())
+
+
+def by_vmap(m: nn.Module, x: Tensor) -> list[Any]:
+    return [torch.vmap(m, randomness="different")(x.detach()[None])]
+
+
+def forward_mode(m: nn.Module, x: Tensor) -> list[Any]:
+    with forward_ad.dual_level():
+        return list(forward_ad.unpack_dual(m(forward_ad.make_dual(x.detach(), torch.ones_like(x)))))
+
+
+@pytest.mark.parametrize("transform", [by_functional_call, by_functional_grad, by_vmap, forward_mode])
+def test_functional_transforms(twins: Twins, x: Tensor, transform: Callable[..., list[Any]]) -> None:
+    def step(module: nn.Module) -> list[Any]:
+        torch.manual_seed(0)
+        return transform(module, fresh(x))
+
+    assert twins.runs_code(step) == 0
+
+
+def test_verifying_watches_the_tape(twins: Twins, x: Tensor) -> None:
+    assert twins.runs_code(step_under(x, verifying)) == 0
+    assert twins.runs_code(step_under(x)) == 1
+
+
+def test_copies(twins: Twins, x: Tensor) -> None:
+    """A copy starts by the tape, and is captured in its turn."""
+    for duplicate in (copy.deepcopy(twins.under), copy.deepcopy(twins.under)):
+        for _ in range(7):
+            duplicate.zero_grad()
+            twins.plain.zero_grad()
+            assert_same(observed(duplicate, train(x)), observed(twins.plain, train(x)))
+    assert twins.runs_code(train(x)) == 1
+
+
+def test_pickle(x: Tensor) -> None:
+    module = Around(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()))
+    twins = Twins(module).settle(train(x))
+    loaded = pickle.loads(pickle.dumps(twins.under))
+    twins.plain.zero_grad()
+    assert_same(observed(loaded, train(x)), observed(twins.plain, train(x)))
+
+
+def test_torch_compile_of_the_model_afterwards(x: Tensor) -> None:
+    twins = captured_twins(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, SIZE)), x)
+    twins.both(lambda module: module.zero_grad())
+    compiled = [torch.compile(module, backend="aot_eager") for module in (twins.under, twins.plain)]
+    found, expected = (observed(module, train(x)) for module in compiled)
+    assert_same(found, expected)
+    assert twins.runs_code(train(x)) == 1
+
+
+def test_the_frontend_is_reset_afterwards(x: Tensor) -> None:
+    twins = captured_twins(Block(), x)
+    torch._dynamo.reset()
+    for _ in range(3):
+        twins.step(train(x))
+
+
+def test_the_policy_is_removed_while_graphs_are_alive(x: Tensor) -> None:
+    twins = captured_twins(Block(), x)
+    losses = []
+    for module in (twins.under, twins.plain):
+        torch.manual_seed(0)
+        losses.append(loss_of(module(x)))
+    twins.handle.remove()
+    for loss in losses:
+        loss.backward()
+    for weight, expected in zip(twins.under.parameters(), twins.plain.parameters(), strict=True):
+        assert torch.equal(weight.grad, expected.grad)
+    assert torch.equal(losses[0], losses[1])
+    twins.step(train(x))
+
+
+NESTED: dict[str, dict[str, Any]] = {
+    "keep": {"action": "keep"},
+    "another price": {"action": "recompute", "via": "hook", "price": 1e3},
+    "checkpoint": {"action": "checkpoint"},
+}
+
+
+@pytest.mark.parametrize("inner", NESTED.values(), ids=NESTED)
+def test_rules_inside_of_it(x: Tensor, inner: dict[str, Any]) -> None:
+    rules = {"rules": [{"match": "inside.up", **inner}, *rule()["rules"]]}
+    twins = Twins(Around(Block()), rules)
+    for _ in range(10):
+        twins.step(train(x))
+    assert twins.handle.stats().dropped_nbytes > 0
+
+
+def kept(self: Any, x: Tensor) -> Tensor:
+    return F.gelu(recompute.keep(F.gelu(self.lin(x))))
+
+
+def with_a_checkpoint(self: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda z: F.gelu(self.lin(z)), x, use_reentrant=False)
+
+
+def mapped(self: Any, x: Tensor) -> Tensor:
+    return F.gelu(torch.vmap(self.lin)(x))
+
+
+def differentiated(self: Any, x: Tensor) -> Tensor:
+    z = x.detach().requires_grad_()
+    (gradient,) = grad(self.lin(z).sum(), z)
+    return self.lin(x) * gradient
+
+
+def hooked(self: Any, x: Tensor) -> Tensor:
+    y = self.lin(x)
+    y.register_hook(lambda gradient: gradient * 2)
+    return F.gelu(y)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x
+
+
+def with_a_function(self: Any, x: Tensor) -> Tensor:
+    return F.gelu(Doubling.apply(self.lin(x)))
+
+
+def without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        size = self.lin(x).abs().amax()
+    return F.gelu(self.lin(x) / size)
+
+
+def under_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = self.lin(x)
+    return F.gelu(y.float())
+
+
+INSIDE = {each.__name__: each for each in (kept, with_a_checkpoint, mapped, differentiated, hooked, with_a_function)}
+CAPTURED = {each.__name__: each for each in (without_gradients, under_autocast)}
+
+
+@pytest.mark.parametrize("forward", INSIDE.values(), ids=INSIDE)
+def test_what_code_cannot_do_inside_of_it(x: Tensor, forward: Callable[..., Any]) -> None:
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE))))
+    for _ in range(10):
+        twins.step(train(x))
+    assert twins.is_captured or twins.why_not
+
+
+@pytest.mark.parametrize("forward", CAPTURED.values(), ids=CAPTURED)
+def test_what_code_can_do_inside_of_it(x: Tensor, forward: Callable[..., Any]) -> None:
+    captured_twins(body(forward, lin=nn.Linear(SIZE, SIZE)), x)
+
+
+def test_threads_that_run_one_region_from_the_start(x: Tensor) -> None:
+    """While one of them traces, the others are not told that they are compiled."""
+    twins = Twins(Around(Block()))
+    same: list[bool] = []
+
+    def work() -> None:
+        for _ in range(25):
+            given = fresh(x)
+            outcomes = []
+            for module in (twins.under, twins.plain):
+                module.inside.dropout.p = 0.0  # all threads draw from one generator
+                y = module(given)
+                outcomes.append((y, *grad(loss_of(y), given)))
+            same.append(all(map(torch.equal, *outcomes)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same == [True] * 100
+    assert twins.is_captured, twins.why_not
