@@ -147,7 +147,7 @@ class Frame:
             if given[position] is None:
                 raise UnsupportedError(_GONE.format(self.owner.name))
         if not is_differentiated:
-            given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
+            given = [tensor.detach().requires_grad_(i in program.edges) for i, tensor in enumerate(given)]
         elif any(version == -1 for _, version in self._held):
             raise UnsupportedError(_GONE.format(self.owner.name))
         with (

@@ -312,8 +312,10 @@ class Observation:
             return
         assert self._plan is not None
         try:
-            if not self._contributions:
-                raise NotCapturable("its backward gives no gradients")
+            # A node takes gradients only where these have gone when it was recorded.
+            reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
+            if reached != {position for position, _ in self._contributions}:
+                raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
             program = program_of(
                 self._plan,
                 self._recording,
