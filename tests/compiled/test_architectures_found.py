@@ -1,4 +1,4 @@
-"""What trials of many architectures as captured code have found, each in a module that has the cause and little else."""
+"""What trials of many architectures as captured code have found, each in a module with the cause and little else."""
 
 from __future__ import annotations
 
