@@ -28,6 +28,8 @@ class RecordingTape(Tape):
     def __init__(self, region: TapeRegion, variant: Any):
         super().__init__(region, variant)
         self.recording: Recording | None = Recording(is_open=True)
+        self.reason = ""
+        """Why there is no recording any more."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -40,14 +42,14 @@ class RecordingTape(Tape):
         started = None
         try:
             started = self.recording.start(op, args, kwargs or {})
-        except NotCapturable:
-            self.recording = None
+        except NotCapturable as error:
+            self.recording, self.reason = None, str(error)
         output = super().__torch_dispatch__(op, types, args, kwargs)
         if started is not None and self.recording is not None:
             try:
                 self.recording.end(started, output)
-            except NotCapturable:
-                self.recording = None
+            except NotCapturable as error:
+                self.recording, self.reason = None, str(error)
         return output
 
 

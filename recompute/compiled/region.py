@@ -34,7 +34,8 @@ from recompute.engine.tape import TapeRegion
 SETTLED = 3
 """Frames of one plan after which a region is captured."""
 TRIES = 3
-"""Calls of regions alike that torch's frontend may fail on, and frames of one graph that may be watched in vain."""
+"""Calls of regions alike that torch's frontend may fail on, and frames of one graph that may be watched in vain; and
+frames of one plan that may be recorded, as the call after may be another one."""
 MOST = 8
 """Plans that a region remembers, and graphs that are looked through for a call."""
 SHARED = 4
@@ -232,6 +233,9 @@ class CapturedRegion:
         self._own: Graphs | None = None
         """Graphs of this region alone, if none of those that it shares fits."""
         self._settled: dict[int, tuple[Plan, int]] = {}
+        """Plans, and how many frames have had each; from ``SETTLED - 1`` on, how many have been recorded."""
+        self._reason = ""
+        """Why the last frame that was to be recorded was not."""
         self._misses = 0
 
     def knows(self, plan: Plan) -> bool:
@@ -245,7 +249,7 @@ class CapturedRegion:
     @property
     def was_tried(self) -> bool:
         """Whether its tape had settled, so that it was to be captured."""
-        return self._alike is not None
+        return self._alike is not None or bool(self._reason)
 
     @property
     def is_captured(self) -> bool:
@@ -255,9 +259,11 @@ class CapturedRegion:
     @property
     def failure(self) -> str:
         """Why it is not captured, though that was tried; "" if it is."""
-        if self.is_captured or self._alike is None:
+        if self.is_captured or not self.was_tried:
             return ""
         failures = [graph.failure for graph in self._graphs() if graph.failure]
+        if self._reason or self._alike is None:
+            return self._reason
         return failures[-1] if failures else self._alike.failure or "it has not run backward since"
 
     def _graphs(self) -> list[CapturedGraph]:
@@ -287,23 +293,30 @@ class CapturedRegion:
 
     def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable) -> Any:
         self.recording = None
-        plan = self.tape.plan
-        shared = self._shared
-        if shared is None or plan is None or self._settled.get(id(plan), (plan, 0))[1] != SETTLED - 1:
-            result = self.tape.run(function, args, kwargs, variant)
-        else:
-            result = self._by_recording_tape(shared, plan, function, args, kwargs, variant)
-        if (plan := self.tape.plan) is not None:
-            _, count = self._settled.get(id(plan), (plan, 0))
-            self._settled[id(plan)] = plan, count + 1
-            if len(self._settled) > MOST:
-                del self._settled[next(iter(self._settled))]
+        shared, plan = self._shared, self.tape.plan
+        if shared is not None and plan is not None and self._is_to_be_recorded(plan):
+            return self._by_recording_tape(shared, function, args, kwargs, variant)
+        result = self.tape.run(function, args, kwargs, variant)
+        self._count()
         return result
 
+    def _is_to_be_recorded(self, plan: Plan) -> bool:
+        """Whether the next frame of a plan is."""
+        return 0 <= self._settled.get(id(plan), (plan, 0))[1] - (SETTLED - 1) < TRIES
+
+    def _count(self) -> None:
+        """Count a frame by its plan."""
+        if (plan := self.tape.plan) is not None:
+            _, count = self._settled.get(id(plan), (plan, 0))
+            if count < SETTLED - 1:
+                self._settled[id(plan)] = plan, count + 1
+            if len(self._settled) > MOST:
+                del self._settled[next(iter(self._settled))]
+
     def _by_recording_tape(
-        self, shared: Shared, plan: Plan, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
+        self, shared: Shared, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
     ) -> Any:
-        """A last time by the tape, which records what a graph of the region must do."""
+        """By the tape, which records what a graph of the region must do, if the frame has a plan that has settled."""
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
@@ -311,10 +324,17 @@ class CapturedRegion:
             return tapes[0]
 
         result = self.tape.run(function, args, kwargs, variant, start)
-        if tapes and self.tape.plan is plan:
-            self.recording = tapes[0].recording
-            if self._alike is None:
-                self._alike = shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
+        plan = self.tape.plan
+        if not tapes or plan is None or not self._is_to_be_recorded(plan):
+            self._count()
+            return result
+        self.recording, self._reason = tapes[0].recording, tapes[0].reason
+        if self.recording is None:
+            self._settled[id(plan)] = plan, SETTLED - 1 + TRIES
+            return result
+        self._settled[id(plan)] = plan, self._settled[id(plan)][1] + 1
+        if self._alike is None:
+            self._alike = shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
         return result
 
 

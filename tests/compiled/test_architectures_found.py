@@ -145,3 +145,57 @@ def test_gradients_of_some_tensors_alone_do_not_limit_what_comes_after() -> None
     pair = Pair(Model([Affine()]), "Affine")
     pair.settle(of_the_input)
     pair.settle(backward)
+
+
+class Sometimes(nn.Module):
+    """Every third call leaves nothing to recompute, as a layer that is dropped at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.is_dropped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if self.is_dropped else F.gelu(self.linear(x)).sigmoid()
+
+
+def test_a_layer_that_is_dropped_now_and_then_is_captured() -> None:
+    pair = Pair(Model([Sometimes()]), "Sometimes")
+    for number in range(15):
+        for model in (pair.plain, pair.policed):
+            model.layers[0].is_dropped = number % 3 == 2  # type: ignore[index]
+        pair.step(backward, seed=number)
+    assert pair.regions[0].is_captured
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(x)).sigmoid()
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.linear(x))
+        return y.sigmoid() if float(y.detach().sum()) < 1e6 else y
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [(Averages, "aten.add_ writes to a tensor that it did not make"), (DataDependent, "depends on data")],
+)
+def test_what_cannot_be_recorded_says_why_and_is_not_traced(layer: type[nn.Module], reason: str) -> None:
+    pair = Pair(Model([layer()]), layer.__name__)
+    pair.settle(backward)
+    (region,) = pair.regions
+    assert region.was_tried
+    assert not region.is_captured
+    assert reason in region.failure
+    assert region._graphs() == []
