@@ -28,10 +28,33 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey
 class Frame:
     """One run of a program, and what it holds for backward."""
 
-    __slots__ = ("_given", "_graph", "_held", "_kept", "_numerics", "_others", "_program", "_rng", "_states", "owner")
+    __slots__ = (
+        "_differs",
+        "_given",
+        "_graph",
+        "_held",
+        "_kept",
+        "_numerics",
+        "_others",
+        "_program",
+        "_rng",
+        "_states",
+        "owner",
+    )
 
-    def __init__(self, program: Program, graph: Callable[..., Any], owner: Owner, given: Sequence[Tensor]):
-        """graph: what the program was made of, on the same inputs: it serves where the program cannot."""
+    def __init__(
+        self,
+        program: Program,
+        graph: Callable[..., Any],
+        owner: Owner,
+        given: Sequence[Tensor],
+        differs: Callable[[Program], None],
+    ):
+        """graph: what the program was made of, on the same inputs: it serves where the program cannot.
+
+        differs: called where backward is given other gradients than the program knows.
+        """
+        self._differs = differs
         self._program = program
         self._graph = graph
         self.owner = owner
@@ -96,6 +119,8 @@ class Frame:
             raise RuntimeError(_FREED)
         program, owner = self._program, self.owner
         if not self._is_as_recorded(gradients):
+            if not torch.is_grad_enabled():
+                self._differs(program)
             return self._replay(gradients)
         kept, held = self._kept, self._values()
         if _keeps_graph():

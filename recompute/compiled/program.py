@@ -14,7 +14,7 @@ from recompute.engine.plan import LARGEST_COPY, Plan
 from recompute.engine.saved import Layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """What runs in the place of a region."""
 

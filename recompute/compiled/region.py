@@ -146,7 +146,7 @@ class CapturedGraph:
 
     def program(self, region: CapturedRegion) -> Program | None:
         """The one that does in the region what a frame of its own has done."""
-        return next((program for program in self._programs if region.knows(program.plan)), None)
+        return next((program for program in self._programs if region.can_run(program)), None)
 
     def run(self, *given: Any) -> Any:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
@@ -160,7 +160,7 @@ class CapturedGraph:
         if program is None or any(map(is_shared, given)):
             raise Refusal
         _running.has_begun = True
-        frame = Frame(program, self._graph, region.tape.setting.owner, given)
+        frame = Frame(program, self._graph, region.tape.setting.owner, given, region.differs)
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 
     def _known(self, region: CapturedRegion, given: Sequence[Any]) -> Program | None:
@@ -168,7 +168,7 @@ class CapturedGraph:
         key = self._key(given)
         for plan in region.plans():
             program = self._alike.programs.get((key, id(plan)))
-            if program is not None:
+            if program is not None and region.can_run(program):
                 self._programs.append(program)
                 return program
         return None
@@ -237,6 +237,28 @@ class CapturedRegion:
         self._reason = ""
         """Why the last frame that was to be recorded was not."""
         self._misses = 0
+        self._differing: dict[Program, tuple[int, int]] = {}
+        """Programs whose gradients differ from those that it gets: the first frame of which they did, and how many."""
+        self._unfit: list[Program] = []
+        """Those that mostly do."""
+
+    def can_run(self, program: Program) -> bool:
+        """Whether it does what a frame of the region's own has done, and knows the gradients that come."""
+        return program not in self._unfit and id(program.plan) in self._settled
+
+    def differs(self, program: Program) -> None:
+        """Backward is given other gradients than those of the region alike that the program was made of.
+
+        Where that is the rule, the region gets a program of its own, as all that else serves is to run forward again.
+        """
+        frames = self.tape.setting.owner.frames
+        first, count = self._differing.get(program, (frames, 0))
+        self._differing[program] = first, count + 1
+        if count + 1 == TRIES and frames - first < 2 * TRIES:
+            self._unfit.append(program)
+            is_last = len(self._unfit) == TRIES  # after which it stays on the tape
+            self._settled[id(program.plan)] = program.plan, SETTLED - 1 + (TRIES if is_last else 0)
+            self._misses = 0
 
     def knows(self, plan: Plan) -> bool:
         """Whether the region's own frames have had this plan."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recompute
-from recompute.compiled.region import CapturedRegion
+from recompute.compiled.captured import Frame
+from recompute.compiled.region import SHARED, TRIES, CapturedRegion
 from recompute.runners import region_in
 
 SIZE = 4
@@ -199,3 +200,16 @@ def test_what_cannot_be_recorded_says_why_and_is_not_traced(layer: type[nn.Modul
     assert not region.is_captured
     assert reason in region.failure
     assert region._graphs() == []
+
+
+def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: list[str] = []
+    replay = Frame._replay
+    monkeypatch.setattr(Frame, "_replay", lambda self, *given: runs.append(self.owner.name) or replay(self, *given))
+    pair = Pair(Model([Affine() for _ in range(SHARED + 1)]), "Affine")
+    for seed in range(16):
+        pair.step(transposed, seed=seed)
+    assert all(region.is_captured for region in pair.regions)
+    assert len(runs) == TRIES
