@@ -55,14 +55,14 @@ class Frame:
         owner: Owner,
         given: Sequence[Tensor],
         numerics: Numerics,
-        on_replay: Callable[[bool], None],
+        on_replay: Callable[[Program, bool], None],
         *,
         is_checkpoint: bool = False,
     ):
         """graph: what the program was made of, on the same inputs: it serves where the program cannot.
 
-        on_replay: called where it does, with whether backward is differentiated in its turn. is_checkpoint: it is
-        counted as a checkpoint is.
+        on_replay: called where it does, with the program, and whether backward is differentiated in its turn.
+        is_checkpoint: it is counted as a checkpoint is.
         """
         self._is_checkpoint = is_checkpoint
         self._on_replay = on_replay
@@ -164,7 +164,7 @@ class Frame:
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same by autograd, for what the program does not know: the graph runs again on the region's inputs."""
         program = self._program
-        self._on_replay(torch.is_grad_enabled())
+        self._on_replay(program, torch.is_grad_enabled())
         inputs = Given(self.owner.name)
         for (position, _), value in zip(program.held, self._values(saved), strict=True):
             inputs.hold(position, value)

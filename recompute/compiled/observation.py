@@ -30,6 +30,8 @@ class RecordingTape(Tape):
     def __init__(self, region: TapeRegion, variant: Any):
         super().__init__(region, variant)
         self.recording: Recording | None = Recording(is_open=True)
+        self.reason = ""
+        """Why there is no recording any more."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -42,14 +44,14 @@ class RecordingTape(Tape):
         started = None
         try:
             started = self.recording.start(op, args, kwargs or {})
-        except NotCapturable:
-            self.recording = None
+        except NotCapturable as error:
+            self.recording, self.reason = None, str(error)
         output = super().__torch_dispatch__(op, types, args, kwargs)
         if started is not None and self.recording is not None:
             try:
                 self.recording.end(started, output)
-            except NotCapturable:
-                self.recording = None
+            except NotCapturable as error:
+                self.recording, self.reason = None, str(error)
         return output
 
 
@@ -340,8 +342,14 @@ class Observation:
             return
         assert self._plan is not None
         try:
-            if not self._contributions:
-                raise NotCapturable("its backward gives no gradients")
+            # A node takes gradients only where these have gone when it was recorded.
+            reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
+            if reached != {position for position, _ in self._contributions}:
+                raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
+            # A node takes gradients only where these have gone when it was recorded.
+            reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
+            if reached != {position for position, _ in self._contributions}:
+                raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
             program = program_of(
                 self._plan,
                 self._recording,

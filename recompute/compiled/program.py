@@ -43,7 +43,7 @@ class Counts(NamedTuple):
         owner.outside = []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """What runs in the place of a region."""
 

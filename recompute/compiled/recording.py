@@ -168,6 +168,14 @@ class Recording:
             raise NotCapturable(f"{known.name} depends on data")
         written = tensors_in(at(known.writes, args, kwargs))
         started = _Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
+        if self.is_open or self.expected is not None:
+            for tensor in written:  # before it does: that could not be taken back
+                if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
+                    raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
+        if self.is_open or self.expected is not None:
+            for tensor in written:  # before it does: that could not be taken back
+                if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
+                    raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
         self._compare(started)
         return started
 
@@ -183,10 +191,6 @@ class Recording:
             or not self._agrees((call.args, call.kwargs), (started.args, started.kwargs))
         ):
             raise Departure
-        for tensor, _ in started.written:
-            root = self.buffers[self.buffers[self.use(tensor).buffer].root]
-            if root.call is None:
-                raise Departure  # it could not be taken back
 
     def _agrees(self, expected: Any, found: Any) -> bool:
         if type(expected) is not type(found):

@@ -170,7 +170,7 @@ class CapturedGraph:
 
     def program(self, region: CapturedRegion) -> Program | None:
         """The one that does in the region what a frame of its own has done."""
-        return next((program for program in self._programs if region.knows(program.plan)), None)
+        return next((program for program in self._programs if region.can_run(program)), None)
 
     def run(self, *given: Any) -> Any:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
@@ -207,7 +207,7 @@ class CapturedGraph:
         key = self._key(given)
         for plan in region.plans():
             program = self._alike.programs.get((key, id(plan)))
-            if program is not None:
+            if program is not None and region.can_run(program):
                 self._programs.append(program)
                 return program
         return None
@@ -318,8 +318,12 @@ class CapturedRegion:
         self._misses = 0
         self._recorded = 0
         self._unused = 0
-        self._unfit = ""
+        self._unfit = self._unrecorded = ""
         self._replays = 0
+        self._differing: dict[Program, tuple[int, int]] = {}
+        """Programs whose backward was not as recorded: the first frame of which it was not, and how many."""
+        self._unlike: set[Program] = set()
+        """Those of which it mostly is not, in this region."""
         self._inside: list[tuple[Owner, int]] = []
 
     def count(self, plan: Plan | None) -> None:
@@ -335,6 +339,10 @@ class CapturedRegion:
         for owner, nbytes in self._inside:
             owner.eager_nbytes += nbytes
 
+    def can_run(self, program: Program) -> bool:
+        """Whether it does what a frame of the region's own has done, and knows the gradients that come."""
+        return program not in self._unlike and self.knows(program.plan)
+
     def knows(self, plan: Plan) -> bool:
         """Whether the region's own frames have had this plan."""
         return id(plan) in self._settled
@@ -346,7 +354,7 @@ class CapturedRegion:
     @property
     def was_tried(self) -> bool:
         """Whether it had settled, so that it was to be captured."""
-        return self._alike is not None or bool(self._unfit)
+        return self._alike is not None or bool(self._unfit or self._unrecorded)
 
     @property
     def is_captured(self) -> bool:
@@ -362,8 +370,8 @@ class CapturedRegion:
             return "its backward is differentiated in its turn, or differs from time to time"
         return ""
 
-    def count_replay(self, is_differentiated: bool) -> None:
-        """A backward was not as recorded. By a tape it is the same as in plain PyTorch, whatever it is like.
+    def count_replay(self, program: Program, is_differentiated: bool) -> None:
+        """A backward of a program was not as recorded. By a tape it is the same as in plain PyTorch, whatever it is like.
 
         is_differentiated: here that is no matter of time alone. The gradients of gradients are sums of other parts than
         there, as the region's node is one, and so rounded otherwise.
@@ -371,12 +379,17 @@ class CapturedRegion:
         if is_differentiated and self._replays < REPLAYS:
             _warn_of_rounding(self.tape.setting.owner.name)
         self._replays += REPLAYS if is_differentiated else 1
+        first, count = self._differing.get(program, (self.owner.frames, 0))
+        self._differing[program] = first, count + 1
+        if count + 1 == TRIES and self.owner.frames - first < 2 * TRIES:  # as a rule: it is of a region alike
+            self._unlike.add(program)
+            self._recorded = self._unused = 0
 
     @property
     def failure(self) -> str:
         """Why it is not captured, though that was tried; "" if it is."""
-        if self._unfit or self._retreat:
-            return self._unfit or self._retreat
+        if reason := self._unfit or self._retreat or self._unrecorded:
+            return reason
         if self.is_captured or self._alike is None:
             return ""
         failures = [graph.failure for graph in self._graphs() if graph.failure]
@@ -470,7 +483,10 @@ class CapturedRegion:
         counted = [(owner, owner.eager_nbytes - start) for owner, start in zip(owners, before, strict=True)]
         self._inside = [(owner, nbytes) for owner, nbytes in counted if nbytes and owner is not self.owner]
         if tapes and (plan is None or self.tape.plan is plan):
-            self.recording = tapes[0].recording
+            self.recording, self._unrecorded = tapes[0].recording, tapes[0].reason
+            if self.recording is None:
+                self._recorded = MOST
+                return result
             if self._alike is None:
                 self._alike = shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
         return result
