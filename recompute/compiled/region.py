@@ -359,26 +359,25 @@ class CapturedRegion:
     @property
     def is_captured(self) -> bool:
         """Whether there is code that runs in its place."""
-        return not self._retreat and any(graph.program(self) is not None for graph in self._graphs())
+        return any(graph.program(self) is not None for graph in self._graphs())
 
-    @property
-    def _retreat(self) -> str:
-        """Why it runs by the tape again after it was captured; "" if it does not."""
-        if self._misses >= MISSES:
-            return f"none of its last {MISSES} calls was like one whose graph was taken"
-        if self._replays >= REPLAYS:
-            return "its backward is differentiated in its turn, or differs from time to time"
-        return ""
+    def _give_up(self, reason: str) -> None:
+        """Run by the tape, or as a checkpoint, from now on."""
+        self._unfit = reason
+        self._shared = self._alike = self._own = None
 
     def count_replay(self, program: Program, is_differentiated: bool) -> None:
-        """A backward of a program was not as recorded. By a tape it is the same as in plain PyTorch, whatever it is like.
+        """A backward of a program was not as recorded. By a tape it is what it is in plain PyTorch.
 
         is_differentiated: here that is no matter of time alone. The gradients of gradients are sums of other parts than
         there, as the region's node is one, and so rounded otherwise.
         """
         if is_differentiated and self._replays < REPLAYS:
-            _warn_of_rounding(self.tape.setting.owner.name)
+            _warn_of_rounding(self.owner.name)
         self._replays += REPLAYS if is_differentiated else 1
+        if self._replays >= REPLAYS:
+            self._give_up("its backward is differentiated in its turn, or differs from time to time")
+            return
         first, count = self._differing.get(program, (self.owner.frames, 0))
         self._differing[program] = first, count + 1
         if count + 1 == TRIES and self.owner.frames - first < 2 * TRIES:  # as a rule: it is of a region alike
@@ -388,7 +387,7 @@ class CapturedRegion:
     @property
     def failure(self) -> str:
         """Why it is not captured, though that was tried; "" if it is."""
-        if reason := self._unfit or self._retreat or self._unrecorded:
+        if reason := self._unfit or self._unrecorded:
             return reason
         if self.is_captured or self._alike is None:
             return ""
@@ -401,11 +400,14 @@ class CapturedRegion:
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
         """``function(*args, **kwargs)``; ``variant`` as for a ``TapeRegion``."""
-        if self._alike is None or self._retreat or not is_undisturbed():
+        if self._alike is None or not is_undisturbed():
             return self._by_tape(function, args, kwargs, variant)
         result = self._by_graph(self._alike, function, args, kwargs)
         if result is MISSED:
             self._misses += 1
+            if self._misses >= MISSES:
+                reason = self.failure and f" ({self.failure})"
+                self._give_up(f"none of its last {MISSES} calls was like one whose graph was taken{reason}")
             return self._by_tape(function, args, kwargs, variant)
         self._misses = 0
         return result
@@ -431,12 +433,10 @@ class CapturedRegion:
             if shared is None or self._frames <= SETTLED or self._recorded >= TRIES or not is_undisturbed():
                 return self._checkpoint(function, args, kwargs)
             return self._checkpoint_by_tape(shared, function, args, kwargs)
-        plan = self.tape.plan
-        has_settled = plan is not None and self._settled.get(id(plan), (plan, 0))[1] >= SETTLED - 1
-        if shared is None or plan is None or not has_settled or self._recorded >= MOST:
+        if shared is None or self._recorded >= MOST or not self._has_settled(self.tape.plan):
             result = self.tape.run(function, args, kwargs, variant)
         else:
-            result = self._by_recording_tape(shared, plan, function, args, kwargs, variant)
+            result = self._by_recording_tape(shared, function, args, kwargs, variant)
         if (plan := self.tape.plan) is not None:
             _, count = self._settled.get(id(plan), (plan, 0))
             self._settled[id(plan)] = plan, count + 1
@@ -444,12 +444,17 @@ class CapturedRegion:
                 del self._settled[next(iter(self._settled))]
         return result
 
+    def _has_settled(self, plan: Plan | None) -> bool:
+        """Whether frames have had a plan often enough; of a frame without one, any plan."""
+        counts = [count for known, count in self._settled.values() if plan is None or known is plan]
+        return max(counts, default=0) >= SETTLED - 1
+
     def _checkpoint_by_tape(self, shared: Shared, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         assert self._checkpoint is not None
         if any(runner.owner is not self.owner for runner in _runners_in(function, args)):
             self._unfit, self._recorded = "modules inside of it have rules of their own", TRIES
             return self._checkpoint(function, args, kwargs)
-        result = self._by_recording_tape(shared, None, function, args, kwargs, None)
+        result = self._by_recording_tape(shared, function, args, kwargs, None)
         if (plan := self.tape.plan) is not None:
             self.count(plan)
             self._settled = {id(plan): (plan, 1)}
@@ -463,7 +468,6 @@ class CapturedRegion:
     def _by_recording_tape(
         self,
         shared: Shared,
-        plan: Plan | None,
         function: Callable[..., Any],
         args: tuple,
         kwargs: dict,
@@ -482,7 +486,8 @@ class CapturedRegion:
         result = self.tape.run(function, args, kwargs, variant, start)
         counted = [(owner, owner.eager_nbytes - start) for owner, start in zip(owners, before, strict=True)]
         self._inside = [(owner, nbytes) for owner, nbytes in counted if nbytes and owner is not self.owner]
-        if tapes and (plan is None or self.tape.plan is plan):
+        plan = self.tape.plan
+        if tapes and plan is not None and (self.is_checkpoint or self._has_settled(plan)):
             self.recording, self._unrecorded = tapes[0].recording, tapes[0].reason
             if self.recording is None:
                 self._recorded = MOST

@@ -294,7 +294,7 @@ def test_threads_that_run_one_region_from_the_start(x: Tensor) -> None:
             for module in (twins.under, twins.plain):
                 module.inside.dropout.p = 0.0  # all threads draw from one generator
                 y = module(given)
-                outcomes.append((y, *grad(loss_of(y), given)))
+                outcomes.append((y, *grad(loss_of(y), (given, *module.parameters()))))
             same.append(all(map(torch.equal, *outcomes)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]

