@@ -246,8 +246,8 @@ class Observation:
                 else:
                     edges.append((number_of(target), slot))
         reached = [self._reached(number) for number, _ in self._outputs]
-        if any(positions != reached[0] for positions in reached):  # autograd would go on, with no gradient, to what
-            raise NotCapturable("its outputs depend on different inputs")  # the one output in use does not depend on
+        if frozenset().union(*reached) not in reached:  # autograd would go on, with no gradient, to what the outputs
+            raise NotCapturable("its outputs depend on different inputs")  # in use do not depend on
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)
         for place, position in list(self._outputs.items()):

@@ -219,6 +219,7 @@ class CapturedGraph:
         """Run the graph by the tape, which records what runs; it must be what the region itself does."""
         if self._watched is not None and self._watched() is not None:  # until its backward has run, or its graph died
             raise Refusal
+        region.recording = None  # it serves for one frame: who never runs backward is not to be watched for ever
         learn = functools.partial(self._learn, self._key(given))
         expose_arrays(given)
         state = _GlobalState()
