@@ -7,6 +7,7 @@ A call that its guards accept goes straight to what was made of the graph. Any o
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,20 @@ _OURS = str(Path(__file__).parents[1])
 _TORCHS = str(Path(torch.__file__).parent)
 
 
+def _may_ask(frame: Any) -> bool:
+    """Whether a frame that is traced only chooses, if it asks, by which ops it does the same: those are compared.
+
+    transformers does, in code of its own: its ``is_torchdynamo_compiling`` may be asked by others.
+    """
+    theirs = sys.modules.get("transformers")
+    folders = (_OURS, _TORCHS) if theirs is None else (_OURS, _TORCHS, str(Path(theirs.__file__ or "").parent))
+    if frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
+        return True
+    parent = getattr(frame, "parent", None)
+    asking = [frame] if parent is None else [frame, parent]
+    return all(each.f_code.co_filename.startswith(folders) for each in asking)
+
+
 @functools.cache
 def _prepare_frontend() -> None:
     """Have torch's frontend tell when user code asks whether it is compiled; and not claim that to other threads."""
@@ -54,7 +69,7 @@ def _prepare_frontend() -> None:
 
     @functools.wraps(mark)
     def noticed(self: Any) -> None:
-        if _local.is_tracing and not self.f_code.co_filename.startswith((_OURS, _TORCHS)):
+        if _local.is_tracing and not _may_ask(self):
             _local.asks = True
         mark(self)
 
