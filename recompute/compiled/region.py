@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,8 +74,8 @@ class Alike:
         self.failures = 0
         self.failure = ""
         """Why torch's frontend took no graph when it failed last."""
-        self.programs: dict[Hashable, Program] = {}
-        """By the graph, by what it is given, and by the plan."""
+        self.programs: dict[Hashable, list[Program]] = {}
+        """By the graph, and by what it is given."""
         self.graphs = Graphs(self)
 
     @property
@@ -176,15 +176,13 @@ class CapturedGraph:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
         region = _running.region
         assert region is not None
-        program = self.program(region)
+        numerics = Numerics()
+        program = _fitting(self._programs, region, numerics)
         if program is None and not self.is_given_up and region.recording is not None:
-            program = self._known(region, given)
+            program = self._known(region, given, numerics)
             if program is None:
                 return self._watch(region, given, region.recording)
         if program is None or any(map(is_shared, given)):
-            raise Refusal
-        numerics = Numerics()
-        if not numerics.are(program.numerics):
             raise Refusal
         for position, offset in program.offsets:
             if given[position].storage_offset() != offset:
@@ -202,15 +200,12 @@ class CapturedGraph:
         )
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 
-    def _known(self, region: CapturedRegion, given: Sequence[Any]) -> Program | None:
+    def _known(self, region: CapturedRegion, given: Sequence[Any], numerics: Numerics) -> Program | None:
         """The program that was made of the same graph of another region."""
-        key = self._key(given)
-        for plan in region.plans():
-            program = self._alike.programs.get((key, id(plan)))
-            if program is not None and region.can_run(program):
-                self._programs.append(program)
-                return program
-        return None
+        program = _fitting(self._alike.programs.get(self._key(given), ()), region, numerics)
+        if program is not None:
+            self._programs.append(program)
+        return program
 
     def _key(self, given: Sequence[Any]) -> Hashable:
         return self._code, tuple([_kind(value) for value in given])
@@ -251,7 +246,7 @@ class CapturedGraph:
         self._watched = None
         if isinstance(result, Program):
             self._programs.append(result)
-            self._alike.programs[key, id(result.plan)] = result
+            self._alike.programs.setdefault(key, []).append(result)
             self.failure = ""
             return
         self._failures += 1
@@ -347,10 +342,6 @@ class CapturedRegion:
     def knows(self, plan: Plan) -> bool:
         """Whether the region's own frames have had this plan."""
         return id(plan) in self._settled
-
-    def plans(self) -> list[Plan]:
-        """Those that its own frames have had."""
-        return [plan for plan, _ in self._settled.values()]
 
     @property
     def was_tried(self) -> bool:
@@ -515,6 +506,11 @@ def _warn_of_rounding(name: str) -> None:
         "the module stays on the tape, where they do not differ; with `capture: false` in its rule it does from the "
         "first step."
     )
+
+
+def _fitting(programs: Iterable[Program], region: CapturedRegion, numerics: Numerics) -> Program | None:
+    """The program that does in the region what its own frames do, and was made under such settings of torch."""
+    return next((each for each in programs if region.can_run(each) and numerics.are(each.numerics)), None)
 
 
 def _kind(value: Any) -> Hashable:

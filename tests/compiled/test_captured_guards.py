@@ -270,6 +270,13 @@ def test_a_setting_around_forward_or_backward_alone_or_both(setting: Callable[[]
     assert twins.runs_code(under(forward=True, backward=True)) == 0
 
 
+def test_settings_that_stay_have_code_of_their_own(twins: Twins, step: Step) -> None:
+    with deterministic():
+        twins.settle(step)
+        assert twins.runs_code(step) == 1
+    assert twins.runs_code(step) == 1
+
+
 def test_attention_that_takes_another_algorithm_now() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         heads = self.lin(x).view(1, 1, ROWS, SIZE)
@@ -279,6 +286,8 @@ def test_attention_that_takes_another_algorithm_now() -> None:
     twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(step)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert twins.runs_code(step) == 0
+        twins.settle(step)
+        assert twins.runs_code(step) == 1
     assert twins.runs_code(step) == 1
 
 
