@@ -29,8 +29,9 @@ from recompute.engine.exposed import expose_arrays, is_shared
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
 from recompute.engine.plan import LARGEST_COPY, Plan, PlanCache
+from recompute.engine.reach import behind
 from recompute.engine.recipe import is_verifying, local
-from recompute.engine.rng import RngState
+from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved import Layout, Owner, top_hooks, unpack_saved
 from recompute.engine.setting import Setting
 from recompute.engine.tape import TapeRegion
@@ -74,6 +75,8 @@ class Alike:
         self.failures = 0
         self.failure = ""
         """Why torch's frontend took no graph when it failed last."""
+        self.draws = False
+        """Whether what a graph was taken of draws from Python's generator or NumPy's."""
         self.programs: dict[Hashable, list[Program]] = {}
         """By the graph, and by what it is given."""
         self.graphs = Graphs(self)
@@ -96,7 +99,12 @@ class Graphs:
 
     def trace(self, region: CapturedRegion, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call whose graph is taken first, or say ``MISSED``, and nothing has run."""
-        return self._run(self._trace, region, function, args, kwargs)
+        generators = RngState()
+        result = self._run(self._trace, region, function, args, kwargs)
+        if result is MISSED and (drawn := generators.drawn()) is not None:  # before it came to the graph
+            drawn.restore()
+            self._alike.draws = True
+        return result
 
     def _trace(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         with self._lock:
@@ -254,6 +262,9 @@ class CapturedGraph:
         self.is_given_up = self._failures >= TRIES
 
 
+_DRAWS = "it draws from a random generator of Python's or of NumPy's"
+
+
 class _GlobalState:
     """What code that is left in its middle may leave behind: random states, and switches of torch."""
 
@@ -405,6 +416,9 @@ class CapturedRegion:
         return result
 
     def _by_graph(self, alike: Alike, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if alike.draws:
+            self._give_up(_DRAWS)
+            return MISSED
         graphs = alike.graphs if self._own is None else self._own
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
@@ -467,6 +481,8 @@ class CapturedRegion:
     ) -> Any:
         """A last time by the tape, which records what a graph of the region must do."""
         self._recorded += 1
+        reached = behind((function, *_modules_in(function, args), *tree_leaves((args, kwargs))))
+        generators = RngState({id(value): value for value in reached if is_source(value)}.values())
         owners = [runner.owner for runner in _runners_in(function, args)]
         before = [owner.eager_nbytes for owner in owners]
         tapes: list[RecordingTape] = []
@@ -481,6 +497,8 @@ class CapturedRegion:
         plan = self.tape.plan
         if tapes and plan is not None and (self.is_checkpoint or self._has_settled(plan)):
             self.recording, self._unrecorded = tapes[0].recording, tapes[0].reason
+            if (drawn := generators.drawn()) is not None and drawn.is_beyond_torch():
+                self.recording, self._unrecorded = None, _DRAWS
             if self.recording is None:
                 self._recorded = MOST
                 return result
@@ -489,10 +507,15 @@ class CapturedRegion:
         return result
 
 
+def _modules_in(function: Callable[..., Any], args: tuple) -> Iterable[nn.Module]:
+    """The module whose forward ``function`` is, or is given, and those inside of it."""
+    module = next((m for m in (getattr(function, "__self__", None), *args[:1]) if isinstance(m, nn.Module)), None)
+    return () if module is None else module.modules()
+
+
 def _runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
     """What runs the modules inside of the one whose forward ``function`` is, or is given."""
-    module = next((m for m in (getattr(function, "__self__", None), *args[:1]) if isinstance(m, nn.Module)), None)
-    for inside in () if module is None else module.modules():
+    for inside in _modules_in(function, args):
         runner = vars(inside).get(RUNNER)
         while getattr(runner, "owner", None) is not None:
             yield runner

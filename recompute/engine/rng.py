@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.errors import RngError
 
@@ -44,7 +45,8 @@ class _CpuSource(Source):
         return bytes(_numpy(self.generator.get_state()))
 
     def restore(self, state: bytes) -> None:
-        self.generator.set_state(torch.from_numpy(np.frombuffer(bytearray(state), np.uint8)))
+        with _disable_current_modes():  # one that makes tensors fake, say
+            self.generator.set_state(torch.from_numpy(np.frombuffer(bytearray(state), np.uint8)))
 
 
 _numpy = torch._C.TensorBase.numpy  # which tells no tape that memory is handed out
@@ -343,6 +345,10 @@ class RngState:
     def extra(self) -> list[Any]:
         """What has been included besides the defaults."""
         return [source.generator for source, _ in self._states[self._defaults :]]
+
+    def is_beyond_torch(self) -> bool:
+        """Whether there is a source here that is none of torch's generators."""
+        return any(not isinstance(source.generator, torch.Generator) for source, _ in self._states)
 
     def drawn(self) -> RngState | None:
         """Only the sources that have been drawn from since this was taken; None where there are none."""
