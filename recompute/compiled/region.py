@@ -93,6 +93,8 @@ class Graphs:
         self._alike = alike
         self._calls: GuardedCalls | None = None
         self._lock = threading.Lock()
+        self._traces = 0
+        """Traces that are going on."""
         self._substitutes: dict[Any, Any] = {}
         """What the graph is to call in the place of functions, as kernels stand in for them."""
         self.graphs: list[CapturedGraph] = []
@@ -115,16 +117,23 @@ class Graphs:
                 for runner in _runners_in(function, args)
                 for original, ours in getattr(runner, "substitutes", {}).items()
             }
-        return self._calls.trace(function, args, kwargs, self._substitutes)
+            self._traces += 1
+        try:
+            return self._calls.trace(function, args, kwargs, self._substitutes)
+        finally:
+            self._traces -= 1
 
     def run(self, region: CapturedRegion, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call by the graph that its guards accept, or say ``MISSED``, and nothing has run."""
         if self._calls is None:
+            _running.waits = self._traces > 0
             return MISSED
-        return self._run(self._calls.run, region, function, args, kwargs)
+        result = self._run(self._calls.run, region, function, args, kwargs)
+        _running.waits = _running.waits or self._traces > 0  # on another thread
+        return result
 
     def _run(self, call: Callable[..., Any], region: CapturedRegion, *arguments: Any) -> Any:
-        _running.region, _running.has_begun = region, False
+        _running.region, _running.has_begun, _running.waits = region, False, False
         try:
             return call(*arguments)
         except Refusal:
@@ -152,6 +161,8 @@ class Graphs:
 class _Running(threading.local):
     region: CapturedRegion | None = None
     has_begun = False
+    waits = False
+    """Whether a call has no code because another one is traced or watched."""
 
 
 _running = _Running()
@@ -191,6 +202,7 @@ class CapturedGraph:
             if program is None:
                 return self._watch(region, given, region.recording)
         if program is None or any(map(is_shared, given)):
+            _running.waits = program is None and self._is_watched()
             raise Refusal
         for position, offset in program.offsets:
             if given[position].storage_offset() != offset:
@@ -220,7 +232,8 @@ class CapturedGraph:
 
     def _watch(self, region: CapturedRegion, given: Sequence[Any], expected: Recording) -> Any:
         """Run the graph by the tape, which records what runs; it must be what the region itself does."""
-        if self._watched is not None and self._watched() is not None:  # until its backward has run, or its graph died
+        if self._is_watched():
+            _running.waits = True
             raise Refusal
         region.recording = None  # it serves for one frame: who never runs backward is not to be watched for ever
         learn = functools.partial(self._learn, self._key(given))
@@ -248,6 +261,10 @@ class CapturedGraph:
             learn("its graph saves other tensors than its forward does")
             return outputs
         return seen.finish(plan, given, outputs)
+
+    def _is_watched(self) -> bool:
+        """Whether a frame of it is, until its backward has run or its graph has died."""
+        return self._watched is not None and self._watched() is not None
 
     def _learn(self, key: Hashable, result: Program | str) -> None:
         """What was watched has ended."""
@@ -366,7 +383,7 @@ class CapturedRegion:
 
     def _give_up(self, reason: str) -> None:
         """Run by the tape, or as a checkpoint, from now on."""
-        self._unfit = reason
+        self._unfit = self._unfit or reason
         self._shared = self._alike = self._own = None
 
     def count_replay(self, program: Program, is_differentiated: bool) -> None:
@@ -407,7 +424,7 @@ class CapturedRegion:
             return self._by_tape(function, args, kwargs, variant)
         result = self._by_graph(self._alike, function, args, kwargs)
         if result is MISSED:
-            self._misses += 1
+            self._misses += not _running.waits
             if self._misses >= MISSES:
                 reason = self.failure and f" ({self.failure})"
                 self._give_up(f"none of its last {MISSES} calls was like one whose graph was taken{reason}")

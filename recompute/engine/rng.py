@@ -42,10 +42,11 @@ class _CpuSource(Source):
         self.generator = generator
 
     def state(self) -> bytes:
-        return bytes(_numpy(self.generator.get_state()))
+        with _disable_current_modes():  # one that makes tensors fake, say
+            return bytes(_numpy(self.generator.get_state()))
 
     def restore(self, state: bytes) -> None:
-        with _disable_current_modes():  # one that makes tensors fake, say
+        with _disable_current_modes():
             self.generator.set_state(torch.from_numpy(np.frombuffer(bytearray(state), np.uint8)))
 
 
