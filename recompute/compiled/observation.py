@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from recompute.compiled.program import Program, program_of
+from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
 from recompute.engine.numerics import Numerics
 from recompute.engine.plan import Plan
@@ -350,7 +350,7 @@ class Observation:
             reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
             if reached != {position for position, _ in self._contributions}:
                 raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
-            program = program_of(
+            program = ProgramWriter(
                 self._plan,
                 self._recording,
                 self._steps,
@@ -361,7 +361,7 @@ class Observation:
                 self._saved_views,
                 self._fixed,
                 self._numerics,
-            )
+            ).program()
         except NotCapturable as error:
             self._fail(error)
             return

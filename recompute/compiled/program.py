@@ -89,56 +89,32 @@ class Program:
     rerun_nbytes: int
 
 
-def program_of(
-    plan: Plan,
-    recording: Recording,
-    steps: int,
-    results: Sequence[Use],
-    gradients: Sequence[int | None],
-    contributions: Sequence[tuple[int, Use | None]],
-    parameters: Collection[int],
-    saved_views: Collection[int],
-    fixed: Collection[int],
-    numerics: Numerics,
-) -> Program:
-    """The program of what was recorded.
+@dataclass
+class ProgramWriter:
+    """Makes the program of what was recorded."""
 
-    steps: how many of the calls were forward's. results: the region's outputs. gradients: the buffer of each one's
-    gradient. contributions: to the gradient of which input each goes; None of one that has not come. parameters: the
-    positions of those among the inputs. saved_views: the buffers of those of which autograd has saved a view. fixed:
-    the outputs that take no gradient.
-    """
-    return _Writer(
-        plan, recording, steps, results, gradients, contributions, parameters, saved_views, fixed, numerics
-    ).program()
+    plan: Plan
+    recording: Recording
+    steps: int
+    """How many of the calls were forward's."""
+    results: Sequence[Use]
+    """The region's outputs."""
+    gradients: Sequence[int | None]
+    """The buffer of each output's gradient."""
+    contributions: Sequence[tuple[int, Use | None]]
+    """To the gradient of which input each goes; None of one that has not come."""
+    parameters: Collection[int]
+    """Their positions among the inputs."""
+    saved_views: Collection[int]
+    """The buffers of those of which autograd has saved a view."""
+    fixed: Collection[int]
+    """The outputs that take no gradient."""
+    numerics: Numerics
 
-
-class _Writer:
-    def __init__(
-        self,
-        plan: Plan,
-        recording: Recording,
-        steps: int,
-        results: Sequence[Use],
-        gradients: Sequence[int | None],
-        contributions: Sequence[tuple[int, Use | None]],
-        parameters: Collection[int],
-        saved_views: Collection[int],
-        fixed: Collection[int],
-        numerics: Numerics,
-    ):
-        self._plan = plan
-        self._recording = recording
-        self._forward = recording.calls[:steps]
-        self._backward = recording.calls[steps:]
-        self._results = results
-        self._gradients = gradients
-        self._contributions = contributions
-        self._parameters = parameters
-        self._saved_views = saved_views
-        self._fixed = fixed
-        self._numerics = numerics
-        self._differentiable = {given for given, _ in contributions}
+    def __post_init__(self) -> None:
+        self._forward = self.recording.calls[: self.steps]
+        self._backward = self.recording.calls[self.steps :]
+        self._differentiable = {given for given, _ in self.contributions}
         self._kept: dict[int, None] = {}
         self._held: dict[int, None] = {}
         self._again: dict[int, None] = {}
@@ -148,18 +124,18 @@ class _Writer:
         backward = self._write_backward()
         again, outputs = self._write_regeneration()
         forward, states = self._write_forward()
-        buffers = self._recording.buffers
+        buffers = self.recording.buffers
         how = self._how_held(backward, again)
         held, kept = [name for _, _, name in how], [f"t{number}" for number in self._kept]
         drawn = list(states.values())
-        grads = ", ".join(["_" if number is None else f"t{number}" for number in self._gradients])
-        names = ["None" if use is None else backward.tensor(use) for _, use in self._contributions]
+        grads = ", ".join(["_" if number is None else f"t{number}" for number in self.gradients])
+        names = ["None" if use is None else backward.tensor(use) for _, use in self.contributions]
         head = [*_unpacked(held=held, kept=kept, states=drawn), f"{grads}, = gradients"]
         head += ["held.clear()", "kept.clear()", "gradients.clear()"]
         result = f"({', '.join(names)},)"
         regenerate, of_held, of_kept = self._regeneration(again, held, kept, drawn)
         return Program(
-            plan=self._plan,
+            plan=self.plan,
             forward=forward,
             backward=backward.compiled(["def run(held, kept, states, gradients):", *head], result, names, held + kept),
             under_settings=backward.compiled(
@@ -175,14 +151,14 @@ class _Writer:
             regenerate_reruns=0 if again is None else len(again[0].reruns),
             regenerate_nbytes=0 if again is None else self._nbytes(again[0].reruns),
             outputs=outputs,
-            edges=tuple([given for given, _ in self._contributions]),
+            edges=tuple([given for given, _ in self.contributions]),
             held=tuple([(position, how) for position, how, _ in how]),
             others=self._others({position for position, _, _ in how}),
             offsets=self._offsets(),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
-            numerics=self._numerics,
-            gradients=tuple([None if n is None else buffers[n].layout for n in self._gradients]),
-            fixed=tuple(sorted(self._fixed)),
+            numerics=self.numerics,
+            gradients=tuple([None if n is None else buffers[n].layout for n in self.gradients]),
+            fixed=tuple(sorted(self.fixed)),
             draws=any(Tag.nondeterministic_seeded in call.op.tags for call in self._forward),
             reruns=len(backward.reruns),
             rerun_nbytes=self._nbytes(backward.reruns),
@@ -205,8 +181,8 @@ class _Writer:
 
     def _offsets(self) -> tuple[tuple[int, int], ...]:
         found = {}
-        for number in self._recording.placed:
-            buffer = self._recording.buffers[number]
+        for number in self.recording.placed:
+            buffer = self.recording.buffers[number]
             assert buffer.given is not None
             found[buffer.given] = int(buffer.layout.offset)
         return tuple(found.items())
@@ -214,17 +190,17 @@ class _Writer:
     def _nbytes(self, calls: Iterable[Call]) -> int:
         """The bytes that calls give."""
         made = {n for call in calls for n in (*call.results, *(after for _, after in call.written)) if n is not None}
-        return sum(self._recording.buffers[n].nbytes for n in made)
+        return sum(self.recording.buffers[n].nbytes for n in made)
 
     def _others(self, held: Collection[int]) -> tuple[tuple[int, bool], ...]:
-        positions = [buffer.given for buffer in self._recording.buffers if buffer.given is not None]
-        others = [(position, position in self._parameters) for position in positions]
+        positions = [buffer.given for buffer in self.recording.buffers if buffer.given is not None]
+        others = [(position, position in self.parameters) for position in positions]
         return tuple([(position, lives) for position, lives in others if lives or position not in held])
 
     def _how_held(self, backward: Code, again: tuple[Code, list[str]] | None) -> list[tuple[int, str, str]]:
         """Of each input that is held its position, how, and the variable."""
-        buffers = self._recording.buffers
-        reads = {backward.tensors[use.buffer] for _, use in self._contributions if use is not None} | backward.reads()
+        buffers = self.recording.buffers
+        reads = {backward.tensors[use.buffer] for _, use in self.contributions if use is not None} | backward.reads()
         if again is not None:
             reads |= again[0].reads()
         saved = {use.buffer for call in self._backward for use in call.uses()}
@@ -232,7 +208,7 @@ class _Writer:
         for number in self._held:
             position = buffers[number].given
             assert position is not None
-            if position in self._parameters:
+            if position in self.parameters:
                 ways = {f"t{number}": "itself", f"m{number}": "memory"}
                 held += [(position, how, name) for name, how in ways.items() if name in reads]
                 continue
@@ -243,13 +219,13 @@ class _Writer:
 
     def _later(self) -> Code:
         """Code that runs after forward."""
-        buffers = self._recording.buffers
-        memories = {n: f"m{n}" for n, buffer in enumerate(buffers) if buffer.given in self._parameters}
-        return Code(self._recording, memories=memories, saved_views=self._saved_views)
+        buffers = self.recording.buffers
+        memories = {n: f"m{n}" for n, buffer in enumerate(buffers) if buffer.given in self.parameters}
+        return Code(self.recording, memories=memories, saved_views=self.saved_views)
 
     def _write_backward(self) -> Code:
         code = self._later()
-        for number in self._gradients:
+        for number in self.gradients:
             if number is not None:
                 code.tensors[number] = f"t{number}"
         for call in self._backward:
@@ -258,7 +234,7 @@ class _Writer:
             if any(not self._is_backwards(before) for before, _ in call.written):
                 raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
             code.call(call)
-        for _, contribution in self._contributions:
+        for _, contribution in self.contributions:
             if contribution is not None:
                 self._bring(contribution.buffer, code)
                 code.tensor(contribution)
@@ -266,12 +242,12 @@ class _Writer:
 
     def _write_regeneration(self) -> tuple[tuple[Code, list[str]] | None, tuple[tuple[int, int], ...]]:
         """The code of the outputs that others may drop; these."""
-        plan = self._plan
+        plan = self.plan
         found: dict[int, int] = {}
         for value in plan.outputs:
             step, slot = plan.origin(value)
             number = self._made_by(step, slot)
-            position = next((i for i, use in enumerate(self._results) if use.buffer == number), None)
+            position = next((i for i, use in enumerate(self.results) if use.buffer == number), None)
             if position is None:
                 raise NotCapturable("a part of an output is dropped where others save it")
             found[position] = value
@@ -279,8 +255,8 @@ class _Writer:
             return None, ()
         code = self._later()
         for position in found:
-            self._bring(self._results[position].buffer, code)
-        names = [code.tensors[self._results[position].buffer] for position in found]
+            self._bring(self.results[position].buffer, code)
+        names = [code.tensors[self.results[position].buffer] for position in found]
         return (code, names), tuple(found.items())
 
     def _made_by(self, step: int, slot: int | None) -> int | None:
@@ -290,7 +266,7 @@ class _Writer:
 
     def _is_backwards(self, number: int) -> bool:
         """Whether a call of backward has made a buffer."""
-        call = self._recording.buffers[number].call
+        call = self.recording.buffers[number].call
         return call is not None and call >= len(self._forward)
 
     def _bring(self, number: int, code: Code) -> None:
@@ -298,7 +274,7 @@ class _Writer:
         pending = [number]
         while pending:
             number = pending[-1]
-            buffer = self._recording.buffers[number]
+            buffer = self.recording.buffers[number]
             if number in code.tensors:
                 pending.pop()
             elif buffer.given is not None:
@@ -313,7 +289,7 @@ class _Writer:
                 index = buffer.call
                 assert index is not None
                 call = self._forward[index]
-                if index not in self._plan.again:
+                if index not in self.plan.again:
                     raise NotCapturable(f"backward reads what {call.op} gave, which is neither kept nor runs again")
                 missing = [use.buffer for use in call.uses() if use.buffer not in code.tensors]
                 if missing:
@@ -336,46 +312,46 @@ class _Writer:
     @cached_property
     def _keeps(self) -> frozenset[int]:
         """The buffers of the values that the plan keeps."""
-        origins = [self._plan.facts[value][2:4] for value in self._plan.kept]
+        origins = [self.plan.facts[value][2:4] for value in self.plan.kept]
         made = {self._made_by(step, slot) for step, slot in origins if step is not None}
         return frozenset(number for number in made if number is not None)
 
     def _write_forward(self) -> tuple[Any, dict[int, str]]:
-        code = Code(self._recording)
-        given = [number for number, buffer in enumerate(self._recording.buffers) if buffer.given is not None]
-        given.sort(key=lambda number: self._recording.buffers[number].given or 0)
+        code = Code(self.recording)
+        given = [number for number, buffer in enumerate(self.recording.buffers) if buffer.given is not None]
+        given.sort(key=lambda number: self.recording.buffers[number].given or 0)
         for number in given:
             code.tensors[number] = f"t{number}"
-        for number, buffer in enumerate(self._recording.buffers):
+        for number, buffer in enumerate(self.recording.buffers):
             if buffer.constant is not None:
                 code.tensors[number] = code.constant(number)
         states: dict[int, str] = {}
         for index, call in enumerate(self._forward):
             for before, _ in call.written:
-                root = self._recording.buffers[self._recording.buffers[before].root]
+                root = self.recording.buffers[self.recording.buffers[before].root]
                 if root.given is not None or root.constant is not None:
                     raise NotCapturable(f"it writes to a tensor that it did not make ({call.op})")
             if index in self._again and facts(call.op).kind is Kind.RANDOM:
                 states[index] = code.draw(call)
             code.call(call)
-        outputs = [self._output(position, use, code) for position, use in enumerate(self._results)]
+        outputs = [self._output(position, use, code) for position, use in enumerate(self.results)]
         views = {output.split(".")[0] for output in outputs}
         kept = [f"{code.tensors[n]}.detach()" if self._is_output(n) else code.tensors[n] for n in self._kept]
-        last = {code.tensors[use.buffer] for use in self._results}
+        last = {code.tensors[use.buffer] for use in self.results}
         last |= {code.tensors[n] for n in self._kept} | set(states.values()) | views
         result = f"({_tuple(outputs)}, [{', '.join(kept)}], {_tuple(states.values())})"
         head = [f"def run(name{''.join(f', t{number}' for number in given)}):"]
         return code.compiled(head, result, last), {index: f"r{index}" for index in states}
 
     def _is_output(self, number: int) -> bool:
-        return any(use.buffer == number for use in self._results)
+        return any(use.buffer == number for use in self.results)
 
     def _output(self, position: int, use: Use, code: Code) -> str:
-        buffers = self._recording.buffers
+        buffers = self.recording.buffers
         buffer = buffers[use.buffer]
         root = buffers[buffer.root]
         if root.given is not None or root.constant is not None:
-            if position not in self._fixed or root.given in self._differentiable:
+            if position not in self.fixed or root.given in self._differentiable:
                 raise NotCapturable("it returns a tensor, or a view of one, that it was given")
             return f"{code.tensor(use)}.detach()"
         if use.layout == buffer.layout:

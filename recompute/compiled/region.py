@@ -250,9 +250,9 @@ class CapturedGraph:
                 seen.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):
                     raise Departure("its graph gives what is no tensor")
-        except Departure as departure:
+        except Exception as error:  # of the code itself, too: by the tape it is raised again
             state.put_back()
-            learn(str(departure))
+            learn(_first_line(error))
             raise Refusal from None
         _running.has_begun = True
         plan = tape.record.finish(tape.plain(tree_leaves(outputs)))
@@ -415,14 +415,15 @@ class CapturedRegion:
         return failures[-1] if failures else self._alike.failure or "it has not run backward since"
 
     def _graphs(self) -> list[CapturedGraph]:
-        own = [] if self._own is None else self._own.graphs
-        return own if self._alike is None else [*own, *self._alike.graphs.graphs]
+        own, alike = self._own, self._alike
+        return [*(own.graphs if own else ()), *(alike.graphs.graphs if alike else ())]
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
         """``function(*args, **kwargs)``; ``variant`` as for a ``TapeRegion``."""
-        if self._alike is None or not is_undisturbed():
+        alike = self._alike  # which another thread may let go of
+        if alike is None or not is_undisturbed():
             return self._by_tape(function, args, kwargs, variant)
-        result = self._by_graph(self._alike, function, args, kwargs)
+        result = self._by_graph(alike, function, args, kwargs)
         if result is MISSED:
             self._misses += not _running.waits
             if self._misses >= MISSES:
@@ -436,7 +437,7 @@ class CapturedRegion:
         if alike.draws:
             self._give_up(_DRAWS)
             return MISSED
-        graphs = alike.graphs if self._own is None else self._own
+        graphs = self._own or alike.graphs
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
             self._unused = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from engine_testing import assert_same, leaves, loss_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -50,6 +51,19 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Block(nn.Module):
+    """Reads its input twice, as residual connections do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.weight = nn.Parameter(torch.rand(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x) * self.weight)))
 
 
 class Layer(nn.Module):

@@ -139,3 +139,24 @@ def test_a_decoder_of_transformers() -> None:
         return [result.loss, result.logits]
 
     twins.settle(step)
+
+
+def test_an_error_of_the_code_itself_while_it_is_watched_comes_as_without_a_policy() -> None:
+    """What it drew until then is drawn again: the random stream goes on as in plain PyTorch."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.lin(F.dropout(x, 0.5)) @ self.other
+
+    module = body(forward, lin=nn.Linear(SIZE, SIZE))
+    module.other = torch.eye(SIZE)
+    twins = Twins(Around(module))
+    step = train(tokens())
+    for _ in range(3):
+        twins.step(step)
+    for one in (twins.under, twins.plain):
+        one.inside.other = torch.ones(SIZE + 1, 1)
+        torch.manual_seed(3)
+        with pytest.raises(RuntimeError, match="shape"):
+            one(tokens())
+    twins.under.inside.other = twins.plain.inside.other = torch.eye(SIZE)
+    twins.settle(step)

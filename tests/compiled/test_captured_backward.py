@@ -14,6 +14,7 @@ from capture_testing import (
     ROWS,
     SIZE,
     Around,
+    Block,
     Norm,
     Step,
     Twins,
@@ -29,19 +30,6 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 from recompute.errors import PolicyWarning, UnsupportedError
-
-
-class Block(nn.Module):
-    """Reads its input twice, as residual connections do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
-        self.weight = nn.Parameter(torch.rand(SIZE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x) * self.weight)))
 
 
 @pytest.fixture(scope="module")

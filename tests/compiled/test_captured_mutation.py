@@ -8,23 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Step, Twins, body, captured_twins, fresh, tokens, train
+from capture_testing import SIZE, Around, Block, Step, Twins, body, captured_twins, fresh, tokens, train
 from engine_testing import loss_of
 from torch import Tensor, nn
 
 LARGE = 1 << 18
 """Elements of a buffer that is not copied."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
-        self.weight = nn.Parameter(torch.rand(SIZE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x) * self.weight)))
 
 
 @pytest.fixture(scope="module")

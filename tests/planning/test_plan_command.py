@@ -129,7 +129,7 @@ def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "profile.json"
     code, printed, told = run("--model", tiny, *SMALL, "--budget", "1GiB", "--json", "--save-profile", saved)
     assert code == 0, told
-    assert "this is the fastest there is" in json.loads(printed)["note"]
+    assert json.loads(printed)["predicted_peak_bytes"] <= 1 << 30
     profile = Profile.load(saved)
     assert [place.layer for place in profile.places] == [None, 0, 1, 2, 3, None]
 
