@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tabulate import tabulate
 
 from recompute.errors import PlanError
-from recompute.planning import planner
-from recompute.planning.gpus import Gpu
-from recompute.planning.planner import Assignment, Prediction, Solution
-from recompute.planning.profile_table import Choice, Profile, RegionCosts
-from recompute.planning.sizes import humanize, parse_budget
+from recompute.estimation.gpus import Gpu
+from recompute.planning import solver
+from recompute.planning.solver import Assignment, Prediction, Solution
 from recompute.policy.document import nearest, show
-from recompute.policy.model import NO_RULES, Policy, Rule
+from recompute.policy.rules import NO_RULES, Policy, Rule
+from recompute.profiling.cost_table import Choice, Profile, RegionCosts
+from recompute.units import humanize, parse_budget
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,9 +99,7 @@ class Plan:
             "policy": _document(self.policy),
             "choices": [
                 {"path": place.path, "region": self.profile.regions[place.region].name, "choice": choice.name}
-                for place, choice in zip(
-                    self.profile.places, planner.chosen(self.profile, self.assignment), strict=True
-                )
+                for place, choice in zip(self.profile.places, solver.chosen(self.profile, self.assignment), strict=True)
             ],
             "uniform": uniform
             and {
@@ -117,7 +115,7 @@ class Plan:
                     "peak_bytes": prediction.peak_nbytes,
                     "step_seconds": prediction.step_seconds,
                     "peak_moment": prediction.peak_moment,
-                    "choices": [choice.name for choice in planner.chosen(self.profile, assignment)],
+                    "choices": [choice.name for choice in solver.chosen(self.profile, assignment)],
                 }
                 for assignment, prediction in self.frontier
             ]
@@ -200,7 +198,7 @@ def plan(
     table = restricted(table, allowed)
     found = planned(table, parse_budget(budget, table.capacity_nbytes))
     if not isinstance(model, Profile) and (verify or table.source == "measured"):
-        from recompute.planning.plan_runs import verify_plan
+        from recompute.planning.plan_verification import verify_plan
 
         found = verify_plan(
             found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress, replan=verify
@@ -209,7 +207,7 @@ def plan(
 
 
 def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **options: Any) -> Profile:
-    from recompute.planning.profiles import profile  # which needs what a plan from a table does not
+    from recompute.profiling.profiles import profile  # which needs what a plan from a table does not
 
     kernels = None if allowed is None or "kernel" in allowed else False
     return profile(model, batch, kernels=kernels, **options)
@@ -229,12 +227,12 @@ def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None =
         if progress is not None:
             progress("solving for other budgets", done, total)
 
-    return replace(plan, frontier=tuple(planner.frontier(plan.profile, progress=tell)))
+    return replace(plan, frontier=tuple(solver.frontier(plan.profile, progress=tell)))
 
 
 def planned(profile: Profile, budget_nbytes: int) -> Plan:
     """The plan for a profile and a budget. Raises ``BudgetError``."""
-    return plan_of(profile, budget_nbytes, planner.solve(profile, budget_nbytes))
+    return plan_of(profile, budget_nbytes, solver.solve(profile, budget_nbytes))
 
 
 def plan_of(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
@@ -243,7 +241,7 @@ def plan_of(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
     def policy(of: Solution, name: str) -> Policy:
         return policy_of(profile, of.assignment, _description(profile, of.prediction, budget_nbytes), name)
 
-    uniform = next(iter(planner.uniforms(profile, budget_nbytes)), None)
+    uniform = next(iter(solver.uniforms(profile, budget_nbytes)), None)
     return Plan(
         policy=policy(solution, "plan"),
         budget_nbytes=budget_nbytes,
@@ -285,7 +283,7 @@ def policy_of(profile: Profile, assignment: Assignment, description: str = "", n
     Where the places are known to be in one ModuleList, the rule names it and their ``layers``; else their paths.
     """
     groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
-    for place, choice in zip(profile.places, planner.chosen(profile, assignment), strict=True):
+    for place, choice in zip(profile.places, solver.chosen(profile, assignment), strict=True):
         if choice.rule is not None:
             pattern = None if place.layer is None else _pattern(place.path, place.layer)
             key = json.dumps(choice.rule, sort_keys=True), pattern or ""
@@ -350,7 +348,7 @@ def _description(profile: Profile, prediction: Prediction, budget_nbytes: int) -
 
 def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
     notes = []
-    if planner.is_fastest(profile, solution):
+    if solver.is_fastest(profile, solution):
         needed = humanize(solution.prediction.peak_nbytes)
         notes.append(
             f"this is the fastest there is, and needs {needed} of the {humanize(budget_nbytes)}: more memory would not "
@@ -365,7 +363,7 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
 def _table(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, str, int, str]]:
     """Of each region and choice in use: their names, the number of places, and which they are."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for place, choice in zip(profile.places, planner.chosen(profile, assignment), strict=True):
+    for place, choice in zip(profile.places, solver.chosen(profile, assignment), strict=True):
         groups.setdefault((profile.regions[place.region].name, choice.name), []).append(place.path)
     for (name, way), paths in groups.items():
         yield name, way, len(paths), _compact(paths)

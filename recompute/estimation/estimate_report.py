@@ -1,0 +1,98 @@
+"""Estimates as tables, and a sweep over batch and sequence as a table and a plot."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from tabulate import tabulate
+
+from recompute.ablation.report import humanize
+from recompute.estimation.estimate_result import Estimate
+
+_MOMENTS = 6
+"""The highest ones, to show."""
+
+
+def describe(estimate: Estimate) -> str:
+    """All that the estimate has found, for people."""
+    settings, static = estimate.settings, estimate.static_bytes
+    on = f"{settings.sharding} over {settings.devices} devices" if settings.devices > 1 else "one device"
+    title = (
+        f"{settings.model}; {settings.batch}\n{settings.dtype}, {settings.optimizer}, {on}, policy {settings.policy}, "
+        f"{settings.loss} loss"
+    )
+    kept = [("parameters", static.parameters), ("gradients", static.gradients), ("optimizer states", static.optimizer)]
+    kept += [(name, buffer.nbytes) for name, buffer in static.buffers.items()]
+    held = [
+        (each.path or "the loss, and what is in no module", each.modules, humanize(each.nbytes))
+        for each in sorted(estimate.activations, key=lambda each: -each.nbytes)
+    ]
+    highest = sorted(estimate.moments.items(), key=lambda item: -item[1])[:_MOMENTS]
+    peak = humanize(estimate.peak_bytes)
+    blocks = [
+        title,
+        _table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
+        _table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
+        f"One layer holds {humanize(estimate.activation_bytes_per_layer)}; "
+        f"logits take up to {humanize(estimate.logits_peak_bytes)}.",
+        _table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
+        f"Peak: {peak}, at: {estimate.peak_moment}. Most of it is {estimate.dominates}: "
+        + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
+        + ".",
+    ]
+    if estimate.advice:
+        lower = [(each.what, humanize(each.saves_nbytes)) for each in estimate.advice]
+        blocks.append(_table("what lowers the peak, by itself", lower, "by"))
+    return "\n\n".join(blocks)
+
+
+def _table(title: str, rows: Sequence[tuple[object, ...]], *columns: str) -> str:
+    headers = [title, *columns, *([""] * (len(rows[0]) - 1 - len(columns)))]
+    align = ["left", *["right"] * (len(rows[0]) - 1)]
+    return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
+
+
+def sweep_table(estimates: Sequence[tuple[int, int, Estimate]]) -> str:
+    """One line for each batch size and sequence length."""
+    rows = [
+        (
+            batch_size,
+            length,
+            humanize(each.static_bytes.total),
+            humanize(each.activation_bytes),
+            humanize(each.logits_peak_bytes),
+            humanize(each.peak_bytes),
+            each.peak_moment,
+            each.dominates,
+            each.advice[0].what if each.advice else "",
+        )
+        for batch_size, length, each in estimates
+    ]
+    columns = ["batch", "sequence", "static", "activations", "logits", "peak", "at", "most of it", "best change"]
+    align = ["right"] * 6 + ["left"] * 3
+    return tabulate(rows, columns, "simple", colalign=align, disable_numparse=True)
+
+
+def sweep_plot(estimates: Sequence[tuple[int, int, Estimate]]) -> Figure:
+    """The peak against the sequence length, a line for each batch size, over what is static."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for size in sorted({batch_size for batch_size, _, _ in estimates}):
+        points = sorted(
+            (length, each.peak_bytes / 2**30) for batch_size, length, each in estimates if batch_size == size
+        )
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"batch {size}")
+    static = estimates[0][2].static_bytes.total / 2**30
+    axes.axhline(static, color="gray", linestyle="--", label="static")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("sequence length")
+    axes.set_ylabel("peak, GiB a device")
+    axes.set_title("\n".join(textwrap.wrap(estimates[0][2].settings.model, 80)), fontsize="medium")
+    axes.legend()
+    return figure
