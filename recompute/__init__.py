@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from recompute.diagnostics.verify import verify
     from recompute.engine.checkpoint.region import keep
     from recompute.estimation.estimate import estimate
-    from recompute.planning.plans import plan
+    from recompute.planning.plan_model import plan
     from recompute.policy.loading import load_policy
     from recompute.policy.rules import Policy, Rule
     from recompute.profiling.profiles import profile
@@ -39,7 +39,7 @@ _MODULES = {
     "estimate": "recompute.estimation.estimate",
     "keep": "recompute.engine.checkpoint.region",
     "load_policy": "recompute.policy.loading",
-    "plan": "recompute.planning.plans",
+    "plan": "recompute.planning.plan_model",
     "profile": "recompute.profiling.profiles",
     "recompute": "recompute.attach.apply",
     "verify": "recompute.diagnostics.verify",

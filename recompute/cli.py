@@ -426,7 +426,7 @@ def _show_plan(plan: Plan, *, out: Path | None, as_json: bool, frontier: bool) -
 def _build_options(seq_len: int, batch_size: int, dtype: DType, device: Device) -> dict[str, Any]:
     import torch
 
-    from recompute.ablation.configuration import resolve_device
+    from recompute.counters import resolve_device
 
     return {
         "sequence_length": seq_len,

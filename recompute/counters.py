@@ -19,6 +19,8 @@ import torch
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 
+from recompute.errors import AblationError
+
 
 def wall_seconds(device: torch.device) -> float:
     """Seconds on a monotonic clock, read once everything queued on `device` has finished."""
@@ -237,6 +239,13 @@ def step_memory(forward: Callable[[], torch.Tensor], device: torch.device) -> St
         trace.mark("forward")
         loss.backward()
     return StepMemory(activation_bytes_held=trace.held_nbytes["forward"], peak_bytes=trace.peak_nbytes)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that "auto", "cpu" or "cuda" means here. Raises `AblationError` where there is no such."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise AblationError("device is cuda, but torch finds no CUDA device; use auto or cpu")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int | None]:

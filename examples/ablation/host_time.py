@@ -39,7 +39,8 @@ from transformers.models.llama import modeling_llama
 
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
-from recompute.ablation.trials import resolve_device, seeded
+from recompute.ablation.trials import seeded
+from recompute.counters import resolve_device
 from recompute.diagnostics.verify import deterministic, relative_error, same_bits
 from recompute.errors import PolicyError
 from recompute.estimation.models import build

@@ -30,13 +30,14 @@ from transformers import LlamaForCausalLM
 
 import recompute
 from recompute import counters
-from recompute.ablation.configuration import AblationConfig, build_model, load_text, resolve_device, sample_batches
+from recompute.ablation.configuration import AblationConfig, build_model, load_text, sample_batches
 from recompute.ablation.peers import under
-from recompute.ablation.report import humanize
+from recompute.counters import resolve_device
 from recompute.errors import BudgetError
 from recompute.policy.document import load_document
 from recompute.profiling.cost_table import Profile
 from recompute.profiling.dry_run import static_nbytes
+from recompute.units import humanize
 
 UNIFORM = ("none", "elementwise", "auto", "full")
 PEERS = ("torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective")

@@ -17,8 +17,9 @@ from torch.optim import AdamW, Optimizer
 
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer
-from recompute.ablation.trials import Experiment, Progress, Row, recorded, resolve_device, seeded
+from recompute.ablation.trials import Experiment, Progress, Row, recorded, seeded
 from recompute.attach.apply import PolicyLike
+from recompute.counters import resolve_device
 from recompute.errors import AblationError, ModelError
 from recompute.estimation.factories import (
     Factory,

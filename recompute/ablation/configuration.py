@@ -10,43 +10,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, Peer
-from recompute.ablation.trials import Experiment, Progress, Row, recorded, resolve_device
+from recompute.ablation.trials import Experiment, Progress, Row, recorded
+from recompute.counters import resolve_device
 from recompute.errors import AblationError
+from recompute.estimation.llama import ModelShape, build_llama
 from recompute.estimation.sources import check_writable
 
-_VOCABULARY = 256  # byte-level
 _TEXT_NBYTES = 4 << 20  # of the standard library: more than a run's batches can visit
 
 
 SequenceLength = Annotated[int, Field(ge=2)]
-
-
-class ModelShape(BaseModel):
-    """The shape of a byte-level Llama."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    hidden_size: PositiveInt = 256
-    intermediate_size: PositiveInt = 688
-    layers: PositiveInt = 6
-    heads: PositiveInt = 8
-    kv_heads: PositiveInt = 4
-
-    @model_validator(mode="after")
-    def _divides(self) -> ModelShape:
-        if self.hidden_size % (2 * self.heads):
-            raise ValueError(f"expected hidden_size to be a multiple of 2 * heads = {2 * self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"expected heads to be a multiple of kv_heads = {self.kv_heads}")
-        return self
 
 
 class AblationConfig(BaseModel):
@@ -168,24 +149,10 @@ def _loss(config: AblationConfig, model: LlamaForCausalLM, batch: Tensor) -> Ten
 
 
 def build_model(config: AblationConfig, device: torch.device) -> LlamaForCausalLM:
-    """A model in training mode, initialized on `device` from the seed; leaves the global RNG as it was."""
-    shape = config.model
-    llama = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=max(config.sequence_lengths),
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(config.seed)
-        dtype = getattr(torch, config.dtype)
-        return AutoModelForCausalLM.from_config(llama, dtype=dtype, attn_implementation="sdpa").train()
+    """The model of an ablation, in training mode on ``device``; leaves the global random state as it was."""
+    dtype = getattr(torch, config.dtype)
+    positions = max(config.sequence_lengths)
+    return build_llama(config.model, positions=positions, dtype=dtype, device=device, seed=config.seed)
 
 
 def sample_batches(config: AblationConfig, text: bytes, length: int) -> Tensor:

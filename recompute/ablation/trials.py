@@ -24,7 +24,6 @@ from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
 from recompute.attach.apply import PolicyLike
 from recompute.diagnostics.verify import Widened, deterministic, relative_error, same_bits
-from recompute.errors import AblationError
 from recompute.policy.loading import load_policy
 
 Progress = Callable[[str, int, int], None]
@@ -147,13 +146,6 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(arrays)
-
-
-def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here. Raises `AblationError` where there is no such."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise AblationError("device is cuda, but torch finds no CUDA device; use auto or cpu")
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def recorded(results: dict[str, Any], rows: Iterable[Row], out: Path | None) -> Iterator[Row]:

@@ -19,10 +19,11 @@ from torch.nn.parameter import is_lazy
 from recompute.attach.effect import check_effect, listed
 from recompute.attach.entries import module_entries
 from recompute.attach.explain import Attachment, Stats, explanation, stats
-from recompute.attach.runners import Forward, RootRunner, Runner, around, inside_of, region_of
+from recompute.attach.runners import RootRunner, around, inside_of, region_of
 from recompute.attach.selection import choose
 from recompute.compiled.captured_region import CapturedRegion, Shared
 from recompute.compiled.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
+from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.reach import reachable
 from recompute.engine.checkpoint.region import Region, is_recording

@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from tabulate import tabulate
 from torch import nn
 
-from recompute.attach.runners import Runner, region_in
+from recompute.attach.runners import region_in
 from recompute.compiled.captured_region import CapturedRegion
+from recompute.compiled.runner import Runner
 from recompute.engine.cut.save_plan import Plan, Row
 from recompute.engine.saved_tensors import Outside, Owner
 from recompute.engine.stopwatch import Stopwatch

@@ -15,26 +15,15 @@ from torch import nn
 
 from recompute.compiled.captured_region import CapturedRegion, Shared
 from recompute.compiled.lowering import CHECKPOINTS, KEEPS, is_lowered, lowering_of
+from recompute.compiled.runner import Forward, Runner, is_active
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.reach import surroundings
-from recompute.engine.checkpoint.region import KeepSpan, Region, Scope, is_recording
+from recompute.engine.checkpoint.region import KeepSpan, Region, Scope
 from recompute.engine.cut.save_plan import PlanCache
 from recompute.engine.saved_tensors import Owner
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
 from recompute.policy.rules import FAMILIES, PRICE, Rule
-
-Forward = Callable[..., Any]
-
-
-class Runner(Protocol):
-    """Runs ``forward(*args, **kwargs)``, the module's own, or what stands in for it."""
-
-    owner: Owner
-    note: str
-    """What it does, for ``explain``."""
-
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any: ...
 
 
 class InnerRunner(Runner, Protocol):
@@ -43,11 +32,6 @@ class InnerRunner(Runner, Protocol):
     @property
     def variant(self) -> Hashable:
         """Differs from the last run's where it is going to run other ops."""
-
-
-def is_active(module: nn.Module) -> bool:
-    """Whether a policy does anything: the module trains, and autograd records."""
-    return module.training and is_recording()
 
 
 @dataclass

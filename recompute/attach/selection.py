@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recompute.attach.runners import CheckpointRunner, KeepRunner, PlainRunner, Runner, TapeRunner
+from recompute.attach.runners import CheckpointRunner, KeepRunner, PlainRunner, TapeRunner
 from recompute.compiled.captured_region import Shared
 from recompute.compiled.lowering import lowering_of
+from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.saved_tensors import Owner
 from recompute.policy.rules import PRICE, Rule

@@ -14,11 +14,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.fallback import Given, State, contributions_of
 from recompute.compiled.program import Counts, Program
+from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import Group, Recipe, nbytes_of, open_book
 from recompute.engine.rng import RngState
-from recompute.engine.saved_tensors import Kept, Layout, Owner, Saved, checked, hold_through, top_hooks
+from recompute.engine.saved_tensors import Kept, Owner, Saved, checked, hold_through, top_hooks
 from recompute.engine.tape.operands import copied
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph

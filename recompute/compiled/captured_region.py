@@ -26,12 +26,13 @@ from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.reach import behind
+from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import LARGEST_COPY, Plan, PlanCache
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import is_verifying, local
 from recompute.engine.rng import RngState, is_source
-from recompute.engine.saved_tensors import Layout, Owner, top_hooks, unpack_saved
+from recompute.engine.saved_tensors import Owner, top_hooks, unpack_saved
 from recompute.engine.tape.exposed import expose_arrays, is_shared
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting

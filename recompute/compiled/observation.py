@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
+from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import Plan
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import local
-from recompute.engine.saved_tensors import Layout, Saved
+from recompute.engine.saved_tensors import Saved
 from recompute.engine.tape.recorder import Tape, TapeRegion
 from recompute.engine.tape.setting import Setting
 

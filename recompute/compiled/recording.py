@@ -14,9 +14,9 @@ import torch
 from torch import Tag, Tensor
 from torch._ops import OpOverload
 
+from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
-from recompute.engine.saved_tensors import Layout
 from recompute.engine.tape.operands import LISTS, at, is_plain, tensors_in
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

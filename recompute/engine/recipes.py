@@ -18,13 +18,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import are_hidden, are_others_in_force, shown, unseen
 from recompute.engine.numerics import Numerics, default_dtype
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     Foreign,
     Kept,
-    Layout,
     Outside,
     Owner,
     Saved,

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.save_plan import Plan
 from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
 from recompute.engine.sharded import has_layout, local_of
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import MutationError, UnsupportedError
-
-if TYPE_CHECKING:
-    from recompute.engine.cut.save_plan import Plan
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -200,22 +199,6 @@ class Foreign(Saved):
 
     def get(self) -> Tensor:
         return self.unpack(self.packed)
-
-
-_new = tuple.__new__  # a third of the time that a NamedTuple's own takes
-
-
-class Layout(NamedTuple):
-    """All there is to a strided tensor but its bytes."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> Layout:
-        return _new(Layout, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
 
 
 class View(Saved):

@@ -8,50 +8,8 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from recompute.ablation.report import humanize
 from recompute.estimation.estimate_result import Estimate
-
-_MOMENTS = 6
-"""The highest ones, to show."""
-
-
-def describe(estimate: Estimate) -> str:
-    """All that the estimate has found, for people."""
-    settings, static = estimate.settings, estimate.static_bytes
-    on = f"{settings.sharding} over {settings.devices} devices" if settings.devices > 1 else "one device"
-    title = (
-        f"{settings.model}; {settings.batch}\n{settings.dtype}, {settings.optimizer}, {on}, policy {settings.policy}, "
-        f"{settings.loss} loss"
-    )
-    kept = [("parameters", static.parameters), ("gradients", static.gradients), ("optimizer states", static.optimizer)]
-    kept += [(name, buffer.nbytes) for name, buffer in static.buffers.items()]
-    held = [
-        (each.path or "the loss, and what is in no module", each.modules, humanize(each.nbytes))
-        for each in sorted(estimate.activations, key=lambda each: -each.nbytes)
-    ]
-    highest = sorted(estimate.moments.items(), key=lambda item: -item[1])[:_MOMENTS]
-    peak = humanize(estimate.peak_bytes)
-    blocks = [
-        title,
-        _table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
-        _table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
-        f"One layer holds {humanize(estimate.activation_bytes_per_layer)}; "
-        f"logits take up to {humanize(estimate.logits_peak_bytes)}.",
-        _table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
-        f"Peak: {peak}, at: {estimate.peak_moment}. Most of it is {estimate.dominates}: "
-        + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
-        + ".",
-    ]
-    if estimate.advice:
-        lower = [(each.what, humanize(each.saves_nbytes)) for each in estimate.advice]
-        blocks.append(_table("what lowers the peak, by itself", lower, "by"))
-    return "\n\n".join(blocks)
-
-
-def _table(title: str, rows: Sequence[tuple[object, ...]], *columns: str) -> str:
-    headers = [title, *columns, *([""] * (len(rows[0]) - 1 - len(columns)))]
-    align = ["left", *["right"] * (len(rows[0]) - 1)]
-    return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
+from recompute.units import humanize
 
 
 def sweep_table(estimates: Sequence[tuple[int, int, Estimate]]) -> str:

@@ -21,7 +21,7 @@ from recompute.estimation.factories import describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.layers import find_stack, step_of_many
 from recompute.estimation.models import batch_of, imagined, without_packing
-from recompute.estimation.module_tracker import LOSS, pattern_of, unit_of
+from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.options import Options
 from recompute.estimation.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate
 from recompute.estimation.static_memory import (
@@ -36,7 +36,6 @@ from recompute.estimation.static_memory import (
 from recompute.estimation.workspaces import WORKSPACE_NBYTES
 from recompute.policy.loading import load_policy
 from recompute.policy.rules import Policy, Rule
-from recompute.profiling.shards import parameter_shapes
 
 OPTIMIZER_STEP = "optimizer step"
 _FUSED = "a fused optimizer"

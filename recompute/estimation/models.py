@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 from transformers.initialization import no_init_weights
 
-from recompute.ablation.configuration import AblationConfig, build_model
 from recompute.errors import ModelError
 from recompute.estimation.factories import load_factory, make, names_factory, placed
 from recompute.estimation.fake_tensors import move
+from recompute.estimation.llama import ModelFile, build_llama
 from recompute.estimation.sources import check_source
 from recompute.policy.document import load_document
 
@@ -56,9 +56,8 @@ def build(
         if isinstance(source, str) and names_factory(source):
             return _of_factory(source, dtype, device)
         if isinstance(source, str) and source.endswith((".yaml", ".yml")):
-            config = load_document(AblationConfig, source, kind="configuration")
-            changes = {"dtype": str(dtype).removeprefix("torch."), "sequence_lengths": (sequence_length,)}
-            model: nn.Module = build_model(config.model_copy(update=changes), device)
+            shape = load_document(ModelFile, source, kind="configuration").model
+            model: nn.Module = build_llama(shape, positions=sequence_length, dtype=dtype, device=device, seed=_SEED)
         else:
             model = _hugging_face(source, dtype, device, sequence_length if stretches else 0)
         return model, batch_of(model, source, sequence_length, batch_size, dtype, device)

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from recompute.estimation.static_memory import ParameterShape
 
 LOSS = "the loss"
 """What is computed outside of a model's modules, and the loss itself."""
@@ -89,3 +91,16 @@ def unit_of(path: str) -> str:
 def pattern_of(path: str) -> str:
     """The same for modules that differ in their numbers alone: "model.layers.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
+    """Of each parameter, a shared one once, with the layer that it is part of."""
+
+    def layer(path: str) -> str:
+        unit = unit_of(path)
+        return unit if unit != LOSS and unit.split(".")[-1].isdigit() else ""
+
+    seen: dict[Tensor, ParameterShape] = {}
+    for path, parameter in model.named_parameters():
+        seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer(path))
+    return list(seen.values())

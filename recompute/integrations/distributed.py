@@ -42,8 +42,8 @@ from recompute.profiling.cost_table import Profile
 if TYPE_CHECKING:
     from torch import nn
 
-    from recompute.diagnostics.verify import Loss
     from recompute.profiling.dry_run import OptimizerFactory
+    from recompute.profiling.model_run import Loss
 
 _OF_THE_RANK = ("model", "machine")
 

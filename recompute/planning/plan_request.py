@@ -12,7 +12,8 @@ from recompute.errors import PlanError
 from recompute.estimation.gpus import Gpu
 from recompute.estimation.sources import check_source, check_writable
 from recompute.estimation.static_memory import check_sharding, chosen
-from recompute.planning.plans import Plan, check_request, plan
+from recompute.planning.plan_model import check_request, plan
+from recompute.planning.plans import Plan
 from recompute.profiling.cost_table import Profile
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,7 +90,7 @@ class PlanRequest:
         progress("loading torch and transformers", 0, 0)
         import torch
 
-        from recompute.ablation.configuration import resolve_device
+        from recompute.counters import resolve_device
         from recompute.estimation.models import build, imagined
         from recompute.profiling.profiles import profile
 

@@ -17,8 +17,8 @@ from recompute.units import humanize
 if TYPE_CHECKING:
     from torch import nn
 
-    from recompute.diagnostics.verify import Loss
     from recompute.profiling.dry_run import OptimizerFactory, Rehearsal
+    from recompute.profiling.model_run import Loss
 
 _MOST_ROUNDS = 3
 _TOLERANCE = 0.02  # of the peak

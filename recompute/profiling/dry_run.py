@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute import counters
 from recompute.counters import Clock, MemoryTrace
-from recompute.diagnostics.verify import Loss, arguments_of, left_as_it_was, roots, sources_of
+from recompute.profiling.model_run import Loss, arguments_of, left_as_it_was, roots, sources_of
 from recompute.profiling.step_trace import StepSpans, trace_step
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.attach.entries import module_entries
 from recompute.counters import Clock, MemoryTrace
-from recompute.diagnostics.verify import Loss, arguments_of, named
 from recompute.engine.cut.ops import Kind, facts, work
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
@@ -29,7 +28,8 @@ from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTr
 from recompute.estimation.workspaces import WORKSPACE_NBYTES
 from recompute.profiling.cost_table import Profile
 from recompute.profiling.dry_run import OptimizerFactory, Rehearsal, nbytes_of
-from recompute.profiling.profiles import Progress, measured
+from recompute.profiling.measuring import Progress, measured
+from recompute.profiling.model_run import Loss, arguments_of, named
 from recompute.profiling.shards import Shards
 from recompute.profiling.shortening import continued, representative, shortened
 from recompute.profiling.step_trace import StepSpans

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from recompute.estimation.module_tracker import LOSS, unit_of
+from recompute.estimation.module_tracker import parameter_shapes
 from recompute.estimation.static_memory import (
     SHARDINGS,
     Buffer,
     OptimizerKind,
-    ParameterShape,
     Recipe,
     shard_shapes,
     share_of,
@@ -21,19 +20,6 @@ from recompute.estimation.static_memory import (
 )
 from recompute.profiling.cost_table import Choice, RegionCosts
 from recompute.profiling.dry_run import nbytes_of
-
-
-def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
-    """Of each parameter, a shared one once, with the layer that it is part of."""
-
-    def layer(path: str) -> str:
-        unit = unit_of(path)
-        return unit if unit != LOSS and unit.split(".")[-1].isdigit() else ""
-
-    seen: dict[Tensor, ParameterShape] = {}
-    for path, parameter in model.named_parameters():
-        seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer(path))
-    return list(seen.values())
 
 
 @dataclass(frozen=True)

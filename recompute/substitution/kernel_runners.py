@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from recompute.attach.runners import Forward, Runner, is_active
 from recompute.compiled.lowering import Lowering, is_lowered
+from recompute.compiled.runner import Forward, Runner, is_active
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.recipes import is_fake, local, open_book
 from recompute.engine.saved_tensors import Owner, PassingBy, is_under_a_checkpoint

@@ -17,9 +17,10 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from recompute.ablation import configuration, peers
-from recompute.ablation.configuration import AblationConfig, ModelShape, Row
+from recompute.ablation.configuration import AblationConfig, Row
 from recompute.diagnostics.verify import Widened
 from recompute.errors import AblationError, PolicyError
+from recompute.estimation.llama import ModelShape
 from recompute.policy.document import load_document, parse_document
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "ablation"

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.engine.checkpoint.region import KeepSpan, Scope
+from recompute.engine.cut.layout import Layout
 from recompute.engine.recipes import OpRecipe, RecipeBook, local, open_book, record
-from recompute.engine.saved_tensors import Foreign, Kept, Layout, Owner, fetch, hold, storage_key
+from recompute.engine.saved_tensors import Foreign, Kept, Owner, fetch, hold, storage_key
 from recompute.errors import MutationError, RegenerationError
 
 

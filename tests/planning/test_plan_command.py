@@ -16,7 +16,7 @@ from recompute import load_policy
 from recompute.cli import app
 from recompute.estimation.models import build
 from recompute.planning import frontiers, solver
-from recompute.planning.plans import plan
+from recompute.planning.plan_model import plan
 from recompute.profiling.cost_table import Profile
 
 TINY = "model: {hidden_size: 64, intermediate_size: 172, layers: 4, heads: 4, kv_heads: 2}\n"

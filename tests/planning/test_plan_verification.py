@@ -9,8 +9,9 @@ import tables
 
 from recompute.errors import BudgetError
 from recompute.planning import solver
+from recompute.planning.plan_model import plan
 from recompute.planning.plan_verification import Measured, MeasuredPlace, checked, corrected, not_outrun
-from recompute.planning.plans import Plan, plan, policy_of
+from recompute.planning.plans import Plan, policy_of
 from recompute.planning.solver import predict
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Profile

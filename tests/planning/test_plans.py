@@ -16,7 +16,8 @@ from recompute import load_policy
 from recompute.attach.apply import module_entries
 from recompute.errors import BudgetError, PlanError, PolicyError
 from recompute.planning import frontiers, solver
-from recompute.planning.plans import plan, planned, policy_of, restricted
+from recompute.planning.plan_model import plan
+from recompute.planning.plans import planned, policy_of, restricted
 from recompute.policy.document import parse_document
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy, Rule

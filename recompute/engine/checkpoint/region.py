@@ -39,6 +39,7 @@ from recompute.engine.checkpoint.arguments import Inputs
 from recompute.engine.checkpoint.module_state import Autocast, Learned, ModuleState
 from recompute.engine.checkpoint.reach import behind
 from recompute.engine.checkpoint.replay import Expected, OpNames, Replay, Stop
+from recompute.engine.cut.layout import Layout
 from recompute.engine.kept import kept
 from recompute.engine.modes import (
     Modes,
@@ -64,7 +65,6 @@ from recompute.engine.saved_tensors import (
     AliveView,
     Hooks,
     Kept,
-    Layout,
     Owner,
     Saved,
     Sharded,
@@ -392,13 +392,13 @@ class Frame(Recipe):
         return Kept(tensor.detach(), self.owner.name, version)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        replay = Replay(self, self._expected, self._lives, wanted)
+        replay = Replay(self.owner.name, self.pinned, self._expected, self._lives, wanted)
         self._run(replay)
         what = replay.mismatch
         if what is None and len(replay.values) < len(wanted):
             what = f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
-            named = Replay(self, self._expected, self._lives, wanted)
+            named = Replay(self.owner.name, self.pinned, self._expected, self._lives, wanted)
             self._run(named, OpNames(named))
             what = named.mismatch or self._difference(named) or what
         if what is not None:

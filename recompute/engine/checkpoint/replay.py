@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from recompute.engine.modes import are_others_in_force, count_dispatch_modes, co
 from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import Kept, Saved, Sharded, describe, storage_key, unpack_saved
 from recompute.engine.sharded import has_layout, local_of
-
-if TYPE_CHECKING:
-    from recompute.engine.checkpoint.region import Frame
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -32,16 +29,24 @@ Expected = tuple[torch.Size, torch.dtype, int | None]
 class Replay:
     """A frame being run again, to collect the values of the slots in ``wanted``.
 
-    expected: what stands in each slot; None where anything may. lives: by slot, the parameter or input that what stands
-    there shares its storage with.
+    name: of the region, for messages.
+    pinned: gives what the frame's n-th call of ``recompute.keep`` was given, in the place of what it is given now.
+    expected: what stands in each slot; None where anything may.
+    lives: by slot, the parameter or input that what stands there shares its storage with.
     """
 
     is_checkpoint = True
 
     def __init__(
-        self, frame: Frame, expected: list[Expected | None], lives: dict[int, Tensor], wanted: Collection[int]
+        self,
+        name: str,
+        pinned: Callable[[int, Tensor], Tensor],
+        expected: list[Expected | None],
+        lives: dict[int, Tensor],
+        wanted: Collection[int],
     ):
-        self.frame = frame
+        self.name = name
+        self._pinned = pinned
         self.expected = expected
         self.lives = lives
         self.wanted = wanted
@@ -96,14 +101,14 @@ class Replay:
             # Others may be freed by now, and their storage's address used again.
             if (is_wanted or slot in self.lives) and storage_key(tensor) != self._key_in(slot, storage, tensor):
                 self._refuse(slot, tensor)
-        kept = Kept(tensor, self.frame.owner.name)
+        kept = Kept(tensor, self.name)
         if is_wanted:
             self.values[slot] = kept
             self._ops[slot] = self.op
             self._missing -= 1
             if not self._missing:
                 self._stop_if_filled(slot)
-        return kept if alias is None else Sharded(alias, kept, self.frame.owner.name)
+        return kept if alias is None else Sharded(alias, kept, self.name)
 
     def _stop(self) -> NoReturn:
         self.is_done = True
@@ -144,7 +149,7 @@ class Replay:
         if name is not None:
             return tensor
         self._pins += 1
-        return self.frame.pinned(self._pins - 1, tensor)
+        return self._pinned(self._pins - 1, tensor)
 
 
 class OpNames(TorchFunctionMode):

@@ -18,7 +18,21 @@ from torch import Tag, Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
-from recompute.engine.autocast import CASTS_INSIDE
+PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
+
+
+CASTS_INSIDE = frozenset(
+    (
+        PINV,
+        torch.ops.aten._trilinear.default,  # of nn.Bilinear
+        torch.ops.aten._native_multi_head_attention.default,  # in eval mode without gradients, as the next one
+        torch.ops.aten._transformer_encoder_layer_fwd.default,
+    )
+)
+"""Ops that autocast does not know and whose kernels call ops that it does: all that torch's own samples find.
+
+Under inference mode every composite op is one, as a mode sees it whole.
+"""
 
 
 class Kind(enum.Enum):

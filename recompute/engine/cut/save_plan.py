@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
-from recompute.engine.saved_tensors import Layout
 
 
 class Ref(NamedTuple):

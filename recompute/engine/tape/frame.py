@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import is_defined
 from recompute.engine.cut.save_plan import HAND_OUT, Guide, Plan, PlanCache, Ref, Step, ValueFacts, solve
 from recompute.engine.modes import hidden
@@ -20,7 +21,6 @@ from recompute.engine.saved_tensors import (
     Foreign,
     Kept,
     KeptPart,
-    Layout,
     Saved,
     View,
     Watch,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, OpFacts, facts_of_call, seconds
 from recompute.engine.cut.save_plan import HAND_OUT, KEEP, Guide, Plan, Ref, Step
 from recompute.engine.modes import (
@@ -31,7 +32,6 @@ from recompute.engine.modes import (
 from recompute.engine.recipes import Handle, local
 from recompute.engine.saved_tensors import (
     Kept,
-    Layout,
     Saved,
     Sharded,
     explain_transforms,
@@ -42,7 +42,7 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.sharded import are_sharded, has_layout, local_of
-from recompute.engine.autocast import in_force, left_out
+from recompute.engine.tape.autocast import in_force, left_out
 from recompute.engine.tape.exposed import bytes_of, expose, expose_arrays, is_exposed, watch
 from recompute.engine.tape.frame import Record, Rerun, aliased
 from recompute.engine.tape.operands import (

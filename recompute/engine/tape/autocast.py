@@ -13,21 +13,9 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from recompute.engine.cut.ops import PINV
 from recompute.errors import UnsupportedError
 
-_PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
-CASTS_INSIDE = frozenset(
-    (
-        _PINV,
-        torch.ops.aten._trilinear.default,  # of nn.Bilinear
-        torch.ops.aten._native_multi_head_attention.default,  # in eval mode without gradients, as the next one
-        torch.ops.aten._transformer_encoder_layer_fwd.default,
-    )
-)
-"""Ops that autocast does not know and whose kernels call ops that it does: all that torch's own samples find.
-
-Under inference mode every composite op is one, as a mode sees it whole.
-"""
 _KEYS = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
 _is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_off = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -43,7 +31,7 @@ def left_out() -> list[DispatchKey]:
 @contextmanager
 def in_force(keys: Collection[DispatchKey], op: Any, kwargs: dict[str, Any], name: str) -> Iterator[None]:
     """The span in which autocast is what it was when ``op`` was called, in the module called ``name``."""
-    if op is _PINV and DispatchKey.AutocastCPU in keys and kwargs.get("rtol") is not None:
+    if op is PINV and DispatchKey.AutocastCPU in keys and kwargs.get("rtol") is not None:
         raise UnsupportedError(
             f"in {name}: torch.linalg.pinv with a tolerance, or torch.pinverse, under autocast on the CPU. Autocast "
             "treats the two differently, and a region under its rule cannot tell them apart. Call it under "
