@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recompute.errors import EstimateError
+from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
-from recompute.estimation.options import Options
 from recompute.policy.loading import load_policy
 
 if TYPE_CHECKING:
@@ -50,15 +50,15 @@ def estimate(
     Raises ``EstimateError`` for an option that there is not, ``PolicyError`` for a bad policy, and ``ModelError`` where
     there is no such model, or it cannot run on tensors without values: it names the module.
     """
-    options = Options(dtype, optimizer, sharding, devices, loss).read()
+    options = EstimateOptions(dtype, optimizer, sharding, devices, loss).read()
     for name, number in (("batch_size", batch_size), ("seq_len", seq_len)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise EstimateError(f"{name}: expected at least 1; found {number!r}")
     loaded = None if policy is None else load_policy(policy)
 
-    from recompute.estimation.model_study import Study, imagined_subject  # which import transformers
+    from recompute.estimation.model_estimator import ModelEstimator, fake_model_and_batch  # which import transformers
 
-    with imagined_subject(model, options, batch_size, seq_len, batch) as subject:
-        study = Study(subject)
-        found = study.estimate(options, loaded)
-        return replace(found, advice=tuple(study.advice(options, loaded, found))) if advise else found
+    with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject:
+        estimator = ModelEstimator(subject)
+        found = estimator.estimate(options, loaded)
+        return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found
