@@ -40,7 +40,7 @@ def estimate(
     batch_size, seq_len: of token ids, or images, for a model of Hugging Face's.
     batch: what forward is given otherwise: a mapping of keyword arguments, a tuple, or a tensor, whose values do not
         matter. The loss is what the model returns as ``loss``, or the sum of what it returns.
-    dtype: "bfloat16", "bfloat16-autocast", "bfloat16-mixed", "float32": ``static_memory.RECIPES`` says what each is.
+    dtype: "bfloat16", "bfloat16-autocast", "bfloat16-mixed", "float32": ``static_memory.DTYPE_RECIPES`` explains them.
     optimizer: "adamw" (``foreach``), "adamw-fused", "adamw-loop", "adamw-8bit", "sgd", "sgd-momentum".
     sharding, devices: "none", "ddp", "zero1", "zero2", "zero3", "fsdp2" over so many; the batch is one device's.
     policy: as ``recompute.apply`` takes it.

@@ -138,7 +138,7 @@ def test_small_models_at_long_sequence_and_large_ones_get_different_advice() -> 
 @pytest.mark.parametrize("tied", [False, True])
 def test_many_layers_from_few_are_all_of_them(policy: str | None, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(num_hidden_layers=26, tie_word_embeddings=tied)
-    monkeypatch.setattr(model_estimator, "step_of_many", lambda *arguments: pytest.fail("must not be needed"))
+    monkeypatch.setattr(model_estimator, "extrapolated_step", lambda *arguments: pytest.fail("must not be needed"))
     monkeypatch.setattr(model_estimator, "find_stack", lambda *arguments: None)
     whole = estimate(config, seq_len=64, policy=policy)
     monkeypatch.undo()

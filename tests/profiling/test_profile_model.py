@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import recompute
 from recompute import counters
 from recompute.errors import AlreadyAppliedError, ModelError, PolicyWarning
-from recompute.profiling import candidates, profile_model
+from recompute.profiling import candidates, measure_regions
 from recompute.profiling.cost_table import Choice, Profile
 from recompute.profiling.dry_run import dry_run
 
@@ -219,14 +219,14 @@ def test_progress_is_told() -> None:
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = profile_model._Measuring._measure
+    measure = measure_regions._RegionMeasurer._measure
 
     def with_little_memory(self: Any, job: Sequence[Any]) -> None:
         if any(slot.candidate.name == "keep" and len(slot.places) > 1 for slot in job):
             raise torch.OutOfMemoryError("no room")
         measure(self, job)
 
-    monkeypatch.setattr(profile_model._Measuring, "_measure", with_little_memory)
+    monkeypatch.setattr(measure_regions._RegionMeasurer, "_measure", with_little_memory)
     with pytest.warns(PolicyWarning, match="keep is left out for TinyDecoderLayer: no room"):
         profile = profiled(5)
     names = [choice.name for choice in profile.regions[1].choices]
