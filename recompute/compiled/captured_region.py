@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from recompute.compiled.captured_function import CapturedFunction, Frame
+from recompute.compiled.captured_function import CapturedFrame, CapturedFunction
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation, RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reach import behind
+from recompute.engine.checkpoint.reach import walk_references
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.save_plan import LARGEST_COPY, Plan, PlanCache
+from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import is_verifying, local
-from recompute.engine.rng import RngState, is_source
-from recompute.engine.saved_tensors import Owner, top_hooks, unpack_saved
+from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.saved_tensors import RegionStatistics, top_hooks, unpack_saved
 from recompute.engine.tape.exposed import expose_arrays, is_shared
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
@@ -58,7 +58,7 @@ class Shared:
     """What the regions under one policy share, as layers are alike: plans, and graphs that were captured."""
 
     def __init__(self) -> None:
-        self.openings = PlanCache()
+        self.plan_cache = PlanCache()
         self._alike: dict[Hashable, Alike] = {}
 
     def alike(self, key: Hashable) -> Alike:
@@ -210,10 +210,10 @@ class CapturedGraph:
                 raise Refusal
         _running.has_begun = True
         region.count_inside()
-        frame = Frame(
+        frame = CapturedFrame(
             program,
             self._graph,
-            region.owner,
+            region.statistics,
             given,
             numerics,
             region.count_replay,
@@ -326,10 +326,12 @@ class CapturedRegion:
         checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
         """
         self.tape = tape
-        self.owner = tape.setting.owner
+        self.statistics = tape.setting.statistics
         self.is_checkpoint = checkpoint is not None
         if checkpoint is not None:
-            tape.setting.owner = Owner(self.owner.name)  # whose totals are a tape's, and concern nobody
+            tape.setting.statistics = RegionStatistics(
+                self.statistics.name
+            )  # whose totals are a tape's, and concern nobody
         self._checkpoint = checkpoint
         self._frames = 0
         self.settings: dict[Any, Setting] = {tape.setting.key: tape.setting}
@@ -339,7 +341,7 @@ class CapturedRegion:
         self._alike: Alike | None = None
         self._own: Graphs | None = None
         """Graphs of this region alone, if none of those that it shares fits."""
-        self._settled: dict[int, tuple[Plan, int]] = {}
+        self._settled: dict[int, tuple[SavePlan, int]] = {}
         self._misses = 0
         self._recorded = 0
         self._unused = 0
@@ -349,26 +351,26 @@ class CapturedRegion:
         """Programs whose backward was not as recorded: the first frame of which it was not, and how many."""
         self._unlike: set[Program] = set()
         """Those of which it mostly is not, in this region."""
-        self._inside: list[tuple[Owner, int]] = []
+        self._inside: list[tuple[RegionStatistics, int]] = []
 
-    def count(self, plan: Plan | None) -> None:
+    def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""
         self.count_inside()
         if not self.is_checkpoint:
-            self.owner.frames += 1
+            self.statistics.frames += 1
         elif plan is not None:
-            Counts.of(plan, is_checkpoint=True).add_to(self.owner)
+            Counts.of(plan, is_checkpoint=True).add_to(self.statistics)
 
     def count_inside(self) -> None:
         """What kernels inside count in a frame, beside what the tape does."""
-        for owner, nbytes in self._inside:
-            owner.eager_nbytes += nbytes
+        for statistics, nbytes in self._inside:
+            statistics.eager_nbytes += nbytes
 
     def can_run(self, program: Program) -> bool:
         """Whether it does what a frame of the region's own has done, and knows the gradients that come."""
         return program not in self._unlike and self.knows(program.plan)
 
-    def knows(self, plan: Plan) -> bool:
+    def knows(self, plan: SavePlan) -> bool:
         """Whether the region's own frames have had this plan."""
         return id(plan) in self._settled
 
@@ -394,14 +396,14 @@ class CapturedRegion:
         there, as the region's node is one, and so rounded otherwise.
         """
         if is_differentiated and self._replays < REPLAYS:
-            _warn_of_rounding(self.owner.name)
+            _warn_of_rounding(self.statistics.name)
         self._replays += REPLAYS if is_differentiated else 1
         if self._replays >= REPLAYS:
             self._give_up("its backward is differentiated in its turn, or differs from time to time")
             return
-        first, count = self._differing.get(program, (self.owner.frames, 0))
+        first, count = self._differing.get(program, (self.statistics.frames, 0))
         self._differing[program] = first, count + 1
-        if count + 1 == TRIES and self.owner.frames - first < 2 * TRIES:  # as a rule: it is of a region alike
+        if count + 1 == TRIES and self.statistics.frames - first < 2 * TRIES:  # as a rule: it is of a region alike
             self._unlike.add(program)
             self._recorded = self._unused = 0
 
@@ -469,14 +471,14 @@ class CapturedRegion:
                 del self._settled[next(iter(self._settled))]
         return result
 
-    def _has_settled(self, plan: Plan | None) -> bool:
+    def _has_settled(self, plan: SavePlan | None) -> bool:
         """Whether frames have had a plan often enough; of a frame without one, any plan."""
         counts = [count for known, count in self._settled.values() if plan is None or known is plan]
         return max(counts, default=0) >= SETTLED - 1
 
     def _checkpoint_by_tape(self, shared: Shared, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         assert self._checkpoint is not None
-        if any(runner.owner is not self.owner for runner in _runners_in(function, args)):
+        if any(runner.statistics is not self.statistics for runner in _runners_in(function, args)):
             self._unfit, self._recorded = "modules inside of it have rules of their own", TRIES
             return self._checkpoint(function, args, kwargs)
         result = self._by_recording_tape(shared, function, args, kwargs, None)
@@ -500,10 +502,10 @@ class CapturedRegion:
     ) -> Any:
         """A last time by the tape, which records what a graph of the region must do."""
         self._recorded += 1
-        reached = behind((function, *_modules_in(function, args), *tree_leaves((args, kwargs))))
-        generators = RngState({id(value): value for value in reached if is_source(value)}.values())
-        owners = [runner.owner for runner in _runners_in(function, args)]
-        before = [owner.eager_nbytes for owner in owners]
+        reached = walk_references((function, *_modules_in(function, args), *tree_leaves((args, kwargs))))
+        generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
+        inner = [runner.statistics for runner in _runners_in(function, args)]
+        before = [each.eager_nbytes for each in inner]
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
@@ -511,8 +513,8 @@ class CapturedRegion:
             return tapes[0]
 
         result = self.tape.run(function, args, kwargs, variant, start)
-        counted = [(owner, owner.eager_nbytes - start) for owner, start in zip(owners, before, strict=True)]
-        self._inside = [(owner, nbytes) for owner, nbytes in counted if nbytes and owner is not self.owner]
+        counted = [(each, each.eager_nbytes - start) for each, start in zip(inner, before, strict=True)]
+        self._inside = [(each, nbytes) for each, nbytes in counted if nbytes and each is not self.statistics]
         plan = self.tape.plan
         if tapes and plan is not None and (self.is_checkpoint or self._has_settled(plan)):
             self.recording, self._unrecorded = tapes[0].recording, tapes[0].reason
@@ -536,7 +538,7 @@ def _runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
     """What runs the modules inside of the one whose forward ``function`` is, or is given."""
     for inside in _modules_in(function, args):
         runner = vars(inside).get(RUNNER)
-        while getattr(runner, "owner", None) is not None:
+        while getattr(runner, "statistics", None) is not None:
             yield runner
             runner = getattr(runner, "inner", None)
 
@@ -563,7 +565,13 @@ def _kind(value: Any) -> Hashable:
 
 def is_undisturbed() -> bool:
     """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
-    if local.spans or count_dispatch_modes() or count_function_modes() or is_verifying() or _has_any_global_hook():
+    if (
+        local.active_frames
+        or count_dispatch_modes()
+        or count_function_modes()
+        or is_verifying()
+        or _has_any_global_hook()
+    ):
         return False
     hooks = top_hooks()
     while hooks is not None and hooks[1] is unpack_saved:
