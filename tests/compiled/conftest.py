@@ -24,4 +24,4 @@ def clean_thread() -> Iterator[None]:
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() is torch.float32
     assert recipes.local.books == []
-    assert recipes.local.spans == []
+    assert recipes.local.active_frames == []
