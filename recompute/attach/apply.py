@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from recompute.attach.effect import check_effect, listed
-from recompute.attach.entries import module_entries
+from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment, Stats, explanation, stats
+from recompute.attach.module_entries import module_entries
 from recompute.attach.runners import RootRunner, around, inside_of, region_of
 from recompute.attach.selection import choose
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
