@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
-from recompute.planning.profiling import step_memory
+from recompute.counters import step_memory
 
 
 def main() -> None:

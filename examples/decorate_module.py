@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recompute
-from recompute.planning.profiling import step_memory
+from recompute.counters import step_memory
 
 
 class Block(nn.Module):

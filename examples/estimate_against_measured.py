@@ -24,9 +24,9 @@ from tabulate import tabulate
 from torch.optim import AdamW
 
 import recompute
-from recompute.planning.models import build
-from recompute.planning.profiling import describe_machine, memory_trace
-from recompute.planning.rehearsal import static_nbytes
+from recompute.counters import describe_machine, memory_trace
+from recompute.estimation.models import build
+from recompute.profiling.dry_run import static_nbytes
 
 GIB = 2**30
 OPTIMIZERS: dict[str, dict[str, bool]] = {

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
-from recompute.planning.profiling import step_memory
-from recompute.timeline import Timeline
+from recompute.counters import step_memory
+from recompute.diagnostics.timeline import Timeline
 
 SMALL = LlamaConfig(
     vocab_size=256,

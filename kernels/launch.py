@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipe import local
+from recompute.engine.recipes import local
 from recompute.errors import KernelError
 
 try:

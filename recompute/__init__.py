@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from recompute import errors
 
 if TYPE_CHECKING:
-    from recompute.attach import apply, recompute
-    from recompute.comparison import ablate
-    from recompute.engine.region import keep
-    from recompute.planning.estimate import estimate
-    from recompute.planning.plans import plan
-    from recompute.planning.profiles import profile
+    from recompute.ablation.comparison import ablate
+    from recompute.attach.apply import apply, recompute
+    from recompute.diagnostics.verify import verify
+    from recompute.engine.checkpoint.region import keep
+    from recompute.estimation.estimate import estimate
+    from recompute.planning.plan_model import plan
     from recompute.policy.loading import load_policy
-    from recompute.policy.model import Policy, Rule
-    from recompute.verification import verify
+    from recompute.policy.rules import Policy, Rule
+    from recompute.profiling.profiles import profile
 
 __all__ = [
     "Policy",
@@ -32,17 +32,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Policy": "recompute.policy.model",
-    "Rule": "recompute.policy.model",
-    "ablate": "recompute.comparison",
-    "apply": "recompute.attach",
-    "estimate": "recompute.planning.estimate",
-    "keep": "recompute.engine.region",
+    "Policy": "recompute.policy.rules",
+    "Rule": "recompute.policy.rules",
+    "ablate": "recompute.ablation.comparison",
+    "apply": "recompute.attach.apply",
+    "estimate": "recompute.estimation.estimate",
+    "keep": "recompute.engine.checkpoint.region",
     "load_policy": "recompute.policy.loading",
-    "plan": "recompute.planning.plans",
-    "profile": "recompute.planning.profiles",
-    "recompute": "recompute.attach",
-    "verify": "recompute.verification",
+    "plan": "recompute.planning.plan_model",
+    "profile": "recompute.profiling.profiles",
+    "recompute": "recompute.attach.apply",
+    "verify": "recompute.diagnostics.verify",
 }
 
 

@@ -124,20 +124,20 @@ def ablate(
 
     Writes results.json, results.md and results.png. Exits with 1 if a policy failed or does not match.
     """
-    from recompute import ablation, comparison, report
+    from recompute.ablation import comparison, configuration, report
     from recompute.policy.document import load_document, validate
 
     where = device.value if device else "auto"
     if model is not None and (config or text):
         raise AblationError("expected a configuration with its text, or --model; found both")
     base = (
-        load_document(ablation.AblationConfig, config, kind="configuration")
+        load_document(configuration.AblationConfig, config, kind="configuration")
         if config
-        else ablation.default_config(where)
+        else configuration.default_config(where)
     )
     given = {"policies": policy, "peers": peer, "text": text, "device": device and where, "steps": steps}
     changes = {key: value for key, value in given.items() if value}
-    settings = validate(ablation.AblationConfig, {**base.model_dump(), **changes}, label="command line")
+    settings = validate(configuration.AblationConfig, {**base.model_dump(), **changes}, label="command line")
 
     command = shlex.join(["recompute", *sys.argv[1:]])
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -155,7 +155,7 @@ def ablate(
             if model is not None:
                 comparison.of_named(model, policy, peer, steps, device=where, out=out, progress=show, on_row=tell)
             else:
-                for row in ablation.run(settings, out, command=command, progress=show):
+                for row in configuration.run(settings, out, command=command, progress=show):
                     tell(row)
         except KeyboardInterrupt:
             interrupted = True
@@ -179,7 +179,7 @@ class DType(str, Enum):
 
 
 def _dtype(name: str) -> DType:
-    from recompute.planning.static_memory import chosen
+    from recompute.estimation.static_memory import chosen
 
     try:
         return DType(chosen("dtype", name.value if isinstance(name, DType) else name, [each.value for each in DType]))
@@ -219,8 +219,8 @@ def explain(
 
     rules = load_policy(policy)  # a mistake in it is told before anything heavy is imported
 
-    from recompute.factories import call, describe
-    from recompute.planning.models import imagined
+    from recompute.estimation.factories import call, describe
+    from recompute.estimation.models import imagined
 
     with imagined(model, **_build_options(seq_len, batch_size, dtype, device)) as (network, batch):
         handle = apply(network, rules)
@@ -258,10 +258,10 @@ def estimate(
 
     With --gpu or --gpu-memory it exits with 0 if the step fits, and with 1 if it does not; with 2 for a mistake.
     """
-    from recompute.planning.estimate_request import EstimateRequest
-    from recompute.planning.estimate_request import as_json as to_json
-    from recompute.planning.fitting import read_capacity
-    from recompute.planning.options import Options
+    from recompute.estimation.capacity import read_capacity
+    from recompute.estimation.estimate_request import EstimateRequest
+    from recompute.estimation.estimate_request import as_json as to_json
+    from recompute.estimation.options import Options
 
     request = EstimateRequest.checked(
         model=model,
@@ -297,8 +297,8 @@ def verify(
 
     rules = recompute.load_policy(policy)
 
-    from recompute.factories import describe
-    from recompute.planning.models import build
+    from recompute.estimation.factories import describe
+    from recompute.estimation.models import build
 
     network, batch = build(model, **_build_options(seq_len, batch_size, dtype, device))
     typer.echo(describe(network, batch))
@@ -352,7 +352,7 @@ def plan(
 
     Exits with 1 if --verify finds the plan over the budget.
     """
-    from recompute.planning.gpus import read_gpu
+    from recompute.estimation.gpus import read_gpu
     from recompute.planning.plan_request import PlanRequest
 
     request = PlanRequest(
@@ -426,7 +426,7 @@ def _show_plan(plan: Plan, *, out: Path | None, as_json: bool, frontier: bool) -
 def _build_options(seq_len: int, batch_size: int, dtype: DType, device: Device) -> dict[str, Any]:
     import torch
 
-    from recompute.ablation import resolve_device
+    from recompute.counters import resolve_device
 
     return {
         "sequence_length": seq_len,

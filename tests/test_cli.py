@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from recompute import trials
+from recompute.ablation import trials
 from recompute.cli import app
 from recompute.policy.loading import preset_names, preset_path
 

@@ -16,9 +16,9 @@ from transformers import masking_utils
 
 from recompute import apply
 from recompute.errors import ModelError
-from recompute.factories import describe
+from recompute.estimation.factories import describe
+from recompute.estimation.models import build, imagined
 from recompute.kernels import rms_norm as kernel_module
-from recompute.planning.models import build, imagined
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B = ROOT / "examples" / "ablation" / "llama-8b.yaml"

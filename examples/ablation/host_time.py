@@ -37,13 +37,14 @@ from torch.optim import AdamW
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama import modeling_llama
 
+from recompute import counters
+from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
+from recompute.ablation.trials import seeded
+from recompute.counters import resolve_device
+from recompute.diagnostics.verify import deterministic, relative_error, same_bits
 from recompute.errors import PolicyError
-from recompute.peers import BASELINE, COMPILED, is_peer, under
-from recompute.planning import profiling
-from recompute.planning.models import build
+from recompute.estimation.models import build
 from recompute.policy.loading import load_policy
-from recompute.trials import resolve_device, seeded
-from recompute.verification import deterministic, relative_error, same_bits
 
 Row = dict[str, Any]
 
@@ -162,13 +163,13 @@ def compared(found: tuple[Tensor, list[Tensor]], reference: tuple[Tensor, list[T
 
 def step(model: Any, batch: dict[str, Any], optimizer: AdamW, device: torch.device) -> tuple[float, float]:
     """Train; returns the seconds that it takes, and those until forward returns."""
-    start = profiling.wall_seconds(device)
+    start = counters.wall_seconds(device)
     loss = model(**batch).loss
-    forward_seconds = profiling.host_seconds() - start
+    forward_seconds = counters.host_seconds() - start
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return profiling.wall_seconds(device) - start, forward_seconds
+    return counters.wall_seconds(device) - start, forward_seconds
 
 
 @dataclass
@@ -225,7 +226,7 @@ class Trial:
                 taken.append(step(model, batch, optimizer, device))
                 yield
             model(**batch).loss.backward()  # so that the gradients are there before bytes are counted
-            memory = profiling.step_memory(lambda: model(**batch).loss, device)
+            memory = counters.step_memory(lambda: model(**batch).loss, device)
         whole, forward = map(statistics.median, zip(*taken[self.warmup :], strict=True))
         row |= {
             "ms a step": whole * 1e3,
@@ -286,7 +287,7 @@ def main() -> None:
 
     device = resolve_device("auto")
     liger = next((found.version for found in distributions(name="liger-kernel")), None)
-    machine = {**profiling.describe_machine(device), "liger-kernel": liger}
+    machine = {**counters.describe_machine(device), "liger-kernel": liger}
     models: dict[str, Any] = {}
     for name in options.models:
         case = CASES[name]

@@ -29,7 +29,7 @@ def main() -> None:
     from kernel_benchmark.timing import OPS, Clock, rows
     from rich.console import Console
 
-    from recompute.planning import profiling
+    from recompute import counters
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/kernels"), help="folder for results.json, .md, .png")
@@ -44,7 +44,7 @@ def main() -> None:
         console.print("No GPU: the references run, on small tensors.")
     file = options.out / "results.json"
     ops = json.loads(file.read_text(encoding="utf-8"))["ops"] if file.exists() else {}
-    machine = {**profiling.describe_machine(device), "peers": {name: installed(name) for name in PEERS}}
+    machine = {**counters.describe_machine(device), "peers": {name: installed(name) for name in PEERS}}
     # The default stream cannot be captured, and backward runs on the stream that forward ran on.
     with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
         for name in options.ops:

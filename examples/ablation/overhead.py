@@ -33,7 +33,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import recompute
-from recompute.planning import profiling
+from recompute import counters
 
 Forward = Callable[[], Tensor]
 """Runs a region once."""
@@ -141,7 +141,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 def added_seconds(ways: Mapping[str, Forward], repeats: int, device: torch.device) -> dict[str, tuple[float, float]]:
     """The CPU seconds that a call takes plain, and what each other way adds: in forward, and in a whole step."""
-    clock = partial(profiling.wall_seconds, device) if device.type == "cuda" else profiling.thread_seconds
+    clock = partial(counters.wall_seconds, device) if device.type == "cuda" else counters.thread_seconds
 
     def seconds(run: Callable[[], Any]) -> float:
         start = clock()
@@ -252,7 +252,7 @@ def main() -> None:
         "CPU microseconds of a Llama decoder layer": cost_of_a_layer(layer, options.repeats, device),
         f"Growth in {options.steps} steps of that layer": growth(layer, options.steps, device),
     }
-    machine = profiling.describe_machine(device)
+    machine = counters.describe_machine(device)
     for title, rows in tables.items():
         print(f"{title}\n\n{tabulate(rows, 'keys', 'github', floatfmt='.2f', missingval='-')}\n")
     print(", ".join(f"{key} {value}" for key, value in machine.items() if value is not None))

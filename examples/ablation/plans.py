@@ -29,14 +29,15 @@ from torch.optim import AdamW
 from transformers import LlamaForCausalLM
 
 import recompute
-from recompute.ablation import AblationConfig, build_model, load_text, resolve_device, sample_batches
+from recompute import counters
+from recompute.ablation.configuration import AblationConfig, build_model, load_text, sample_batches
+from recompute.ablation.peers import under
+from recompute.counters import resolve_device
 from recompute.errors import BudgetError
-from recompute.peers import under
-from recompute.planning import profiling
-from recompute.planning.profile_table import Profile
-from recompute.planning.rehearsal import static_nbytes
 from recompute.policy.document import load_document
-from recompute.report import humanize
+from recompute.profiling.cost_table import Profile
+from recompute.profiling.dry_run import static_nbytes
+from recompute.units import humanize
 
 UNIFORM = ("none", "elementwise", "auto", "full")
 PEERS = ("torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective")
@@ -81,12 +82,12 @@ class Trainer:
             self.step()
         seconds = []
         for _ in range(STEPS):
-            start = profiling.wall_seconds(device)
+            start = counters.wall_seconds(device)
             self.step()
-            seconds.append(profiling.wall_seconds(device) - start)
+            seconds.append(counters.wall_seconds(device) - start)
         assert self.optimizer is not None, "the first step makes one"
         static = static_nbytes(self.model, self.optimizer, self.batch)
-        with profiling.memory_trace(device) as trace:
+        with counters.memory_trace(device) as trace:
             self.step()
         return static + trace.peak_nbytes, statistics.median(seconds)
 
@@ -113,12 +114,12 @@ def main(config_path: Path, out: Path, count: int, peers: bool, profile_path: Pa
         show(points[-1])
     one = trainer()
     inputs = {"input_ids": batch, "labels": batch}
-    start = profiling.wall_seconds(device)
+    start = counters.wall_seconds(device)
     if profile_path is not None:
         profile = Profile.load(profile_path)
     else:
         profile = recompute.profile(one.model, inputs, optimizer=partial(AdamW, fused=True))
-    profile_seconds = profiling.wall_seconds(device) - start
+    profile_seconds = counters.wall_seconds(device) - start
     out.mkdir(parents=True, exist_ok=True)
     profile.save(out / "profile.json")
     most, least = (next(point.peak_bytes for point in points if point.way == way) for way in ("none", "full"))
@@ -135,7 +136,7 @@ def main(config_path: Path, out: Path, count: int, peers: bool, profile_path: Pa
         show(points[-1])
     results: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
-        "machine": profiling.describe_machine(device),
+        "machine": counters.describe_machine(device),
         "config": config.model_dump(mode="json"),
         "profile_seconds": profile_seconds,
         "static_bytes": profile.static_nbytes,

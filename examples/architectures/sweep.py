@@ -46,7 +46,7 @@ from configurations import Architecture, architectures
 from sweep_report import report, summary
 from trials import Outcome, examine, is_wrong
 
-from recompute.planning.profiling import describe_machine
+from recompute.counters import describe_machine
 
 PRESETS = ("elementwise", "full", "auto")
 MEMORY_NBYTES = 24 * 2**30

@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from recompute.planning.sizes import humanize
+from recompute.units import humanize
 
 Row = dict[str, Any]
 VERDICTS = {"bitwise": "bitwise", "close": "close", "idle": "nothing governed", "refused": "refused", "wrong": "wrong"}

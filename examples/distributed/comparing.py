@@ -35,10 +35,10 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
-from recompute.planning.profiling import describe_machine, memory_trace
-from recompute.planning.tracker import StorageTrace
+from recompute.counters import describe_machine, memory_trace
+from recompute.diagnostics.verify import deterministic
+from recompute.estimation.storage_tracker import StorageTrace
 from recompute.policy.loading import preset_names, preset_path
-from recompute.verification import deterministic
 
 Wrap = Callable[[LlamaForCausalLM, DeviceMesh], nn.Module]
 

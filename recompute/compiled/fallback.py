@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.saved import describe
+from recompute.engine.saved_tensors import describe
 from recompute.errors import UnsupportedError
 
 _DIFFERS = (

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.save_plan import Plan
 from recompute.engine.numerics import Numerics
-from recompute.engine.plan import Plan
-from recompute.engine.recipe import local
-from recompute.engine.saved import Layout, Saved
-from recompute.engine.setting import Setting
-from recompute.engine.tape import Tape, TapeRegion
+from recompute.engine.recipes import local
+from recompute.engine.saved_tensors import Saved
+from recompute.engine.tape.recorder import Tape, TapeRegion
+from recompute.engine.tape.setting import Setting
 
 Edge = tuple[int, int] | None
 """Where a gradient goes: a node of the region and which of its inputs; or (-1, the position of what is given)."""

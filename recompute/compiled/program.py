@@ -11,10 +11,11 @@ from torch import Tag
 
 from recompute.compiled.codegen import Code
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.ops import Kind, facts
+from recompute.engine.cut.save_plan import LARGEST_COPY, Plan
 from recompute.engine.numerics import Numerics
-from recompute.engine.ops import Kind, facts
-from recompute.engine.plan import LARGEST_COPY, Plan
-from recompute.engine.saved import Layout, Owner
+from recompute.engine.saved_tensors import Owner
 
 
 class Counts(NamedTuple):

@@ -34,16 +34,16 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from recompute.errors import PlanError
-from recompute.planning import plan_runs
-from recompute.planning.plan_runs import Measured, MeasuredPlace
+from recompute.planning import plan_verification
+from recompute.planning.plan_verification import Measured, MeasuredPlace
 from recompute.planning.plans import Plan
-from recompute.planning.profile_table import Profile
+from recompute.profiling.cost_table import Profile
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from recompute.planning.rehearsal import OptimizerFactory
-    from recompute.verification import Loss
+    from recompute.profiling.dry_run import OptimizerFactory
+    from recompute.profiling.model_run import Loss
 
 _OF_THE_RANK = ("model", "machine")
 
@@ -113,7 +113,7 @@ def verify_plan(
                     f"expected one plan on all ranks; found that rank {rank} of the group has a plan with another "
                     f"{part} than rank 0. Plan there for what agree() returns, and for the same budget."
                 )
-    return plan_runs.verify_plan(
+    return plan_verification.verify_plan(
         plan,
         model,
         batch,

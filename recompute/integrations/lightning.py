@@ -20,14 +20,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch import Tensor, nn
 
-from recompute.attach import PolicyLike
-from recompute.engine.context import RUNNER
+from recompute.attach.apply import PolicyLike
+from recompute.attach.runners import RootRunner
+from recompute.compiled.lowering import bare
+from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.errors import UnsupportedError
 from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
-from recompute.lowering import bare
 from recompute.policy.document import nearest, validate
 from recompute.policy.loading import load_policy
-from recompute.runners import RootRunner
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, distributed, nn
 
-from recompute.attach import AppliedPolicy, apply
-from recompute.entries import module_entries
+from recompute.attach.apply import AppliedPolicy, apply
+from recompute.attach.entries import module_entries
+from recompute.counters import allocated_nbytes, start_peak
 from recompute.errors import UnsupportedError, warn
-from recompute.kernel_runners import is_plain_linear
-from recompute.planning.profiling import allocated_nbytes, start_peak
 from recompute.policy.matching import assign
-from recompute.policy.model import Policy, Rule
+from recompute.policy.rules import Policy, Rule
+from recompute.substitution.kernel_runners import is_plain_linear
 
 
 class Options(BaseModel):

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
-from recompute.attach import PolicyLike
+from recompute.attach.apply import PolicyLike
+from recompute.compiled.lowering import bare
 from recompute.errors import UnsupportedError
 from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
-from recompute.lowering import bare
 from recompute.policy.document import validate
 from recompute.policy.loading import load_policy
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from recompute.errors import PlanError
-from recompute.planning.gpus import Gpu
-from recompute.planning.plans import Plan, check_request, plan
-from recompute.planning.profile_table import Profile
-from recompute.planning.sources import check_source, check_writable
-from recompute.planning.static_memory import check_sharding, chosen
+from recompute.estimation.gpus import Gpu
+from recompute.estimation.sources import check_source, check_writable
+from recompute.estimation.static_memory import check_sharding, chosen
+from recompute.planning.plan_model import check_request, plan
+from recompute.planning.plans import Plan
+from recompute.profiling.cost_table import Profile
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {}),
@@ -89,9 +90,9 @@ class PlanRequest:
         progress("loading torch and transformers", 0, 0)
         import torch
 
-        from recompute.ablation import resolve_device
-        from recompute.planning.models import build, imagined
-        from recompute.planning.profiles import profile
+        from recompute.counters import resolve_device
+        from recompute.estimation.models import build, imagined
+        from recompute.profiling.profiles import profile
 
         progress("building the model", 0, 0)
         name, options = OPTIMIZERS[self.optimizer]

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tabulate import tabulate
 
 from recompute.errors import PlanError
-from recompute.planning import planner
-from recompute.planning.gpus import Gpu
-from recompute.planning.planner import Assignment, Prediction, Solution
-from recompute.planning.profile_table import Choice, Profile, RegionCosts
-from recompute.planning.sizes import humanize, parse_budget
+from recompute.planning import solver
+from recompute.planning.solver import Assignment, Prediction, Solution
 from recompute.policy.document import nearest, show
-from recompute.policy.model import NO_RULES, Policy, Rule
+from recompute.policy.rules import NO_RULES, Policy, Rule
+from recompute.profiling.cost_table import Choice, Profile, RegionCosts
+from recompute.units import humanize
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    pass
 
 ALLOWED = ("keep", "hook", "kernel", "checkpoint")
 """The ways to run a region that a plan may be asked to make do with. All but "kernel" leave gradients bit for bit."""
@@ -99,9 +97,7 @@ class Plan:
             "policy": _document(self.policy),
             "choices": [
                 {"path": place.path, "region": self.profile.regions[place.region].name, "choice": choice.name}
-                for place, choice in zip(
-                    self.profile.places, planner.chosen(self.profile, self.assignment), strict=True
-                )
+                for place, choice in zip(self.profile.places, solver.chosen(self.profile, self.assignment), strict=True)
             ],
             "uniform": uniform
             and {
@@ -117,7 +113,7 @@ class Plan:
                     "peak_bytes": prediction.peak_nbytes,
                     "step_seconds": prediction.step_seconds,
                     "peak_moment": prediction.peak_moment,
-                    "choices": [choice.name for choice in planner.chosen(self.profile, assignment)],
+                    "choices": [choice.name for choice in solver.chosen(self.profile, assignment)],
                 }
                 for assignment, prediction in self.frontier
             ]
@@ -146,82 +142,6 @@ class Plan:
         return "\n".join([*lines, *([self.note] if self.note else [])])
 
 
-def plan(
-    model: nn.Module | Profile,
-    example_batch: Any = None,
-    *,
-    budget: str | int,
-    profile: Profile | None = None,
-    loss: Callable[[Any], Tensor] | None = None,
-    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
-    allowed: Collection[str] | None = None,
-    device: str | Gpu | None = None,
-    sharding: str = "none",
-    devices: int = 1,
-    frontier: bool = False,
-    verify: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> Plan:
-    """Choose, for each region of a model, how to run it: the fastest training step whose memory stays in ``budget``.
-
-    The plan of a model is run, and so is each uniform policy that fits and may be as fast: if one of them is faster, it
-    is the plan. The plan of a ``Profile`` is what the profile predicts.
-
-    model: what to train, which is profiled on ``example_batch`` first; or a ``Profile``, which takes milliseconds.
-    example_batch, loss, optimizer: as ``recompute.profile`` takes them.
-    profile: of this model and batch, which then is not profiled.
-    device, sharding, devices: as ``recompute.profile`` takes them, for GPUs that are not here.
-    budget: of the whole step, with parameters, gradients and optimizer states: bytes, "40GiB", "40GB", or "80%" of the
-        device.
-    allowed: which of "keep" (as it is), "hook", "kernel" and "checkpoint" a region may run by; all of them unless
-        given. A region that has none of them stays as it is.
-    frontier: solve for other budgets as well.
-    verify: if the plan's peak is over the budget when it runs, or off by more than 2%, correct the profile and plan
-        again.
-    progress: called with what is being done, how far it is, and of how much.
-
-    Raises ``BudgetError`` for a budget that cannot be read or met, and ``PlanError`` for what else is given wrong.
-    """
-    if isinstance(model, Profile):
-        if verify:
-            raise PlanError(
-                "expected a model and a batch to verify a plan with; found a profile alone: give plan() the model"
-            )
-        table = model
-    else:
-        check_request(budget, allowed)
-        if example_batch is None:
-            raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
-        if verify and device is not None:
-            raise PlanError(f"expected a plan for {show(device)} to be verified there; found verify=True here")
-        options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
-        shared = {"device": device, "sharding": sharding, "devices": devices}
-        table = profile or _measured(model, example_batch, allowed, **options, **shared)
-    table = restricted(table, allowed)
-    found = planned(table, parse_budget(budget, table.capacity_nbytes))
-    if not isinstance(model, Profile) and (verify or table.source == "measured"):
-        from recompute.planning.plan_runs import verify_plan
-
-        found = verify_plan(
-            found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress, replan=verify
-        )
-    return with_frontier(found, progress) if frontier else found
-
-
-def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **options: Any) -> Profile:
-    from recompute.planning.profiles import profile  # which needs what a plan from a table does not
-
-    kernels = None if allowed is None or "kernel" in allowed else False
-    return profile(model, batch, kernels=kernels, **options)
-
-
-def check_request(budget: str | int, allowed: Collection[str] | None) -> None:
-    """Raise for what can be told to be wrong before anything is measured, which takes minutes."""
-    _check_allowed(allowed)
-    is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
-    parse_budget(budget, 100 if is_share else None)
-
-
 def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
     """The plan with its ``frontier``."""
 
@@ -229,12 +149,12 @@ def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None =
         if progress is not None:
             progress("solving for other budgets", done, total)
 
-    return replace(plan, frontier=tuple(planner.frontier(plan.profile, progress=tell)))
+    return replace(plan, frontier=tuple(solver.frontier(plan.profile, progress=tell)))
 
 
 def planned(profile: Profile, budget_nbytes: int) -> Plan:
     """The plan for a profile and a budget. Raises ``BudgetError``."""
-    return plan_of(profile, budget_nbytes, planner.solve(profile, budget_nbytes))
+    return plan_of(profile, budget_nbytes, solver.solve(profile, budget_nbytes))
 
 
 def plan_of(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
@@ -243,7 +163,7 @@ def plan_of(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
     def policy(of: Solution, name: str) -> Policy:
         return policy_of(profile, of.assignment, _description(profile, of.prediction, budget_nbytes), name)
 
-    uniform = next(iter(planner.uniforms(profile, budget_nbytes)), None)
+    uniform = next(iter(solver.uniforms(profile, budget_nbytes)), None)
     return Plan(
         policy=policy(solution, "plan"),
         budget_nbytes=budget_nbytes,
@@ -270,7 +190,7 @@ def restricted(profile: Profile, allowed: Collection[str] | None) -> Profile:
     """
     if allowed is None:
         return profile
-    _check_allowed(allowed)
+    check_allowed(allowed)
 
     def of(region: RegionCosts) -> RegionCosts:
         left = [choice for choice in region.choices if way_of(choice) in allowed]
@@ -285,7 +205,7 @@ def policy_of(profile: Profile, assignment: Assignment, description: str = "", n
     Where the places are known to be in one ModuleList, the rule names it and their ``layers``; else their paths.
     """
     groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
-    for place, choice in zip(profile.places, planner.chosen(profile, assignment), strict=True):
+    for place, choice in zip(profile.places, solver.chosen(profile, assignment), strict=True):
         if choice.rule is not None:
             pattern = None if place.layer is None else _pattern(place.path, place.layer)
             key = json.dumps(choice.rule, sort_keys=True), pattern or ""
@@ -326,7 +246,7 @@ def way_of(choice: Choice) -> str:
     return "hook" if rule.get("via") == "hook" else "kernel"
 
 
-def _check_allowed(allowed: Collection[str] | None) -> None:
+def check_allowed(allowed: Collection[str] | None) -> None:
     if isinstance(allowed, str):
         raise PlanError(f"expected a list of what is allowed, such as ['keep', 'hook']; found {show(allowed)}")
     for word in allowed or ():
@@ -350,7 +270,7 @@ def _description(profile: Profile, prediction: Prediction, budget_nbytes: int) -
 
 def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
     notes = []
-    if planner.is_fastest(profile, solution):
+    if solver.is_fastest(profile, solution):
         needed = humanize(solution.prediction.peak_nbytes)
         notes.append(
             f"this is the fastest there is, and needs {needed} of the {humanize(budget_nbytes)}: more memory would not "
@@ -365,7 +285,7 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
 def _table(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, str, int, str]]:
     """Of each region and choice in use: their names, the number of places, and which they are."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for place, choice in zip(profile.places, planner.chosen(profile, assignment), strict=True):
+    for place, choice in zip(profile.places, solver.chosen(profile, assignment), strict=True):
         groups.setdefault((profile.regions[place.region].name, choice.name), []).append(place.path)
     for (name, way), paths in groups.items():
         yield name, way, len(paths), _compact(paths)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from recompute.errors import PolicyError
 from recompute.policy.document import load_document, nearest, show, validate
-from recompute.policy.model import Policy
+from recompute.policy.rules import Policy
 
 
 def load_policy(source: str | os.PathLike[str] | Mapping[str, object] | Policy) -> Policy:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from recompute.policy.model import BLOCK, Policy, Rule
+from recompute.policy.rules import BLOCK, Policy, Rule
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from engine_testing import HIDDEN, bits, holding, tokens
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.plan import LARGEST_COPY
-from recompute.engine.recipe import verifying
+from recompute.engine.cut.save_plan import LARGEST_COPY
+from recompute.engine.recipes import verifying
 from recompute.errors import MutationError
 
 Update = Callable[[Any, Tensor], Any]

@@ -34,7 +34,7 @@ from tiny import counted_ops
 from torch import Tensor, nn
 
 import recompute
-from recompute.planning.profiling import memory_trace
+from recompute.counters import memory_trace
 
 # 1. Autocast
 

@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
+from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.distributed import agree, verify_plan
-from recompute.planning import plan_runs
-from recompute.planning.profile_table import Choice, Place, Profile, RegionCosts
-from recompute.planning.tracker import StorageTrace
+from recompute.planning import plan_verification
+from recompute.profiling.cost_table import Choice, Place, Profile, RegionCosts
 
 VOCABULARY, STEPS = 40, 3
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -309,7 +309,7 @@ def verified(how: str) -> Verified:
     profile = tables[0]
     held = recompute.plan(profile, budget="1GiB").predicted_peak_bytes - profile.static_nbytes
     own_peaks = []
-    measure = plan_runs._measure
+    measure = plan_verification._measure
 
     def measured(*arguments: Any) -> Any:
         found = measure(*arguments)
@@ -317,7 +317,7 @@ def verified(how: str) -> Verified:
         return found
 
     plan = recompute.plan(profile, budget=profile.static_nbytes + 3 * held)
-    with mock.patch.object(plan_runs, "_measure", measured):
+    with mock.patch.object(plan_verification, "_measure", measured):
         plan = verify_plan(plan, model, batch(16 if dist.get_rank() else 4), steps=1)
     return Verified(plan.to_yaml(), plan.profile.model_dump_json(), plan.rounds, plan.budget_nbytes, own_peaks)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
-from recompute.compiled.region import CapturedRegion
-from recompute.runners import region_in
+from recompute.attach.runners import region_in
+from recompute.compiled.captured_region import CapturedRegion
 
 SIZE = 8
 ROWS = 4
@@ -196,22 +196,22 @@ class counting:
     """Counts the frames that run as code in its span."""
 
     def __enter__(self) -> Callable[[], int]:
-        from recompute.compiled import captured
+        from recompute.compiled import captured_function
 
-        self._run = run = captured.Frame.run
+        self._run = run = captured_function.Frame.run
         self._count = 0
 
         def counted(frame: Any) -> Any:
             self._count += 1
             return run(frame)
 
-        captured.Frame.run = counted  # type: ignore[method-assign]
+        captured_function.Frame.run = counted  # type: ignore[method-assign]
         return lambda: self._count
 
     def __exit__(self, *error: object) -> None:
-        from recompute.compiled import captured
+        from recompute.compiled import captured_function
 
-        captured.Frame.run = self._run  # type: ignore[method-assign]
+        captured_function.Frame.run = self._run  # type: ignore[method-assign]
 
 
 def observed(module: nn.Module, step: Step) -> dict[str, Any]:

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for engine_testing
 
 @pytest.fixture(autouse=True)
 def clean_thread() -> Iterator[None]:
-    from recompute.engine import recipe
+    from recompute.engine import recipes
 
     torch.manual_seed(0)
     yield
@@ -23,5 +23,5 @@ def clean_thread() -> Iterator[None]:
     assert _get_current_dispatch_mode_stack() == []
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() is torch.float32
-    assert recipe.local.books == []
-    assert recipe.local.spans == []
+    assert recipes.local.books == []
+    assert recipes.local.spans == []

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recompute
-from recompute.compiled.captured import Frame
-from recompute.compiled.region import SHARED, TRIES, CapturedRegion
-from recompute.runners import region_in
+from recompute.attach.runners import region_in
+from recompute.compiled.captured_function import Frame
+from recompute.compiled.captured_region import SHARED, TRIES, CapturedRegion
 
 SIZE = 4
 SETTLING = 6

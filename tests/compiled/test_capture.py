@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from capture_testing import SIZE, Around, Layers, Twins, body, captured_twins, rule, tokens, train
 from torch import Tensor, nn
 
-from recompute.compiled import region as compiled_region
+from recompute.compiled import captured_region as compiled_region
 
 
 @pytest.fixture

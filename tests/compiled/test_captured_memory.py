@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
-from recompute.compiled import captured
-from recompute.runners import region_in
+from recompute.attach.runners import region_in
+from recompute.compiled import captured_function
 
 
 def mlp() -> nn.Module:
@@ -30,25 +30,25 @@ def mlp() -> nn.Module:
 def watched() -> Iterator[list[StorageWeakRef]]:
     """References to all that frames keep of what they have made."""
     found: list[StorageWeakRef] = []
-    run = captured.Frame.run
+    run = captured_function.Frame.run
 
     def watch(frame: Any) -> Any:
         outputs = run(frame)
         found.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in frame._kept)
         return outputs
 
-    captured.Frame.run = watch  # type: ignore[method-assign]
+    captured_function.Frame.run = watch  # type: ignore[method-assign]
     gc.collect()
     gc.disable()
     try:
         yield found
     finally:
         gc.enable()
-        captured.Frame.run = run  # type: ignore[method-assign]
+        captured_function.Frame.run = run  # type: ignore[method-assign]
 
 
 def frames_alive() -> int:
-    return sum(isinstance(each, (captured.Frame, captured._Outputs)) for each in gc.get_objects())
+    return sum(isinstance(each, (captured_function.Frame, captured_function._Outputs)) for each in gc.get_objects())
 
 
 def alive(references: list[StorageWeakRef]) -> int:

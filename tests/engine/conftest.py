@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from recompute.engine import recipe, saved
+from recompute.engine import recipes, saved_tensors
 
 _MODULE_CALL, _MODULE_GETATTR = nn.Module.__call__, nn.Module.__getattr__  # what torch.fx patches while it traces
 
@@ -17,11 +17,11 @@ _MODULE_CALL, _MODULE_GETATTR = nn.Module.__call__, nn.Module.__getattr__  # wha
 def clean_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    left = [*recipe.local.books, *recipe.local.spans]
+    left = [*recipes.local.books, *recipes.local.spans]
     is_patched = nn.Module.__call__ is not _MODULE_CALL or nn.Module.__getattr__ is not _MODULE_GETATTR
-    recipe.local.books.clear()  # so that one test's failure is one failure
-    recipe.local.spans.clear()
+    recipes.local.books.clear()  # so that one test's failure is one failure
+    recipes.local.spans.clear()
     nn.Module.__call__, nn.Module.__getattr__ = _MODULE_CALL, _MODULE_GETATTR  # type: ignore[method-assign]
     assert left == []
     assert not is_patched
-    assert saved.top_hooks() is None
+    assert saved_tensors.top_hooks() is None

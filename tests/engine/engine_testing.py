@@ -20,8 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
-from recompute.engine import recipe, region, saved, tape
-from recompute.explain import Stats
+from recompute.attach.explain import Stats
+from recompute.engine import recipes, saved_tensors
+from recompute.engine.checkpoint import region
+from recompute.engine.tape import recorder
 
 HIDDEN = 8
 TOKENS = 6
@@ -246,7 +248,7 @@ def weak(tensor: Tensor) -> StorageWeakRef:
 
 def engine_objects() -> Counter[str]:
     """How many frames, recipes, handles and held tensors exist."""
-    kinds = (recipe.Recipe, saved.Saved, recipe.RecipeBook, region.Scope, tape.Tape)
+    kinds = (recipes.Recipe, saved_tensors.Saved, recipes.RecipeBook, region.Scope, recorder.Tape)
     return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds))
 
 

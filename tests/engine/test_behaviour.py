@@ -34,8 +34,8 @@ from engine_testing import (
 from torch import Tensor, nn
 
 import recompute
+from recompute.counters import memory_trace, step_memory
 from recompute.errors import PolicyWarning
-from recompute.planning.profiling import memory_trace, step_memory
 
 # Autocast
 

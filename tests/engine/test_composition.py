@@ -38,8 +38,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import recompute
+from recompute.counters import memory_trace
 from recompute.errors import MutationError, UnsupportedError
-from recompute.planning.profiling import memory_trace
 
 NESTED = policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recompute.engine.cut import Op, Value, minimum_cut
+from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
 
 MEMORY, MATH = 2e12, 4e14  # bytes and FLOPs a second
 PRICE = 1e9  # bytes a second: regenerating 4 bytes a token may take 4 ns

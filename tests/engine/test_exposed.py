@@ -19,7 +19,7 @@ from engine_testing import holding
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine import exposed
+from recompute.engine.tape import exposed
 
 SIZE = 8
 

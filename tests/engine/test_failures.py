@@ -25,8 +25,8 @@ from engine_testing import (
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.recipe import local
-from recompute.engine.saved import top_hooks
+from recompute.engine.recipes import local
+from recompute.engine.saved_tensors import top_hooks
 from recompute.errors import MutationError, RegenerationError
 
 # What does not run the same way twice

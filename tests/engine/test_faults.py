@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import recompute
-from recompute.engine import recipe, rng, saved
+from recompute.engine import recipes, rng, saved_tensors
 
 RULES = {
     "recompute": {"action": "recompute", "via": "hook"},
@@ -171,8 +171,8 @@ def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_
             faults = Faults(at)
             with pytest.raises(Boom):
                 trial.step(points(faults))
-            assert saved.top_hooks() is None
-            assert (recipe.local.books, recipe.local.spans, recipe.local.regenerating) == ([], [], 0)
+            assert saved_tensors.top_hooks() is None
+            assert (recipes.local.books, recipes.local.spans, recipes.local.regenerating) == ([], [], 0)
             assert _get_current_dispatch_mode_stack() == []
             assert torch.is_grad_enabled()
             assert_same(trial.step(), expected)

@@ -1,4 +1,4 @@
-"""The ten invariants of ``recompute.engine.region``: a test of each, which fails where it is broken, or where it is."""
+"""The ten invariants of ``recompute.engine``: a test of each, which fails where it is broken, or where it is."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import recompute
+from recompute.counters import memory_trace
 from recompute.errors import MutationError, PolicyWarning
-from recompute.planning.profiling import memory_trace
 
 FLOAT_NBYTES = 4
 ROW_NBYTES = TOKENS * HIDDEN * FLOAT_NBYTES

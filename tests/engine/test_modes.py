@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recompute
-from recompute.engine import numerics, recipe, region, saved
+from recompute.engine import numerics, recipes, saved_tensors
+from recompute.engine.checkpoint import region
 from recompute.engine.numerics import default_dtype
 
 SIZE = 8
@@ -250,10 +251,10 @@ def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(
     def gradient(scope: bool) -> Tensor:
         torch.manual_seed(0)
         x = torch.randn(SIZE, requires_grad=True)
-        with region.Scope(saved.Owner("a test")) if scope else nullcontext(), kind():
+        with region.Scope(saved_tensors.Owner("a test")) if scope else nullcontext(), kind():
             y = x.sin()
             if scope:
-                recipe.record(y, torch.sin, x)
+                recipes.record(y, torch.sin, x)
             z = y.exp() * y.cos()
         z.sum().backward()
         assert x.grad is not None

@@ -12,8 +12,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from recompute.engine import ops
-from recompute.engine.ops import Kind, draws, facts, facts_of_call, is_op, seconds
+from recompute.engine.cut import ops
+from recompute.engine.cut.ops import Kind, draws, facts, facts_of_call, is_op, seconds
 
 aten = torch.ops.aten
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from recompute.engine import ops
-from recompute.engine.ops import Kind, facts_of_call, is_defined
+from recompute.engine.cut import ops
+from recompute.engine.cut.ops import Kind, facts_of_call, is_defined
 
 aten = torch.ops.aten
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

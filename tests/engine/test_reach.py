@@ -18,7 +18,7 @@ from numpy.random import rand as numpy_by_name
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.reach import sources_behind
+from recompute.engine.checkpoint.reach import sources_behind
 from recompute.engine.rng import RngState
 
 OWN_RANDOM = random.Random(1)

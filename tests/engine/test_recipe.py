@@ -12,9 +12,10 @@ from engine_testing import ROW_NBYTES, bits, holding, no_garbage_collection, pol
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.recipe import OpRecipe, RecipeBook, local, open_book, record
-from recompute.engine.region import KeepSpan, Scope
-from recompute.engine.saved import Foreign, Kept, Layout, Owner, fetch, hold, storage_key
+from recompute.engine.checkpoint.region import KeepSpan, Scope
+from recompute.engine.cut.layout import Layout
+from recompute.engine.recipes import OpRecipe, RecipeBook, local, open_book, record
+from recompute.engine.saved_tensors import Foreign, Kept, Owner, fetch, hold, storage_key
 from recompute.errors import MutationError, RegenerationError
 
 

@@ -27,9 +27,9 @@ from engine_testing import (
 from torch import Tensor, nn
 
 import recompute
+from recompute.counters import memory_trace
 from recompute.engine import rng
 from recompute.engine.rng import RngState, is_source
-from recompute.planning.profiling import memory_trace
 
 GENERATOR = torch.Generator()
 

@@ -16,9 +16,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
-from recompute.engine.saved import Owner
-from recompute.engine.setting import Setting
-from recompute.engine.tape import TapeRegion
+from recompute.engine.saved_tensors import Owner
+from recompute.engine.tape.recorder import TapeRegion
+from recompute.engine.tape.setting import Setting
 from recompute.errors import UnsupportedError
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -104,7 +104,7 @@ def test_a_sample_of_torchs_ops_under_autocast_and_other_modes() -> None:
 
 
 def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recompute.engine.tape.left_out", list)
+    monkeypatch.setattr("recompute.engine.tape.recorder.left_out", list)
     args = (torch.randn(5, 4), torch.randn(5, 6), torch.randn(3, 4, 6, requires_grad=True))
     call = (nn.functional.bilinear, args, {}, "autocast")
     assert outcome(*call, tape=True) != outcome(*call, tape=False)

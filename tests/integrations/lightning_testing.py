@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_testing import ACCUMULATED, BATCH, STEPS, model, texts
 
-from recompute.planning.tracker import StorageTrace
+from recompute.estimation.storage_tracker import StorageTrace
 
 
 class Decoder(LightningModule):

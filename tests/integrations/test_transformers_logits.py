@@ -25,9 +25,9 @@ from trainer_testing import (
 )
 from transformers import Trainer, TrainerCallback
 
-from recompute.deferred import Logits
 from recompute.errors import PolicyWarning, UnsupportedError
 from recompute.integrations.transformers import RecomputeCallback, RecomputeTrainingArguments, refuse_arguments
+from recompute.substitution.lazy_tensors import Logits
 
 HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
 

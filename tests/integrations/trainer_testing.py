@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from recompute.planning.profiling import memory_trace
+from recompute.counters import memory_trace
 
 VOCABULARY, LENGTH, TEXTS, BATCH = 512, 24, 8, 2
 STEPS, ACCUMULATED = 2, 2

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from trainer_testing import ACCUMULATED, STEPS, arguments, logged, model, texts
 from transformers import Trainer
 
+from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.transformers import RecomputeTrainingArguments
-from recompute.planning.tracker import StorageTrace
 
 
 class Counting(Trainer):

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 
+from recompute.counters import memory_trace
 from recompute.kernels import launch
 from recompute.kernels import linear_cross_entropy as module
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
-from recompute.planning.profiling import memory_trace
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.region import Scope
-from recompute.engine.saved import Owner
+from recompute.engine.checkpoint.region import Scope
+from recompute.engine.saved_tensors import Owner
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.rms_norm import rms_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recompute.planning.profile_table import Choice, Place, Profile, RegionCosts
+from recompute.profiling.cost_table import Choice, Place, Profile, RegionCosts
 
 CHECKPOINT = {"action": "checkpoint"}
 HOOK = {"action": "recompute", "via": "hook"}

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import recompute
 from recompute import load_policy
 from recompute.cli import app
-from recompute.planning import frontiers, planner
-from recompute.planning.models import build
-from recompute.planning.plans import plan
-from recompute.planning.profile_table import Profile
+from recompute.estimation.models import build
+from recompute.planning import frontiers, solver
+from recompute.planning.plan_model import plan
+from recompute.profiling.cost_table import Profile
 
 TINY = "model: {hidden_size: 64, intermediate_size: 172, layers: 4, heads: 4, kv_heads: 2}\n"
 SMALL = ("--seq-len", 64, "--dtype", "float32", "--device", "cpu")
@@ -73,7 +73,7 @@ def test_the_frontier_is_a_table_and_a_plot(table: Path, tmp_path: Path) -> None
     axes = frontiers.plot(found).axes[0]
     line = axes.lines[0]
     drawn = [(round(float(x) * 1024), round(float(y))) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
-    points = [point.prediction for point in planner.frontier(found.profile)]
+    points = [point.prediction for point in solver.frontier(found.profile)]
     assert drawn == [(point.peak_nbytes, round(point.step_seconds * 1e3)) for point in points]
 
 
@@ -133,8 +133,8 @@ def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
     profile = Profile.load(saved)
     assert [place.layer for place in profile.places] == [None, 0, 1, 2, 3, None]
 
-    most = planner.predict(profile, tuple(0 for _ in profile.places)).peak_nbytes
-    least = planner.floor(profile).prediction.peak_nbytes
+    most = solver.predict(profile, tuple(0 for _ in profile.places)).peak_nbytes
+    least = solver.floor(profile).prediction.peak_nbytes
     budget = (most + least) // 2
     flags = ("--profile", saved, "--model", tiny, *SMALL, "--budget", f"{budget}B", "--verify", "--json")
     out = tmp_path / "plan.yaml"
@@ -159,7 +159,7 @@ def test_the_whole_in_python(tiny: Path) -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     model, batch = build(str(tiny), sequence_length=64, batch_size=1, **options)
     fastest = recompute.plan(model, batch, budget="1GiB")
-    least = planner.floor(fastest.profile).prediction.peak_nbytes
+    least = solver.floor(fastest.profile).prediction.peak_nbytes
     found = recompute.plan(fastest.profile, budget=least)
     assert found.predicted_peak_bytes < fastest.predicted_peak_bytes
     assert recompute.verify(model, batch, policy=found.policy).bitwise

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from recompute import load_policy
-from recompute.attach import module_entries
+from recompute.attach.apply import module_entries
 from recompute.errors import BudgetError, PlanError, PolicyError
-from recompute.planning import frontiers, planner
-from recompute.planning.plans import plan, planned, policy_of, restricted
-from recompute.planning.profile_table import Place, Profile
+from recompute.planning import frontiers, solver
+from recompute.planning.plan_model import plan
+from recompute.planning.plans import planned, policy_of, restricted
 from recompute.policy.document import parse_document
 from recompute.policy.matching import assign
-from recompute.policy.model import Policy, Rule
+from recompute.policy.rules import Policy, Rule
+from recompute.profiling.cost_table import Place, Profile
 
 
 class Block(nn.Module):
@@ -76,7 +77,7 @@ def test_a_policy_reaches_exactly_the_places_it_means(data: st.DataObject, lists
     policy = policy_of(profile, assignment)
     expected = {
         place.path: dict(choice.rule)
-        for place, choice in zip(places, planner.chosen(profile, assignment), strict=True)
+        for place, choice in zip(places, solver.chosen(profile, assignment), strict=True)
         if choice.rule is not None
     }
     assert governed(policy) == expected
@@ -105,7 +106,7 @@ def test_a_plan_is_a_policy_with_predictions(tmp_path: Path) -> None:
     profile = tables.transformer(4)
     found = plan(profile, budget=1500)
     assert found.predicted_peak_bytes <= 1500
-    assert found.predicted_step_seconds == planner.solve(profile, 1500).prediction.step_seconds
+    assert found.predicted_step_seconds == solver.solve(profile, 1500).prediction.step_seconds
     found.save(tmp_path / "plan.yaml")
     policy = load_policy(tmp_path / "plan.yaml")
     assert policy == found.policy
@@ -121,7 +122,7 @@ def test_a_plan_is_a_policy_with_predictions(tmp_path: Path) -> None:
 
 def test_a_plan_is_never_slower_than_the_best_uniform_policy() -> None:
     profile = tables.transformer(6)
-    for point in planner.frontier(profile, 50):
+    for point in solver.frontier(profile, 50):
         found = planned(profile, point.prediction.peak_nbytes)
         if found.uniform is not None:
             assert found.uniform.predicted_step_seconds >= found.predicted_step_seconds
@@ -156,7 +157,7 @@ def test_more_than_is_needed_is_said() -> None:
 
 
 def test_no_uniform_policy_may_fit() -> None:
-    tight = planner.floor(tables.transformer(4)).prediction.peak_nbytes
+    tight = solver.floor(tables.transformer(4)).prediction.peak_nbytes
     found = plan(tables.transformer(4), budget=tight)
     if found.uniform is None:
         assert "no uniform policy fits this budget" in str(found)

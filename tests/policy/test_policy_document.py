@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from recompute.errors import PolicyError
 from recompute.policy.document import dump_document, load_document, parse_document
-from recompute.policy.model import Policy
+from recompute.policy.rules import Policy
 
 KEYS_OF_A_RULE = "match, type, layers, action, via, rerun, keep, price, capture"
 

@@ -10,7 +10,7 @@ import pytest
 
 from recompute.errors import PolicyError
 from recompute.policy.loading import load_policy, preset_names, preset_path
-from recompute.policy.model import Policy, Rule
+from recompute.policy.rules import Policy, Rule
 
 POLICY = Policy(name="mine", rules=[Rule(match="**.mlp", action="recompute")])
 PRESETS = "the presets are alternate, auto, elementwise, full, hook, kernel, none"

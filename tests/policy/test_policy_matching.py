@@ -7,7 +7,7 @@ import time
 import pytest
 
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
-from recompute.policy.model import Policy, Rule
+from recompute.policy.rules import Policy, Rule
 
 
 def decoder(layers: int = 4, prefix: str = "model.") -> list[ModuleEntry]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from tabulate import tabulate
 
-from recompute.report import humanize
+from recompute.units import humanize
 
 
 def duration(seconds: float) -> str:

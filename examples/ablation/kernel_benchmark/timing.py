@@ -15,8 +15,8 @@ import torch
 from kernel_benchmark.cases import BENCHMARKS, DTYPE, Measure, Prepare, Size, Step, forward, step
 from kernel_benchmark.ways import COMPILED, COPY, EAGER, WAYS, Tensors
 
-from recompute.planning import profiling
-from recompute.verification import relative_error
+from recompute import counters
+from recompute.diagnostics.verify import relative_error
 
 L2_SIZES = 5  # that the inputs and outputs of calls in turn fill
 GRAPH_SECONDS = 3e-3  # that a replay of a graph is to take
@@ -107,9 +107,9 @@ class Clock:
         return statistics.median(self._once(calls) for _ in range(self._repeats)) / len(calls)
 
     def _once(self, calls: Sequence[Callable[[], Any]]) -> float:
-        start = profiling.wall_seconds(self.device)
+        start = counters.wall_seconds(self.device)
         run_all(calls)
-        return profiling.wall_seconds(self.device) - start
+        return counters.wall_seconds(self.device) - start
 
     def _events(self, run: Callable[[], Any], expected_seconds: float) -> float:
         run()
@@ -226,7 +226,7 @@ class Case:
             outputs = found
             trace.mark("forward")
 
-        with profiling.memory_trace(self.clock.device) as trace:
+        with counters.memory_trace(self.clock.device) as trace:
             results = call(between)
         figures: dict[str, Any] = {"extra_peak_nbytes": trace.peak_nbytes - nbytes_beside(call.inputs, results)}
         if self.measure.holds:

@@ -1,0 +1,123 @@
+"""What a model is compared under: a policy of ours, or what others offer in its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from recompute.attach.apply import PolicyLike, apply
+from recompute.errors import AblationError
+from recompute.policy.document import nearest
+from recompute.policy.loading import load_policy
+from recompute.profiling.candidates import find_regions
+
+BASELINE = "none"
+"""The policy that every other one is compared with: the model as it is, with nothing attached."""
+
+COMPILED = "+compile"
+"""Behind a policy's name: with every layer compiled."""
+
+_PEERS = ("torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective", "liger")
+_MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
+
+
+def _known_peer(name: str) -> str:
+    if not is_peer(name):
+        raise ValueError(f"expected one of {', '.join(_PEERS)}, or torch-budget-0.5 (any share){nearest(name, _PEERS)}")
+    return name
+
+
+def is_peer(name: str) -> bool:
+    """Whether it is a ``Peer``, not a policy."""
+    return name in _PEERS or _MEMORY_BUDGET.fullmatch(name) is not None
+
+
+Peer = Annotated[str, AfterValidator(_known_peer)]
+"""What others offer: torch's checkpoint on every decoder layer, of all of it or of all but matmuls and attention;
+torch.compile of every layer, as it is, under that selective checkpoint, or with a share of what it would save as its
+memory budget; Liger-Kernel's norms, SwiGLU and rotary embedding."""
+
+
+@contextmanager
+def under(
+    policy: str,
+    model: nn.Module,
+    policies: Mapping[str, PolicyLike] = MappingProxyType({}),
+    match: str | Sequence[str] | None = None,
+) -> Iterator[None]:
+    """Have a policy, or a peer, at work on the model: for good, but for Liger's.
+
+    policy: a name in ``policies``, of a peer, a preset or a file. match: globs over the paths of what is a layer to a
+    peer; None: by the names of classes.
+    """
+    if policy.endswith(COMPILED):
+        with under(policy.removesuffix(COMPILED), model, policies, match):
+            for layer in find_regions(model, match).values():
+                layer.compile()
+            yield
+        torch.compiler.reset()
+    elif policy in policies or not is_peer(policy):
+        if policy != BASELINE or policy in policies:
+            apply(model, load_policy(policies.get(policy, policy)))
+        yield
+    elif policy == "liger":
+        with _liger(model):
+            yield
+    elif policy.startswith(("torch-compile", "torch-budget")):
+        budget = _MEMORY_BUDGET.fullmatch(policy)
+        with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
+            for path, layer in find_regions(model, match).items():
+                if policy == "torch-compile-selective":  # as a replaced forward it would run eagerly
+                    layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
+                    model.set_submodule(path, layer)
+                layer.compile()
+            yield
+        torch.compiler.reset()
+    else:
+        options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
+        for layer in find_regions(model, match).values():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        yield
+
+
+@contextmanager
+def _liger(model: nn.Module) -> Iterator[None]:
+    """Liger also puts its functions into a module of transformers, which is put back as it was."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama import modeling_llama
+
+    if not isinstance(model, LlamaForCausalLM):
+        raise AblationError(f"the peer liger is for transformers' LlamaForCausalLM; found {type(model).__name__}")
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise AblationError("the peer liger needs the package liger-kernel: pip install liger-kernel") from error
+    before = dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    try:
+        yield
+    finally:
+        vars(modeling_llama).update(before)
+
+
+_SELECTIVE = partial(
+    create_selective_checkpoint_contexts,
+    [
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    ],
+)

@@ -1,0 +1,84 @@
+"""What a policy says in vain of a model: an error where that is all of it, and else one warning a cause."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from recompute.engine.cut.ops import is_costly_op, is_op
+from recompute.errors import NoEffectError, warn
+from recompute.policy.loading import is_preset
+from recompute.policy.matching import ModuleEntry, layers_beyond, unmatched_rules
+from recompute.policy.rules import FAMILIES, Policy, is_op_name, is_tensor_name
+
+
+def check_effect(
+    policy: Policy, name: str, modules: Sequence[ModuleEntry], rules: Mapping[str, int], *, strict: bool
+) -> None:
+    """Raise ``NoEffectError`` if ``policy`` governs none of ``modules``, or warn; warn of each part that is in vain.
+
+    name: of the class of the model. rules: what ``assign`` returned.
+    """
+    unmatched = unmatched_rules(policy, modules, rules)
+    if strict and not rules and means_to_drop(policy):
+        raise NoEffectError(
+            f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, or "
+            "allow this: recompute.apply(model, policy, strict=False)"
+        )
+    if unmatched and not (rules and is_preset(policy)):  # a preset has rules for many models
+        warn(f"policy {policy.name}: {_lines(unmatched)}")
+    if beyond := layers_beyond(policy, modules, rules):
+        warn(f"policy {policy.name}: {_lines(beyond)}")
+    for message, indices in _doubtful_words(policy).items():
+        warn(f"policy {policy.name}: {listed([f'rules[{index}]' for index in indices])}: keep: {message}")
+
+
+def means_to_drop(policy: Policy) -> bool:
+    """Whether any rule is to drop something: a policy that only keeps does nothing on purpose."""
+    return any(rule.action != "keep" for rule in policy.rules)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of ``names``, and how many more there are."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+
+
+_SHOWN = 5
+
+
+def _lines(messages: Iterable[str]) -> str:
+    return "\n  ".join(messages)
+
+
+def _doubtful_words(policy: Policy) -> dict[str, list[int]]:
+    """What there is to say of words that rules keep, and of which rules: they may name nothing."""
+    words: dict[str, list[int]] = {}
+    for index, rule in enumerate(policy.rules):
+        for word in rule.keep:
+            words.setdefault(word, []).append(index)
+    return {message: indices for word, indices in words.items() for message in _doubts(word)}
+
+
+def _doubts(word: str) -> Iterator[str]:
+    if is_op_name(word):
+        if not is_op(word):
+            yield (
+                f"no op is called {word}; a region's explain() names those that it runs, as they are below autograd "
+                "('aten._softmax', not 'aten.softmax')"
+            )
+    elif is_tensor_name(word) and (meant := _meant(word)) is not None:
+        yield f"{word} is the name of a tensor, as recompute.keep(tensor, {word!r}) gives it; did you mean {meant!r}?"
+
+
+def _meant(word: str) -> str | None:
+    """The family or the op that ``word`` looks like a misspelling, or a shorter form, of."""
+    for family in FAMILIES:
+        letters = iter(family)
+        is_short_form = len(word) > 2 and word[0] == family[0] and all(letter in letters for letter in word)
+        if is_short_form or difflib.SequenceMatcher(None, word, family).ratio() >= _ALIKE:
+            return family
+    # Of cheap ops, such as aten.angle, the name is a good one for a tensor, too.
+    return f"aten.{word}" if is_op(f"aten.{word}") and is_costly_op(f"aten.{word}") else None
+
+
+_ALIKE = 0.8  # "attenion", "gemms"; but not "attention_output", which is a good name for a tensor

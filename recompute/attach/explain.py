@@ -1,0 +1,189 @@
+"""What a policy does to a model: which module got which rule, what is dropped, and why the rest is kept."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from tabulate import tabulate
+from torch import nn
+
+from recompute.attach.runners import region_in
+from recompute.compiled.captured_region import CapturedRegion
+from recompute.compiled.runner import Runner
+from recompute.engine.cut.save_plan import Plan, Row
+from recompute.engine.saved_tensors import Outside, Owner
+from recompute.engine.stopwatch import Stopwatch
+from recompute.policy.rules import Policy
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A module under a policy: the index of its rule, and what runs its forward."""
+
+    path: str
+    module: nn.Module
+    rule: int | None
+    runner: Runner
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Totals over the modules that a policy governs. ``later - earlier``: of what was between.
+
+    What others hold anyway counts nowhere: parameters, and what is given to a checkpoint.
+    """
+
+    frames: int = 0
+    """Forward runs of modules under a rule that keeps, drops or has kernels compute something."""
+    eager_nbytes: int = 0
+    """Bytes that these runs hold for backward without the policy. ``kept_nbytes`` is what they hold with it."""
+    dropped_tensors: int = 0
+    """Saved tensors dropped, each storage counted once."""
+    dropped_nbytes: int = 0
+    """Bytes of these. What kernels do not save in the first place is not among them."""
+    kept_nbytes: int = 0
+    """Bytes held for backward: saved and not dropped, held so that others come back, or saved by kernels."""
+    regenerations: int = 0
+    """Times that backward ran something again: an op of a tape, a checkpoint, what a kernel recorded."""
+    regenerated_nbytes: int = 0
+    """Bytes that came back so, with what had to come back on the way; not what kernels regenerate in registers."""
+    regenerating_seconds: float | None = None
+    """How long that took, on CUDA the device; None where ``time_regeneration()`` was not asked for."""
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        seconds = self.regenerating_seconds
+        totals = {name: getattr(self, name) - getattr(earlier, name) for name in _TOTALS}
+        return Stats(
+            **totals, regenerating_seconds=None if seconds is None else seconds - (earlier.regenerating_seconds or 0.0)
+        )
+
+
+_TOTALS = [each.name for each in fields(Stats) if each.name != "regenerating_seconds"]
+
+
+def stats(attachments: Iterable[Attachment], stopwatch: Stopwatch | None) -> Stats:
+    """stopwatch: that of the attachments' owners, if they have one."""
+    totals = _totals([attachment.runner.owner for attachment in attachments])
+    return Stats(**totals, regenerating_seconds=None if stopwatch is None else stopwatch.seconds())
+
+
+def _totals(owners: Sequence[Owner]) -> dict[str, int]:
+    return {name: sum(getattr(owner, name) for owner in owners) for name in _TOTALS}
+
+
+_BYTES = {"eager_nbytes": "eager", "dropped_nbytes": "dropped", "kept_nbytes": "kept"}
+_HEADERS = (
+    *("module", "count", "class", "rule", "in backward", "forwards"),
+    *(f"{what} a forward" for what in _BYTES.values()),
+    *(f"{what} in all" for what in _BYTES.values()),
+)
+_LEGEND = (
+    "Bytes. eager: what a module holds for backward without the policy. a forward: of one module. in all: of all "
+    "forwards of all modules, as stats() counts."
+)
+
+
+def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
+    """The text of ``AppliedPolicy.explain``."""
+    attachments = list(attachments)
+    groups: dict[tuple[str, ...], list[Owner]] = {}
+    for attachment in attachments:
+        pattern = _pattern(attachment)
+        index = attachment.rule
+        rule = "-" if index is None else f"rules[{index}]: {policy.rules[index].action}"
+        key = pattern, type(attachment.module).__name__, rule, attachment.runner.note
+        groups.setdefault(key, []).append(attachment.runner.owner)
+    rows = []
+    details = []
+    for (pattern, type_name, rule, note), owners in groups.items():
+        rows.append((pattern, f"{len(owners):,}", type_name, rule, note, *_counts(_totals(owners))))
+        details += _details(f"{pattern} ({type_name})", owners)
+    every = [owner for owners in groups.values() for owner in owners]
+    if any(owner.frames for owner in every):
+        numbers = _counts(_totals(every))
+        each_is_the_same = [""] * len(_BYTES)
+        rows.append(
+            ("total", f"{len(every):,}", "", "", "", numbers[0], *each_is_the_same, *numbers[1 + len(_BYTES) :])
+        )
+    align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(_BYTES)))
+    table = tabulate(rows, _HEADERS, disable_numparse=True, colalign=align if rows else None)
+    return "\n\n".join([f"policy {policy.name}\n{table}\n{_LEGEND}", *_captures(attachments), *details])
+
+
+def _pattern(attachment: Attachment) -> str:
+    return re.sub(r"\d+", "*", attachment.path) or "(the model)"
+
+
+def _captures(attachments: Iterable[Attachment]) -> list[str]:
+    """Which of the modules on a tape run as captured code by now, and why others do not."""
+    regions: dict[str, list[CapturedRegion]] = {}
+    for attachment in attachments:
+        if (region := region_in(attachment.runner)) is not None and region.was_tried:
+            regions.setdefault(_pattern(attachment), []).append(region)
+    lines = []
+    for pattern, alike in regions.items():
+        captured = sum(region.is_captured for region in alike)
+        line = f"{pattern}: {captured:,} of {len(alike):,} run as captured code"
+        if failures := dict.fromkeys(region.failure for region in alike if not region.is_captured):
+            line += f"; the others stay on the tape: {'; '.join(failures)}"
+        lines.append(line)
+    return ["\n".join(lines)] if lines else []
+
+
+def _counts(totals: Mapping[str, int]) -> list[str]:
+    """Forwards, the bytes of one on average, and those of all; nothing of what has not run."""
+    frames = totals["frames"]
+    if not frames:
+        return [""] * (1 + 2 * len(_BYTES))
+    each = [f"{totals[name] / frames:,.0f}" for name in _BYTES]
+    return [f"{frames:,}", *each, *(f"{totals[name]:,}" for name in _BYTES)]
+
+
+def _details(title: str, owners: Sequence[Owner]) -> list[str]:
+    """A table for each way in which the owners' last frames went."""
+    alike: dict[tuple[int, tuple[Outside, ...]], list[Owner]] = {}
+    for owner in owners:
+        if owner.plan is not None or owner.outside:
+            alike.setdefault((id(owner.plan), tuple(owner.outside)), []).append(owner)
+    return [
+        _tensors(title if len(each) == 1 else f"{title}, each of {len(each)}", each[0].plan, each[0].outside)
+        for each in alike.values()
+    ]
+
+
+def _tensors(title: str, plan: Plan | None, outside: Sequence[Outside]) -> str:
+    """Each tensor that autograd saved or that is held for others, its fate and why, and the totals."""
+    rows = [] if plan is None else list(plan.rows())
+    rows += [
+        Row(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", "an output, which another module saved")
+        for each in outside
+    ]
+    lines = [
+        (
+            row.made_by,
+            row.saved_by,
+            "x".join(map(str, row.layout.shape)),
+            str(row.layout.dtype).removeprefix("torch."),
+            f"{row.nbytes:,}",
+            row.fate,
+            row.reason,
+        )
+        for row in rows
+    ]
+    headers = ("made by", "saved by", "shape", "dtype", "bytes", "fate", "because")
+    fates = ("dropped", "kept") if plan is not None else ("dropped",)  # what kernels save is not listed
+    totals = ", ".join(f"{name} {_total(rows, name):,} bytes{_per_token(rows, name, plan)}" for name in fates)
+    return f"{title}: {totals}\n" + tabulate(lines, headers, disable_numparse=True)
+
+
+def _total(rows: Sequence[Row], fate: str) -> int:
+    return sum(row.nbytes for row in rows if row.fate == fate)
+
+
+def _per_token(rows: Sequence[Row], fate: str, plan: Plan | None) -> str:
+    shape = () if plan is None else plan.input_shape
+    tokens = math.prod(shape[:-1]) if len(shape) in (2, 3) else 0  # not of images
+    return f" ({_total(rows, fate) / tokens:,.0f} a token, {tokens} tokens)" if tokens else ""

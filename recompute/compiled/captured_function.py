@@ -1,0 +1,262 @@
+"""A captured region at work: one node of autograd's graph, whose forward and backward are the region's program."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from recompute.compiled.fallback import Given, State, contributions_of
+from recompute.compiled.program import Counts, Program
+from recompute.engine.cut.layout import Layout
+from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
+from recompute.engine.numerics import Numerics
+from recompute.engine.recipes import Group, Recipe, nbytes_of, open_book
+from recompute.engine.rng import RngState
+from recompute.engine.saved_tensors import Kept, Owner, Saved, checked, hold_through, top_hooks
+from recompute.engine.tape.operands import copied
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+Versioned = tuple[Tensor, int]
+"""A tensor, and its version when it was held."""
+
+
+class Frame:
+    """One run of a program, and what it holds for backward."""
+
+    __slots__ = (
+        "_given",
+        "_graph",
+        "_held",
+        "_is_checkpoint",
+        "_kept",
+        "_numerics",
+        "_on_replay",
+        "_others",
+        "_program",
+        "_rng",
+        "_states",
+        "_versions",
+        "owner",
+        "saved",
+    )
+
+    def __init__(
+        self,
+        program: Program,
+        graph: Callable[..., Any],
+        owner: Owner,
+        given: Sequence[Tensor],
+        numerics: Numerics,
+        on_replay: Callable[[Program, bool], None],
+        *,
+        is_checkpoint: bool = False,
+    ):
+        """graph: what the program was made of, on the same inputs: it serves where the program cannot.
+
+        on_replay: called where it does, with the program, and whether backward is differentiated in its turn.
+        is_checkpoint: it is counted as a checkpoint is.
+        """
+        self._is_checkpoint = is_checkpoint
+        self._on_replay = on_replay
+        self._program = program
+        self._graph = graph
+        self._numerics = numerics
+        self.owner = owner
+        self._given: Sequence[Tensor] = given
+        self._rng: RngState | None = None
+        self.saved: list[Tensor] = []
+        """What autograd is to save, as of other nodes: with its graph, and through the hooks in force."""
+
+    def run(self) -> tuple[Any, ...]:
+        """Forward; the outputs."""
+        program, given, owner = self._program, self._given, self.owner
+        if program.draws:
+            self._rng = _generators(given, owner.name)
+        outputs, self._kept, self._states = program.forward(owner.name, *given)
+        self._versions: list[int] = [self._kept[index]._version for index in program.shown]
+        held: list[Versioned | None] = []
+        for position, how in program.held:
+            tensor = given[position]
+            if how == "saved":
+                self.saved.append(tensor)
+                held.append(None)
+                continue
+            if how == "memory":  # of a parameter, though its ``data`` be replaced, as autograd holds that of a view
+                tensor = tensor.detach()
+            elif how == "copy":
+                tensor = copied(tensor)
+            held.append((tensor, tensor._version))
+        self._held = held
+        self._others: list[tuple[Any, State]] = [
+            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # a State, without a call
+            for position, lives in program.others
+            for tensor in (given[position],)
+        ]
+        self._given = ()
+        plan = program.plan
+        Counts.of(plan, is_checkpoint=self._is_checkpoint).add_to(owner)
+        owner.plan = None if self._is_checkpoint else plan
+        if program.outputs and (book := open_book()) is not None:
+            recipe = _Outputs(self, given)
+            for slot, (position, value) in enumerate(program.outputs):
+                layout, counted = plan.facts[value].layout, value in plan.demanded
+                book.enter(outputs[position], recipe, slot, layout, counted=counted)
+        return outputs
+
+    def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The contributions to the gradients of the program's edges. saved: as autograd gives it back."""
+        if self._kept is None:
+            raise RuntimeError(_FREED)
+        program, owner = self._program, self.owner
+        if not self._is_as_recorded(gradients):
+            return self._replay(saved, gradients)
+        for index, version in zip(program.shown, self._versions, strict=True):
+            checked(self._kept[index], version, owner.name)
+        kept, held = self._kept, self._values(saved)
+        if _keeps_graph():
+            kept = list(kept)
+        else:
+            self._free()
+        owner.regenerations += 1 if self._is_checkpoint else program.reruns
+        owner.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
+        given = list(gradients)
+        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+            return program.under_settings(unseen, held, kept, self._states, given)
+        if not self._numerics.are_in_force():
+            return program.under_settings(self._numerics.replayed, held, kept, self._states, given)
+        return program.backward(held, kept, self._states, given)
+
+    def _free(self) -> None:
+        self._kept, self._held, self._others = None, [], []
+
+    def _is_as_recorded(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether backward is called as it was when it was recorded."""
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        for gradient, layout in zip(gradients, self._program.gradients, strict=True):
+            if gradient is None or layout is None:
+                if gradient is not layout:
+                    return False
+            elif (
+                type(gradient) is not Tensor or Layout.of(gradient)[:2] != layout[:2] or gradient.dtype != layout.dtype
+            ):
+                return False
+        return True
+
+    def _values(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs that backward reads, unless they have changed."""
+        name, from_autograd = self.owner.name, iter(saved)
+        return [
+            next(from_autograd) if held is None else held[0] if held[0]._version == held[1] else checked(*held, name)
+            for held in self._held
+        ]
+
+    def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The same by autograd, for what the program does not know: the graph runs again on the region's inputs."""
+        program = self._program
+        self._on_replay(program, torch.is_grad_enabled())
+        inputs = Given(self.owner.name)
+        for (position, _), value in zip(program.held, self._values(saved), strict=True):
+            inputs.hold(position, value)
+        for (position, lives), (other, state) in zip(program.others, self._others, strict=True):
+            inputs.find(position, other if lives else other(), state)
+        given = inputs.tensors(program.edges, is_differentiated=torch.is_grad_enabled())
+        with (
+            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+            temporarily_clear_interpreter_stack(),
+            nullcontext() if self._rng is None else self._rng.replayed(),
+            self._numerics.replayed(),
+            torch.enable_grad(),
+        ):
+            outputs = self._graph(*given)
+        found = contributions_of(outputs, gradients, given, program.edges)
+        if not _keeps_graph():
+            self._free()
+        return found
+
+
+class _Outputs(Recipe):
+    """The outputs of a frame that others have saved. What it needs it holds by itself: a frame may be gone before."""
+
+    __slots__ = ("_held", "_kept", "_program", "_states")
+
+    def __init__(self, frame: Frame, given: Sequence[Tensor]):
+        super().__init__(frame.owner, "a captured region", Group(frame._numerics))
+        program = self._program = frame._program
+        assert frame._kept is not None
+        hooks = top_hooks()
+        self._held: list[Saved] = []
+        for index in program.regenerate_held:
+            held = frame._held[index]
+            if held is None:
+                tensor = given[program.held[index][0]].detach()
+                self._held.append(hold_through(hooks, tensor, self.owner.name))
+            else:
+                self._held.append(Kept(held[0], self.owner.name, held[1]))
+        self._kept = [Kept(frame._kept[index], self.owner.name) for index in program.regenerate_kept]
+        self._states = frame._states
+
+    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+        program = self._program
+        assert program.regenerate is not None
+        with (
+            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+            torch.no_grad(),
+            temporarily_clear_interpreter_stack(),
+            self.group.numerics.replayed(),
+        ):
+            held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
+            values = program.regenerate(held, kept, self._states)
+        given_back: dict[int, Saved] = {slot: Kept(values[slot], self.owner.name) for slot in wanted}
+        self.owner.regenerations += program.regenerate_reruns - 1  # a recipe counts one, and the bytes that it gives
+        self.owner.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
+        return given_back
+
+
+_FREED = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+    "after calling backward."
+)
+
+
+def _generators(given: Sequence[Tensor], name: str) -> RngState:
+    """The states of the generators that the region may draw from."""
+    state = RngState.of(torch.default_generator, name)
+    device = next((tensor.device for tensor in given if tensor.is_cuda), None)
+    if device is not None:
+        state.include(torch.cuda.default_generators[device.index])
+    return state
+
+
+class CapturedFunction(torch.autograd.Function):
+    """The node."""
+
+    @staticmethod
+    def forward(ctx: Any, frame: Frame, fixed: Sequence[int], *edges: Tensor) -> Any:
+        outputs = frame.run()
+        ctx.frame = frame
+        if frame.saved:
+            ctx.save_for_backward(*frame.saved)
+            frame.saved = []
+        ctx.set_materialize_grads(False)
+        if fixed:
+            ctx.mark_non_differentiable(*[outputs[position] for position in fixed])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        frame = ctx.frame
+        return None, None, *frame.backward(ctx.saved_tensors, gradients)

@@ -1,0 +1,28 @@
+"""What runs a module under a rule, in place of its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from recompute.engine.checkpoint.region import is_recording
+from recompute.engine.saved_tensors import Owner
+
+Forward = Callable[..., Any]
+
+
+class Runner(Protocol):
+    """Runs ``forward(*args, **kwargs)``, the module's own, or what stands in for it."""
+
+    owner: Owner
+    note: str
+    """What it does, for ``explain``."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any: ...
+
+
+def is_active(module: nn.Module) -> bool:
+    """Whether a policy does anything: the module trains, and autograd records."""
+    return module.training and is_recording()

@@ -1,0 +1,271 @@
+"""The only clock and the only memory counters of this package, and what machine they read."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import profile, record_function
+
+from recompute.errors import AblationError
+
+
+def wall_seconds(device: torch.device) -> float:
+    """Seconds on a monotonic clock, read once everything queued on `device` has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return host_seconds()
+
+
+def host_seconds() -> float:
+    """Seconds on the same clock, as it is: what is queued on a device may not have begun."""
+    return time.perf_counter()
+
+
+def thread_seconds() -> float:
+    """CPU seconds that the calling thread has used: on CUDA, what launching work costs, not running it."""
+    return time.thread_time()
+
+
+def start_peak(device: torch.device) -> None:
+    """Count the peak of ``allocated_nbytes`` from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def allocated_nbytes(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of tensors alive on `device`, now and at the peak; None where nobody counts them, as on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+
+
+@dataclass
+class MemoryTrace(AbstractContextManager["MemoryTrace"]):
+    """Bytes of tensor memory above what was allocated when the ``with`` block began.
+
+    A mark ends a span, which began at the mark before it or with the block. `held_nbytes` maps each mark to the bytes
+    alive when it was set, `span_peak_nbytes` to the most alive at once in the span that it ends; `peak_nbytes` is the
+    most alive at once in the block. All are complete only after the block has ended, and empty if it ended with an
+    exception. Marks have different names.
+    """
+
+    held_nbytes: dict[str, int] = field(default_factory=dict)
+    span_peak_nbytes: dict[str, int] = field(default_factory=dict)
+    peak_nbytes: int = 0
+
+    @abstractmethod
+    def mark(self, name: str) -> None:
+        """Note how many bytes are alive now, and how many were since the mark before, under `name`."""
+
+
+class _CudaTrace(MemoryTrace):
+    """Counters of the caching allocator, which counts in blocks of 512 bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __enter__(self) -> MemoryTrace:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before_nbytes = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def mark(self, name: str) -> None:
+        allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.held_nbytes[name] = allocated["current"] - self._before_nbytes
+        self.span_peak_nbytes[name] = allocated["peak"] - self._before_nbytes
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            last_nbytes = torch.cuda.max_memory_allocated(self._device) - self._before_nbytes
+            self.peak_nbytes = max(last_nbytes, *self.span_peak_nbytes.values(), 0)
+        else:
+            self.held_nbytes.clear()
+            self.span_peak_nbytes.clear()
+
+
+class _CpuTrace(MemoryTrace):
+    """Allocator events as the profiler records them: exact bytes, on one time line with the marks."""
+
+    _MARK = "recompute.memory_trace: "
+
+    def __enter__(self) -> MemoryTrace:
+        self._profile = profile(profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        with record_function(self._MARK + name):
+            pass
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._profile.__exit__(kind, *rest)
+        if kind is not None:
+            return
+        results = self._profile.kineto_results
+        assert results is not None, "a profile that ended without an exception has results"
+        alive = span_peak = 0
+        sizes: dict[int, int] = {}
+        for event in sorted(_flat(results.experimental_event_tree()), key=lambda event: event.start_time_ns):
+            fields = event.extra_fields
+            if event.tag == _EventType.Allocation and fields.device.type == "cpu":
+                # What a trace before saw made is reported when it is freed here, by the garbage collector for one.
+                before = sizes.pop(fields.ptr, 0)
+                if fields.alloc_size > 0:
+                    sizes[fields.ptr] = fields.alloc_size
+                alive += sizes.get(fields.ptr, 0) - before
+                span_peak = max(span_peak, alive)
+                self.peak_nbytes = max(self.peak_nbytes, alive)
+            elif event.name.startswith(self._MARK):
+                name = event.name.removeprefix(self._MARK)
+                self.held_nbytes[name], self.span_peak_nbytes[name] = alive, span_peak
+                span_peak = alive
+
+
+def _flat(events: Iterable[Any]) -> Iterator[Any]:
+    """The events and all that are inside of them."""
+    for event in events:
+        yield event
+        yield from _flat(event.children)
+
+
+def memory_trace(device: torch.device) -> MemoryTrace:
+    """Count the tensor memory of `device` (a CUDA device or the CPU) during a ``with`` block.
+
+    On the CPU it profiles, which slows what runs inside and does not nest; freeing a tensor from before the block does
+    not count there, and what another thread frees counts until its memory is used again.
+    """
+    return _CudaTrace(device) if device.type == "cuda" else _CpuTrace()
+
+
+@dataclass
+class Clock(AbstractContextManager["Clock"]):
+    """Seconds from mark to mark of a ``with`` block, by the name of the mark that ends each span.
+
+    The first span begins with the block. Complete only after the block has ended. Marks have different names, and
+    setting one waits for nothing: the seconds are the device's, whatever it waited for in between included.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @abstractmethod
+    def mark(self, name: str) -> None:
+        """End a span here."""
+
+
+class _CudaClock(Clock):
+    """Events on the current stream, which the device passes as it gets there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._names: list[str] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def __enter__(self) -> Clock:
+        torch.cuda.synchronize(self._device)
+        self._record()
+        return self
+
+    def mark(self, name: str) -> None:
+        self._names.append(name)
+        self._record()
+
+    def _record(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            torch.cuda.synchronize(self._device)
+            spans = zip(self._events, self._events[1:], strict=False)
+            self.seconds |= {
+                name: first.elapsed_time(last) / 1e3 for name, (first, last) in zip(self._names, spans, strict=True)
+            }
+
+
+class _CpuClock(Clock):
+    def __enter__(self) -> Clock:
+        self._last = time.perf_counter()
+        return self
+
+    def mark(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def clock(device: torch.device) -> Clock:
+    """Time what `device` (a CUDA device or the CPU) does from mark to mark of a ``with`` block."""
+    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one training step, in bytes above its static memory."""
+
+    activation_bytes_held: int
+    """Activation memory: alive when forward has returned and backward has not begun."""
+    peak_bytes: int
+    """Peak memory: the most alive at once during forward and backward."""
+
+
+def step_memory(forward: Callable[[], torch.Tensor], device: torch.device) -> StepMemory:
+    """Run `forward` (which returns the loss) and its backward, and count what they hold above static memory.
+
+    Static memory is what is allocated before: parameters, optimizer state, the batch, and the gradients. So
+    call it when every parameter has a gradient to accumulate into: one made inside counts towards the peak.
+    """
+    with memory_trace(device) as trace:
+        loss = forward()
+        trace.mark("forward")
+        loss.backward()
+    return StepMemory(activation_bytes_held=trace.held_nbytes["forward"], peak_bytes=trace.peak_nbytes)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that "auto", "cpu" or "cuda" means here. Raises `AblationError` where there is no such."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise AblationError("device is cuda, but torch finds no CUDA device; use auto or cpu")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def describe_machine(device: torch.device) -> dict[str, str | int | None]:
+    """What a measurement on `device` must be quoted next to: hardware, versions and date."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton") if importlib.util.find_spec("triton") else None,
+        "transformers": version("transformers"),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

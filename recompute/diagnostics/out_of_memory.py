@@ -1,0 +1,260 @@
+"""What to do about an out-of-memory error: which modules hold what, and which rule would free how much."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from recompute.attach.apply import policy_on
+from recompute.compiled.lowering import bare
+from recompute.errors import PolicyWarning, RecomputeError
+from recompute.estimation.estimate_result import ModuleActivations
+from recompute.estimation.fake_tensors import fake_batch, fake_copy
+from recompute.estimation.model_study import Study, Subject, by_module
+from recompute.estimation.models import without_packing
+from recompute.estimation.module_tracker import pattern_of, unit_of
+from recompute.estimation.simulation import Step, fake_mode
+from recompute.policy.rules import Policy, Rule
+from recompute.units import humanize
+
+logger = logging.getLogger(__name__)
+
+_PARTS = 3
+"""Of a layer, to try rules for: those that hold most."""
+_PLAIN = bool, int, float, str, torch.dtype, torch.device
+
+
+class Freed(NamedTuple):
+    """A rule, and by how much it would lower a step's peak, put before the policy's other rules."""
+
+    rule: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What there is to say of an out-of-memory error. Of the step: of one on the last batch, run on fake tensors."""
+
+    where: str
+    """ "forward of model.layers.3.mlp (LlamaMLP)" …"""
+    device: str
+    """What the device has, and how much of it is taken; "" where nobody counts."""
+    static: Mapping[str, int]
+    """Bytes that were there before the step, by what they are."""
+    peak_nbytes: int = 0
+    """The most that a step takes above that."""
+    peak_moment: str = ""
+    activations: tuple[ModuleActivations, ...] = ()
+    """What modules hold for backward, most first."""
+    rules: tuple[Freed, ...] = ()
+    """Those that would free most first."""
+    problem: str = ""
+    """Why nothing is known of the step, if so."""
+
+    def __str__(self) -> str:
+        blocks = [f"out of memory in the {self.where}{self.device and f'; {self.device}'}"]
+        static = ", ".join(f"{name} {humanize(nbytes)}" for name, nbytes in self.static.items() if nbytes)
+        blocks.append(f"Before the step there were: {static or 'nothing'}.")
+        if self.problem:
+            return "\n".join([*blocks, f"What the step takes is not known: {self.problem}"])
+        blocks.append(
+            f"A step on this batch takes {humanize(self.peak_nbytes)} more at its peak, the {self.peak_moment}, as "
+            "estimated on tensors without values."
+        )
+        held = [
+            (each.path or "outside of all modules", each.modules, humanize(each.nbytes)) for each in self.activations
+        ]
+        blocks.append(_table(("holds for backward", "modules", "together"), held))
+        if self.rules:
+            rows = [(each.rule, humanize(each.nbytes)) for each in self.rules]
+            blocks.append(_table(("one of these rules, before any others", "lowers the peak by"), rows))
+        else:
+            blocks.append("No rule lowers the peak: a smaller batch, shorter sequences or more devices would.")
+        return "\n\n".join(blocks)
+
+
+def _table(headers: tuple[str, ...], rows: list[Any]) -> str:
+    align = ["left", *["right"] * (len(headers) - 1)]
+    return tabulate(rows, headers, colalign=align, disable_numparse=True)
+
+
+@contextmanager
+def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
+    """Should the device run out of memory inside, say what holds it, and what would free how much.
+
+        with explain_out_of_memory(model):
+            trainer.train()
+
+    The error is raised on, with an ``OutOfMemory`` as a note (from Python 3.11 on); it is also logged, as an error of
+    the logger ``recompute.diagnostics.out_of_memory``. That takes seconds, and no memory of the device: a step on the
+    last batch's shapes runs on fake tensors, as ``recompute.estimate`` does, under the policy that is on ``model``.
+
+    model: what is called in training, or a part of it, under any policy or none.
+    """
+    latest = _Latest()
+    hook = model.register_forward_pre_hook(latest, with_kwargs=True)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        hook.remove()  # which a copy would call
+        inner = bare(model)
+        report = _report(inner, latest, _where(inner, error))
+        logger.error("%s", report)
+        if hasattr(error, "add_note"):
+            error.add_note(f"\n{report}")
+        raise
+    finally:
+        hook.remove()
+
+
+class _Latest:
+    """What the latest forward in training began with, of tensors their shapes alone."""
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.autocast = False
+        self.allocated_nbytes = 0
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        device = _device(module)
+        if device.type == "cuda":
+            self.allocated_nbytes = torch.cuda.memory_allocated(device)
+        self.autocast = torch.is_autocast_enabled(device.type)
+        args, kwargs = tree_map(_outline, (args, kwargs))
+        self.batch = _arguments(bare(module), args, kwargs)
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value if isinstance(value, _PLAIN) else None  # a cache, say, which would hold tensors
+
+
+def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """As ``recompute.estimate`` takes a batch: either all by position or all by name."""
+    if not args or not kwargs:
+        return args or kwargs
+    signature = inspect.signature(module.forward)
+    named = signature.bind(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _where(model: nn.Module, error: BaseException) -> str:
+    """What ran, as the error's traceback has it."""
+    paths = {module: path for path, module in model.named_modules()}
+    phase, innermost = "forward", None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        runs = frame.f_locals.get("self")
+        if isinstance(runs, Optimizer):
+            return f"step of {type(runs).__name__}"
+        if frame.f_code.co_name == "_engine_run_backward":
+            phase, innermost = "backward", None
+        if isinstance(runs, nn.Module) and runs in paths:
+            innermost = runs
+    if innermost is None:
+        return phase if phase == "backward" else "code outside of the model"
+    return f"{phase} of {paths[innermost] or 'the model'} ({type(innermost).__name__})"
+
+
+def _report(model: nn.Module, latest: _Latest, where: str) -> OutOfMemory:
+    device = _device(model)
+    text = ""
+    static = {
+        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
+        "gradients": sum(each.grad.nbytes for each in model.parameters() if each.grad is not None),
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+    }
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        text = (
+            f"the device has {humanize(total)}, tensors take {humanize(allocated)}, and the allocator reserves "
+            f"{humanize(reserved)}"
+        )
+        static["others (optimizer states, the batch …)"] = max(0, latest.allocated_nbytes - sum(static.values()))
+    if latest.batch is None:
+        return OutOfMemory(where, text, static, problem="the model has not run in training yet.")
+    try:
+        return _studied(model, latest, device, OutOfMemory(where, text, static))
+    except Exception as error:  # the report of an error may not hide it
+        if not isinstance(error, RecomputeError):
+            logger.debug("the out-of-memory report failed", exc_info=True)
+        return OutOfMemory(where, text, static, problem=f"{type(error).__name__}: {error}")
+
+
+def _studied(model: nn.Module, latest: _Latest, device: torch.device, found: OutOfMemory) -> OutOfMemory:
+    """``found``, with what a step takes and which rules would change that."""
+    name = type(model).__name__
+    policy = policy_on(model)
+    with without_packing(name), fake_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)
+        study = Study(
+            Subject(fake_copy(model), fake_batch(latest.batch), name), on_cuda=device.type == "cuda", strict=False
+        )
+        now = study.step(policy, latest.autocast)
+        peak_nbytes, moment = _peak(now)
+        freed = []
+        for rule in _rules(model, study, now):
+            rules = [rule, *(() if policy is None else policy.rules)]
+            saved = peak_nbytes - _peak(study.step(Policy(name="with one more", rules=rules), latest.autocast))[0]
+            if saved > 0:
+                freed.append(Freed(_text(rule), saved))
+    return OutOfMemory(
+        found.where,
+        found.device,
+        found.static,
+        peak_nbytes,
+        moment,
+        tuple(sorted((each for each in by_module(now.held) if each.nbytes), key=lambda each: -each.nbytes)),
+        tuple(sorted(freed, key=lambda each: -each.nbytes)),
+    )
+
+
+def _peak(step: Step) -> tuple[int, str]:
+    """In bytes, gradients with it, and when."""
+    return max((moment.peak_nbytes(lambda nbytes: nbytes), moment.name) for moment in step.moments)
+
+
+def _rules(model: nn.Module, study: Study, step: Step) -> Iterator[Rule]:
+    """For the layers, for those of their parts that hold most, and for the head."""
+    layers: dict[str, dict[str, int]] = {}
+    for path, nbytes in step.held.items():
+        unit = unit_of(path)
+        if unit.split(".")[-1].isdigit():
+            parts = layers.setdefault(pattern_of(unit), {})
+            part = path.removeprefix(unit).removeprefix(".").split(".")[0]
+            parts[part] = parts.get(part, 0) + nbytes
+    for layer, parts in layers.items():
+        largest = sorted(filter(None, parts), key=lambda part: -parts[part])[:_PARTS]
+        for glob in (layer, *(f"{layer}.{part}" for part in largest)):
+            yield Rule(match=glob, action="recompute")
+            yield Rule(match=glob, action="checkpoint")
+    if (head := study.head()) is not None:
+        yield Rule(match=head, action="recompute", via="kernel")
+
+
+def _text(rule: Rule) -> str:
+    """As a line of a policy file."""
+    via = f", via: {rule.via}" if rule.via == "kernel" else ""
+    return f'- {{match: "{rule.match[0]}", action: {rule.action}{via}}}'

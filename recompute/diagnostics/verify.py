@@ -1,0 +1,376 @@
+"""Whether a model computes under a policy what it computes without it, and if not, where the two part."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
+from recompute.attach.effect import listed, means_to_drop
+from recompute.compiled.lowering import uncompiled
+from recompute.engine.recipes import count_different, verifying
+from recompute.engine.rng import RngState
+from recompute.engine.saved_tensors import describe
+from recompute.errors import GradientMismatch, NoEffectError, UnsupportedError
+from recompute.profiling.model_run import Loss, arguments_of, copy_of, left_as_it_was, named, roots, sources_of
+from recompute.substitution.kernel_runners import kernel_of
+
+Tensors = Mapping[str, Tensor | None]
+"""By name, on the host; None for a parameter that got no gradient."""
+
+_SHOWN = 5  # of the tensors that differ, of each kind
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify`` found, where it found nothing wrong."""
+
+    policy: str
+    gradients: int
+    """How many were compared."""
+    bitwise: bool
+    """Whether all that was compared is equal bit for bit."""
+    max_difference: float
+    """The largest between two elements of a gradient."""
+    relative_error: float
+    """‖difference‖ / ‖gradient‖, of all gradients together."""
+    tolerance: float
+    """Twice what rounding makes of ``relative_error`` without the policy; 0 where all bits are equal."""
+    dropped_tensors: int
+    """Each of which came back as it was."""
+    dropped_nbytes: int
+    kept_nbytes: int
+    """Bytes that the governed modules saved under the policy; the inputs that a checkpoint holds do not count."""
+    eager_nbytes: int
+    """Bytes that they hold without it."""
+
+    def __str__(self) -> str:
+        verdict = f"outputs and {self.gradients} gradients are bit for bit those without it"
+        if not self.bitwise:
+            verdict = (
+                f"{self.gradients} gradients differ from those without it by {self.relative_error:.1e} of their norm "
+                f"({self.max_difference:.1e} at most), where twice the rounding error is {self.tolerance:.1e}"
+            )
+        memory = "nothing was dropped"
+        if self.dropped_tensors:
+            dropped = f"{self.dropped_tensors} tensors ({self.dropped_nbytes:,} bytes)"
+            memory = f"{dropped} were dropped and came back as they were"
+        if self.eager_nbytes:
+            memory += f"; of {self.eager_nbytes:,} bytes saved without it, {self.kept_nbytes:,} were kept"
+        return f"policy {self.policy}: {verdict}; {memory}"
+
+
+def verify(
+    model: nn.Module, batch: Any, *, policy: PolicyLike = "elementwise", loss: Loss | None = None
+) -> Verification:
+    """Run forward and backward of ``model`` on ``batch`` under ``policy`` and without it, and compare the two.
+
+    Compared are the loss and the outputs, the gradient of each parameter and of each input that requires one, the
+    buffers and the random state afterwards: bit for bit, unless a kernel stands in for a module. Kernels round in their
+    own way: with one, a tensor may differ by twice the rounding error that it has without the policy, measured against
+    the same model in float32 (in float64 where the model is in float32). Under the policy, each regenerated tensor is
+    compared, too, with the one that was dropped, which is held for that.
+
+    Both runs train, from the same random state, on CUDA with deterministic algorithms. Afterwards the model with its
+    gradients, buffers, attributes and training flags, the batch and the random state are as before, also if this
+    raises. What forward does to Python objects beyond these it does twice.
+
+    batch: a mapping of keyword arguments, a tuple of arguments, or the only argument. The model gets copies of it.
+    policy: as ``recompute.apply`` takes it, with the same default; the model must not be under a policy yet.
+    loss: makes a scalar of the output. Without one it is the output's own ``loss``; if there is none either, backward
+    starts from every tensor in the output, with a gradient of fixed signs.
+
+    Raises ``NoEffectError`` if the policy is to drop something, and governs nothing of the model or drops nothing here;
+    ``GradientMismatch`` that names what differs; ``RegenerationError`` with the module and the op that did not
+    give back what was dropped; ``MutationError`` where the run itself changes a parameter, as an optimizer in a hook
+    does; ``UnsupportedError`` where a kernel's rounding cannot be judged, as the model does not run in a wider dtype;
+    and what ``recompute.apply`` and the model raise.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"recompute.verify takes a torch.nn.Module, got {type(model).__name__}")
+    trial = _Trial(model, batch, loss, sources_of(model, batch))
+    with apply(model, policy) as handle:
+        with verifying():
+            found = trial.run()
+        name, stats, is_exact = handle.policy.name, handle.stats(), _is_exact(handle, model)
+        _refuse_idle(handle, model, is_exact)
+    expected = trial.run()
+    differing = {kind: _differing(found.tensors[kind], tensors) for kind, tensors in expected.tensors.items()}
+    bitwise = not any(differing.values())
+    tolerance = 0.0
+    if not bitwise and not is_exact:
+        wide = _in_wider_dtype(trial, name)
+        differing = {
+            kind: _beyond_rounding(names, found.tensors[kind], expected.tensors[kind], wide.tensors[kind])
+            for kind, names in differing.items()
+        }
+        tolerance = 2 * relative_error(*_pairs(expected.tensors["gradients"], wide.tensors["gradients"]))
+    if any(differing.values()):
+        raise GradientMismatch(_complaint(name, differing, found, expected, tolerance))
+    with expected.rng.replayed():
+        if found.rng.drawn() is not None:
+            raise GradientMismatch(
+                f"under policy {name} outputs and gradients are those without it, but random generators are left in "
+                "another state, so that the next step would differ"
+            )
+    pairs = _pairs(found.tensors["gradients"], expected.tensors["gradients"])
+    return Verification(
+        policy=name,
+        gradients=len(pairs[0]),
+        bitwise=bitwise,
+        max_difference=0.0 if bitwise else max(map(_max_difference, *pairs)),
+        relative_error=0.0 if bitwise else relative_error(*pairs),
+        tolerance=tolerance,
+        dropped_tensors=stats.dropped_tensors,
+        dropped_nbytes=stats.dropped_nbytes,
+        kept_nbytes=stats.kept_nbytes,
+        eager_nbytes=stats.eager_nbytes,
+    )
+
+
+class _Outcome(NamedTuple):
+    """Of one run: what there is to compare, by kind and name, and the random state at its end."""
+
+    tensors: Mapping[str, Tensors]
+    rng: RngState
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Forward and backward of a model on a batch, as often as one likes."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss | None
+    sources: Sequence[Any]
+
+    def run(self, dtype: torch.dtype | None = None) -> _Outcome:
+        """dtype: to calculate in, instead of the model's own floating-point dtypes and autocast's."""
+        model = self.model
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        buffers: dict[str, Tensor] = dict(model.named_buffers())
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(left_as_it_was(model, self.sources))
+            args, kwargs = arguments_of(self.batch, dtype)
+            inputs = named(kwargs or args)
+            devices = {tensor.device.type for tensor in (*parameters.values(), *inputs.values())}
+            stack.enter_context(deterministic("cuda" in devices))
+            if dtype is None:
+                output = model(*args, **kwargs)
+            else:
+                for device in devices:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                stack.enter_context(Widened(dtype))
+                parameters = {name: copy_of(tensor, dtype) for name, tensor in parameters.items()}
+                buffers = {name: copy_of(tensor, dtype) for name, tensor in buffers.items()}
+                output = functional_call(model, {**parameters, **buffers}, args, kwargs)
+            outputs = self._backward(output)
+            leaves = {**parameters, **{f"input {name}": tensor for name, tensor in inputs.items()}}
+            gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.requires_grad}
+            kinds: dict[str, Tensors] = {"outputs": outputs, "gradients": gradients, "buffers": buffers}
+            on_host = {
+                kind: {name: _on_host(tensor) for name, tensor in tensors.items()} for kind, tensors in kinds.items()
+            }
+            return _Outcome(on_host, RngState(self.sources))
+
+    def _backward(self, output: Any) -> dict[str, Tensor]:
+        """Run backward; returns the tensors in ``output``, and the loss."""
+        outputs = named(output)
+        starts, gradients = roots(output, self.loss)
+        if gradients == [None]:
+            outputs["loss"] = starts[0]
+        torch.autograd.backward(starts, gradients)
+        return outputs
+
+
+def _on_host(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).to("cpu", copy=True)
+
+
+def _in_wider_dtype(trial: _Trial, policy: str) -> _Outcome:
+    dtype = wider_dtype(trial.model)
+    try:
+        return trial.run(dtype)
+    except RuntimeError as error:  # as from an op that has no kernel for float64
+        raise UnsupportedError(
+            f"under policy {policy} gradients differ, as a kernel's may; by how much is to be measured against the "
+            f"model in {dtype}, in which it does not run: {error}"
+        ) from error
+
+
+def _is_exact(handle: AppliedPolicy, model: nn.Module) -> bool:
+    """Whether the policy promises the same bits: no kernel stands in where the model is."""
+    kernels = [kernel for one in handle._attachments if (kernel := kernel_of(one.runner)) is not None]
+    on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    return not any(on_cuda or kernel.fallback is None for kernel in kernels)
+
+
+def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> None:
+    """Raise if the run was one without a policy: comparing it with one would say that all is well, whatever is."""
+    stats, policy = handle.stats(), handle.policy
+    # What a kernel saves less is not dropped, and of compiled code the compiler alone knows.
+    kernels = [] if is_exact else [kernel_of(each.runner) for each in handle._attachments]
+    if stats.dropped_tensors or any(kernel is not None and kernel.owner.frames for kernel in kernels):
+        return
+    if not means_to_drop(policy) or any(map(_is_compiled, (model, *model.modules()))):
+        return
+    paths = [each.path or type(model).__name__ for each in handle._attachments if each.rule is not None]
+    found = "which ran and dropped nothing" if stats.frames else "none of which ran with gradients"
+    raise NoEffectError(
+        f"policy {policy.name} governs {listed(paths)}, {found} on this batch: there is nothing to verify. "
+        "handle.explain(), after a forward under recompute.apply(), says why each tensor is kept"
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
+
+
+def _differing(found: Tensors, expected: Tensors) -> list[str]:
+    """The names under which not all bits are the same."""
+    return [name for name, tensor in expected.items() if not same_bits(found.get(name), tensor)]
+
+
+def _beyond_rounding(names: Iterable[str], found: Tensors, expected: Tensors, wide: Tensors) -> list[str]:
+    """Those of ``names`` under which tensors differ by more than twice the rounding error.
+
+    That is a tensor's own error, or its share of the error of all of them where that is more: in a small tensor the
+    roundings may have cancelled out by chance. Other numbers may differ where rounding changes them, as it does ranks.
+    """
+    share = relative_error(*_pairs(expected, wide))
+    beyond = []
+    for name in names:
+        one, other, exact = found.get(name), expected[name], wide.get(name)
+        if one is None or other is None or exact is None or not one.shape == other.shape == exact.shape:
+            beyond.append(name)
+        elif not other.is_floating_point():
+            if same_bits(other, exact):
+                beyond.append(name)
+        else:
+            one, other, exact = one.double(), other.double(), exact.double()
+            if not (one - other).norm() <= 2 * max((other - exact).norm(), share * exact.norm()):
+                beyond.append(name)
+    return beyond
+
+
+def _pairs(found: Tensors, expected: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+    """The floating-point tensors that are in both, in the same order."""
+    both = [(one, other) for name, other in expected.items() if (one := found.get(name)) is not None is not other]
+    chosen = [(one, other) for one, other in both if other.is_floating_point() and one.shape == other.shape]
+    return [one for one, _ in chosen], [other for _, other in chosen]
+
+
+def _complaint(
+    policy: str, differing: Mapping[str, Sequence[str]], found: _Outcome, expected: _Outcome, tolerance: float
+) -> str:
+    lines = [f"under policy {policy}:"]
+    for kind, names in differing.items():
+        if names:
+            lines.append(f"{len(names)} of {len(expected.tensors[kind])} {kind} differ from those without it")
+            lines += [
+                f"  {name}: " + _apart(found.tensors[kind].get(name), expected.tensors[kind][name])
+                for name in names[:_SHOWN]
+            ]
+            if len(names) > _SHOWN:
+                lines.append(f"  and {len(names) - _SHOWN} more")
+    lines.append(
+        f"expected at most twice the rounding error of each, which is {tolerance:.1e} of the norm of all gradients"
+        if tolerance
+        else "expected the same bits, as no kernel stands in for a module"
+    )
+    return "\n".join(lines)
+
+
+def _apart(found: Tensor | None, expected: Tensor | None) -> str:
+    if found is None or expected is None:
+        return "there is none " + ("under it" if found is None else "without it")
+    if found.shape != expected.shape or found.dtype is not expected.dtype:
+        return f"{describe(found)} under it, {describe(expected)} without it"
+    text = f"shape {tuple(found.shape)}, {count_different(found, expected)} of {found.numel()} elements"
+    if not expected.is_floating_point():
+        return text
+    error = relative_error([found], [expected])
+    return f"{text}, by at most {_max_difference(found, expected):.1e}, in all by {error:.1e} of its norm"
+
+
+def _max_difference(found: Tensor, expected: Tensor) -> float:
+    return (found.double() - expected.double()).abs().max().item() if found.numel() else 0.0
+
+
+def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are equal bit for bit, where NaN is NaN and 0 is not -0; or are both None."""
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.dtype is other.dtype and count_different(one, other) == 0
+
+
+def relative_error(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """‖tensors - reference‖ / ‖reference‖ over all of them together, in float64."""
+    difference = norm = 0.0
+    for one, other in zip(tensors, reference, strict=True):
+        difference += (one.double() - other.double()).square().sum().item()
+        norm += other.double().square().sum().item()
+    return math.sqrt(difference / norm) if norm else math.inf if difference else 0.0
+
+
+def wider_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which ``model``'s rounding errors show: float32 if it calculates in less, else float64.
+
+    For bfloat16 and float16, float32 is exact enough, and has the fused attention without which memory runs out.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    is_narrow = torch._C._is_any_autocast_enabled() or dtypes & {torch.bfloat16, torch.float16}
+    return torch.float32 if is_narrow else torch.float64
+
+
+class Widened(TorchFunctionMode):
+    """Gives `dtype` to who asks for float32, as Hugging Face's norms, rotary tables and loss always do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def widened(value: Any) -> Any:
+            return self._dtype if value is torch.float32 else value
+
+        if func is Tensor.float:
+            func, args = Tensor.to, (*args, torch.float32)
+        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def deterministic(on_cuda: bool) -> Iterator[None]:
+    """On CUDA, have attention's backward and others add in a fixed order: otherwise a model differs from itself.
+
+    It costs time. On the CPU there is nothing to ask for.
+    """
+    if not on_cuda:
+        yield
+        return
+    before = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch insists on
+    torch.use_deterministic_algorithms(True)  # with warn_only, cuDNN's attention would not obey
+    torch.backends.cudnn.benchmark = False  # or two runs may choose different algorithms
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        if workspace is None:
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]

@@ -1,0 +1,400 @@
+"""A frame's arguments: taken apart, held for backward, compared, and put together again as they were."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from types import MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES
+
+from recompute.engine.recipes import count_different
+from recompute.engine.rng import GENERATORS
+from recompute.engine.saved_tensors import (
+    Foreign,
+    Hooks,
+    Kept,
+    describe,
+    hold_through,
+    storage_key,
+    top_hooks,
+    version_of,
+)
+from recompute.engine.tape.exposed import is_shared
+from recompute.errors import MutationError
+
+
+class _Input:
+    """A tensor among a frame's arguments, and as it stands while the frame runs."""
+
+    __slots__ = ("attributes", "before", "original", "requires_grad", "saved", "stride", "version")
+
+    def __init__(self, tensor: Tensor, name: str, hooks: Hooks | None):
+        """hooks: the saved-tensor hooks in force, which hold it (invariant 9)."""
+        # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
+        is_plain = type(tensor) is Tensor
+        is_parameter = not is_plain and isinstance(tensor, nn.Parameter)
+        self.saved = Kept(tensor, name) if is_parameter else hold_through(hooks, tensor.detach(), name)
+        self.attributes = None if is_plain or type(tensor) is nn.Parameter else dict(vars(tensor))
+        is_foreign = type(self.saved) is Foreign
+        self.stride = tensor.stride() if is_foreign and tensor.layout is torch.strided else None
+        self.requires_grad = tensor.requires_grad
+        self.original: Tensor | None = tensor
+        self.version = version_of(tensor)
+        self.before: Tensor | None = None
+        """A copy of what an array has the memory of: whoever writes to that changes no version."""
+        if is_shared(tensor):
+            self.expose()
+
+    def expose(self) -> None:
+        """Others may write to it unseen."""
+        if self.before is None and type(self.saved) is Kept:
+            self.before = self.saved.tensor.detach().clone()
+
+    def changed(self) -> bool:
+        """Whether it has been modified in place since."""
+        if self.original is not None and version_of(self.original) != self.version:
+            return True
+        return self.before is not None and count_different(self.saved.tensor, self.before) > 0  # type: ignore[attr-defined]
+
+    def restore(self) -> Tensor:
+        tensor = self.saved.get()
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+            return tensor
+        if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
+            # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
+            tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
+        tensor = tensor.detach()
+        if self.requires_grad:
+            tensor.requires_grad_()
+        if self.attributes:  # of a subclass, whose ``detach`` may not know of them
+            vars(tensor).update({**self.attributes, **vars(tensor)})
+        return tensor
+
+
+class _Opaque:
+    """An object with state that forward may change, such as a key/value cache, and a copy of its state before."""
+
+    __slots__ = ("before", "fingerprint", "used", "value")
+
+    def __init__(self, value: Any, generators: list[Any]):
+        """generators: gets the random generators in ``value``."""
+        # Weakly: a cache is given tensors of the very graph that this belongs to (invariant 8).
+        self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
+        self.before = _snapshot(value, _DEPTH, {}, generators)
+        self.fingerprint = fingerprint(self.before)
+        self.used = False
+
+    def settle(self) -> None:
+        """At the end of the frame: note whether it changed the object."""
+        self.used = fingerprint(self.value()) != self.fingerprint
+
+    def changed(self) -> bool:
+        """Whether a tensor in it has been modified in place: that state cannot be put back."""
+        return fingerprint(self.before) != self.fingerprint
+
+    def restore(self) -> Any:
+        """The object as it was: itself, if the frame leaves it alone and nobody else has changed it."""
+        value = self.value()
+        as_it_was = not self.used and fingerprint(value) == self.fingerprint
+        return value if as_it_was else snapshot(self.before)
+
+
+class Inputs:
+    """A frame's arguments, with every tensor in tuples, lists, dicts and dataclasses held for backward."""
+
+    __slots__ = ("_arguments", "_hooks", "_name", "_opaque", "_tensors", "others")
+
+    def __init__(self, arguments: tuple[tuple, dict], name: str):
+        self._name = name
+        self._hooks: Hooks | None = top_hooks()
+        self._tensors: dict[int, _Input] = {}  # by id: one tensor passed twice is one tensor again
+        self._opaque: dict[int, _Opaque] = {}
+        self.others: list[Any] = []
+        """The arguments that are neither, and random generators in those that have a state."""
+        self._arguments = take_apart(self._hold, arguments)
+        self._hooks = None  # which refer to whatever is around
+
+    def _hold(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if (held := self._tensors.get(id(value))) is None:
+                held = self._tensors[id(value)] = _Input(value, self._name, self._hooks)
+            return held
+        if type(value) in _ATOMS:
+            return value
+        if _is_opaque(value):
+            if (opaque := self._opaque.get(id(value))) is None:
+                opaque = self._opaque[id(value)] = _Opaque(value, self.others)
+            return opaque
+        self.others.append(value)
+        return value
+
+    def hand_out(self, tensor: Tensor) -> None:
+        """The memory of a tensor is about to become an array."""
+        key = storage_key(tensor)
+        for held in self._tensors.values():
+            if key is not None and held.original is not None and storage_key(held.original) == key:
+                held.expose()
+
+    def changed(self) -> str | None:
+        """Names an argument that has been modified in place since, if there is one, or can be used but once."""
+        for held in self._tensors.values():
+            if held.changed():
+                tensor = held.before if held.original is None else held.original
+                assert tensor is not None, "one of them tells that it has changed"
+                return f"an argument, a {describe(tensor)}, has been modified in place"
+        for opaque in self._opaque.values():
+            if opaque.changed():
+                return f"a tensor in an argument, a {type(opaque.before).__name__}, has been modified in place"
+        for value in self.others:
+            if isinstance(value, Iterator):
+                return f"an argument, a {type(value).__name__}, may have been used up"
+        return None
+
+    def settle(self) -> tuple[list[Tensor], list[Tensor]]:
+        """At the end of the frame: forget the arguments' graph.
+
+        Returns the tensors that were given, and those of them that are held as they are.
+        """
+        for opaque in self._opaque.values():
+            opaque.settle()
+        given, kept = [], []
+        for held in self._tensors.values():
+            if held.original is not None:
+                given.append(held.original)
+                held.original = None
+            if type(held.saved) is Kept:
+                kept.append(held.saved.tensor)
+        return given, kept
+
+    def restored(self) -> tuple[tuple, dict]:
+        """The same arguments, their tensors leaves of a new graph."""
+        if (what := self.changed()) is not None:
+            raise MutationError(
+                f"in {self._name}: {what} between forward and backward, so the region cannot be run again as it ran"
+            )
+
+        restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors.values()}
+        restored |= {id(opaque): opaque.restore() for opaque in self._opaque.values()}
+        return put_together(lambda value: restored.get(id(value), value), self._arguments)
+
+
+class _Node:
+    """A container of another kind than a tuple, list or dict, taken apart."""
+
+    __slots__ = ("build", "parts")
+
+    def __init__(self, parts: Any, build: Callable[[Any], Any]):
+        self.parts = parts
+        self.build = build
+
+
+def take_apart(leaf: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``leaf`` called on all that is in its tuples, lists, dicts, dataclasses and registered pytrees.
+
+    What it returns is not of their kinds, which might refuse what ``leaf`` returns: see ``put_together``.
+    """
+    return _take_apart(leaf, value, {})
+
+
+def _take_apart(leaf: Callable[[Any], Any], value: Any, seen: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind is Tensor or kind in _ATOMS:
+        return leaf(value)
+    if kind is tuple:
+        return tuple([_take_apart(leaf, item, seen) for item in value])
+    if (part := seen.get(id(value))) is not None:  # one list passed twice is one list again
+        return part
+    if kind is dict:
+        seen[id(value)] = found = {}
+        found.update({key: _take_apart(leaf, item, seen) for key, item in value.items()})
+        return found
+    if kind is list:
+        seen[id(value)] = items = []
+        items += [_take_apart(leaf, item, seen) for item in value]
+        return items
+    if (split := _split(value)) is None:
+        return leaf(value)
+    parts, build = split
+    seen[id(value)] = node = _Node(None, build)
+    node.parts = _take_apart(leaf, parts, seen)
+    return node
+
+
+_ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, nn.Parameter))
+
+
+def _split(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """The parts of a container, in plain ones, and what makes it of such parts; None of what is none.
+
+    No constructor of the container runs, which may want other arguments or do more than keep them, but for those that
+    are registered as pytrees, with what they say.
+    """
+    kind = type(value)
+    if (node := SUPPORTED_NODES.get(kind)) is not None:
+        children, context = node.flatten_fn(value)
+        return children, lambda parts: node.unflatten_fn(parts, context)
+    if isinstance(value, tuple):
+        return (tuple(value), getattr(value, "__dict__", {})), functools.partial(_tuple_of, kind)
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, nn.Module)) or _empty(kind) is None:
+        return None
+    return _attributes(value), functools.partial(_object_of, kind)
+
+
+def _tuple_of(kind: Any, parts: tuple[tuple, dict[str, Any]]) -> Any:
+    items, attributes = parts
+    made = tuple.__new__(kind, items)
+    if attributes:
+        made.__dict__.update(attributes)
+    return made
+
+
+def _object_of(kind: Any, attributes: dict[str, Any]) -> Any:
+    made = object.__new__(kind)
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _empty(kind: Any) -> Any:
+    """An object without attributes, on which no constructor has run; None of a class that holds more than those."""
+    try:
+        return object.__new__(kind)
+    except TypeError:
+        return None
+
+
+def put_together(leaf: Callable[[Any], Any], part: Any) -> Any:
+    """What ``take_apart`` took apart, with ``leaf`` called on all that stands for its leaves."""
+    return _put_together(leaf, part, {})
+
+
+def _put_together(leaf: Callable[[Any], Any], part: Any, made: dict[int, Any]) -> Any:
+    kind = type(part)
+    if kind is tuple:
+        return tuple([_put_together(leaf, item, made) for item in part])
+    if kind not in (dict, list, _Node):
+        return leaf(part)
+    if (value := made.get(id(part))) is not None:
+        return value
+    if kind is dict:
+        made[id(part)] = found = {}
+        found.update({key: _put_together(leaf, item, made) for key, item in part.items()})
+        return found
+    if kind is list:
+        made[id(part)] = items = []
+        items += [_put_together(leaf, item, made) for item in part]
+        return items
+    made[id(part)] = value = part.build(_put_together(leaf, part.parts, made))
+    return value
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with each leaf of its tuples, lists, dicts, dataclasses and registered pytrees replaced."""
+    return put_together(lambda leaf: leaf, take_apart(function, value))
+
+
+_IMMUTABLE = (Tensor, nn.Module, type, enum.Enum, functools.partial, MethodType, ModuleType, *GENERATORS)
+
+
+def _is_opaque(value: Any) -> bool:
+    kind: Any = type(value)
+    return _are_opaque(kind)
+
+
+@functools.lru_cache(4096)
+def _are_opaque(kind: Any) -> bool:
+    """Whether the state of objects of this class is in attributes, by which it can be compared and copied."""
+    if issubclass(kind, _IMMUTABLE) or any("__call__" in vars(base) for base in kind.__mro__):
+        return False
+    return bool(_slots_of(kind)) or kind.__dictoffset__ != 0
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object of a class written in Python refers to by name."""
+    kind: Any = type(value)
+    slots = _slots_of(kind)
+    own = getattr(value, "__dict__", {})
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **own} if slots else own
+
+
+@functools.lru_cache(4096)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple([name for name in found if name != "__weakref__"])
+
+
+def fingerprint(value: Any) -> Any:
+    """What a value refers to: two fingerprints differ if it was changed in between, or a tensor in it was."""
+    return _fingerprint(value, _DEPTH, {})
+
+
+def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), version_of(value)
+    if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+        return value if isinstance(value, (int, float, str, bytes, type(None))) else id(value)
+    if id(value) in seen:
+        return "seen", seen[id(value)]
+    seen[id(value)] = len(seen)
+    parts: list[Any] = [type(value)]
+    if isinstance(value, dict):
+        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts += [_fingerprint(item, depth - 1, seen) for item in value]
+    if _is_opaque(value):
+        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in _attributes(value).items()]
+    return parts
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of the objects, lists and dicts in ``value``: they refer alike to each other, and to the same tensors."""
+    return _snapshot(value, _DEPTH, {}, [])
+
+
+def _snapshot(
+    value: Any, depth: int, copies: dict[int, Any], generators: list[Any]
+) -> Any:  # no closure, which would be a cycle (invariant 8)
+    if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
+        if isinstance(value, GENERATORS):  # whose states are for ``RngState``
+            generators.append(value)
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    if type(value) is tuple:
+        return tuple([_snapshot(item, depth - 1, copies, generators) for item in value])
+    try:
+        copied = copies[id(value)] = copy.copy(value)
+    except _REFUSALS:
+        if (copied := _empty(type(value))) is None:  # a stream, say: not state that forward changes
+            return value
+        copies[id(value)] = copied
+    if copied is value:  # a logger, a singleton
+        return value
+    if isinstance(value, dict):
+        dict.update(copied, {key: _snapshot(item, depth - 1, copies, generators) for key, item in value.items()})
+    elif isinstance(value, list):
+        list.__setitem__(copied, slice(None), [_snapshot(item, depth - 1, copies, generators) for item in value])
+    if _is_opaque(value):
+        for name, item in _attributes(value).items():
+            object.__setattr__(copied, name, _snapshot(item, depth - 1, copies, generators))
+    return copied
+
+
+_REFUSALS = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError)
+"""What classes raise that do not want to be copied, or know only how to be made by their constructor."""
+
+_DEPTH = 6  # a cache, its layers, a layer, its attributes: and not all that hangs on a configuration

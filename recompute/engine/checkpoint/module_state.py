@@ -1,0 +1,339 @@
+"""What a frame's result depends on besides its code and arguments: module state and autocast, captured and put back."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from recompute.engine.saved_tensors import describe, storage_of, version_of
+from recompute.engine.sharded import has_layout
+from recompute.errors import MutationError
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+RUNNER = "_recompute_runner"
+"""In the ``__dict__`` of a module under a policy: how it runs its forward. A DataParallel replica gets a copy."""
+
+
+def base_of(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``, and not the one that a policy puts in its place."""
+    return getattr(type(module), "_recompute_base", type(module))
+
+
+class Learned:
+    """What a region's frames tell the next ones of its numbered buffers, by the training flags of their modules."""
+
+    __slots__ = ("changing", "copies")
+
+    def __init__(self) -> None:
+        self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
+        """Those that a frame has changed."""
+        self.copies: dict[tuple[bool, ...], _Copies] = {}
+        """Of small ones that none has changed."""
+
+
+class _Copies:
+    """Buffers, and copies of them that all frames share until one of the buffers moves on."""
+
+    __slots__ = ("buffers", "values", "versions")
+
+    def __init__(self, buffers: list[Tensor], values: list[Tensor]):
+        self.buffers = buffers
+        self.values = values
+        self.versions = [version_of(buffer) for buffer in buffers]
+
+    def moved(self) -> list[int]:
+        """Which of them have been changed in place since, as far as versions tell."""
+        pairs = zip(self.buffers, self.versions, strict=True)
+        return [number for number, (buffer, version) in enumerate(pairs) if version_of(buffer) != version]
+
+    def changed(self) -> list[int]:
+        """Which of them have been changed, by value too."""
+        moved = self.moved()
+        pairs = zip(self.values, self.buffers, strict=True)
+        return [number for number, pair in enumerate(pairs) if number in moved or _differ(*pair)]
+
+    def are_of(self, buffers: list[Tensor]) -> bool:
+        return len(buffers) == len(self.buffers) and all(map(operator.is_, buffers, self.buffers)) and not self.moved()
+
+
+_ScriptModule = torch.jit.ScriptModule
+_SMALL = 1 << 16
+"""Bytes of a buffer that takes no longer to copy than a kernel takes to launch."""
+
+
+def _is_small(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and buffer.nbytes <= _SMALL
+
+
+class ModuleState:
+    """What the modules that a frame runs are made of: their classes, attributes, parameters and buffers.
+
+    Buffers that forward itself changes in place, such as batch-norm statistics, are copied before it runs. Which those
+    are is learned in the first frame with the same training flags, by value too because kernels write some of them
+    without a new version. Of the others the small ones have copies too, which all frames share as long as nobody
+    changes them, and the large ones are refused if somebody does.
+    """
+
+    __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
+
+    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: Learned):
+        modules = list(roots)
+        seen = set(modules)
+        parameters: list[Tensor | None] = []
+        buffers: list[Tensor] = []
+        loose: list[Tensor] = []
+        self._modules: list[tuple[nn.Module, type, dict[str, Any], bool]] = []
+        for module in modules:  # grows as it goes
+            parameters += module._parameters.values()
+            if module._buffers:
+                buffers += [buffer for buffer in module._buffers.values() if buffer is not None]
+            for child in module._modules.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    modules.append(child)
+            if not isinstance(module, _ScriptModule):  # whose attributes are not Python's
+                attributes, has_parts = _attributes_of(module.__dict__)
+                self._modules.append((module, type(module), attributes, has_parts))
+                if has_parts:
+                    loose += [value for value in attributes.values() if type(value) is Tensor]
+        self._flags = tuple([module.training for module in modules]) if buffers else ()
+        self._are_plain = _PLAIN.issuperset(map(type, parameters))
+        self._buffers = buffers
+        self._learned = learned
+        self._before: dict[int, Tensor] = {}
+        self._copies: _Copies | None = None
+        if buffers:
+            parameters += self._capture_buffers()
+        parameters += tensors
+        parameters += loose
+        self._versions = [(t, version_of(t), t.requires_grad, storage_of(t)) for t in parameters if t is not None]
+
+    def _capture_buffers(self) -> list[Tensor]:
+        """Copy what may have to be put back; returns the other buffers, whose versions have to be watched."""
+        buffers, changing = self._buffers, self._learned.changing.get(self._flags)
+        indices = range(len(buffers)) if changing is None else changing
+        self._before = {index: buffers[index].detach().clone() for index in indices}
+        if changing is None:
+            return buffers
+        steady = [buffer for index, buffer in enumerate(buffers) if index not in changing]
+        small = [buffer for buffer in steady if _is_small(buffer)]
+        if small:
+            copies = self._learned.copies.get(self._flags)
+            if copies is None or not copies.are_of(small):
+                copies = _Copies(small, [buffer.detach().clone() for buffer in small])
+                self._learned.copies[self._flags] = copies
+            self._copies = copies
+        return [buffer for buffer in steady if not _is_small(buffer)]
+
+    def settle(self) -> None:
+        """At the end of the frame: keep copies of those buffers only that it changed."""
+        if self._buffers and self._flags not in self._learned.changing:
+            versions = {id(tensor): version for tensor, version, _, _ in self._versions}
+            copies, self._before = self._before, {}
+            small = []
+            for index, before in copies.items():
+                buffer = self._buffers[index]
+                if version_of(buffer) != versions[id(buffer)] or _differ(before, buffer):
+                    self._before[index] = before
+                elif _is_small(buffer):
+                    small.append(index)
+            self._copies = _Copies([self._buffers[index] for index in small], [copies[index] for index in small])
+            self._learned.changing[self._flags] = frozenset(self._before)
+            self._learned.copies[self._flags] = self._copies
+            self._unwatch([*self._before, *small])
+        elif self._copies is not None and self._copies.moved():  # it changes some that no frame has changed before
+            numbers = {id(buffer): index for index, buffer in enumerate(self._buffers)}
+            for number in self._copies.changed():
+                self._before[numbers[id(self._copies.buffers[number])]] = self._copies.values[number]
+            self._learned.changing[self._flags] = frozenset(self._before)
+            self._learned.copies.pop(self._flags, None)
+
+    def _unwatch(self, indices: Iterable[int]) -> None:
+        ours = {id(self._buffers[index]) for index in indices}
+        self._versions = [version for version in self._versions if id(version[0]) not in ours]
+
+    def modules(self) -> list[nn.Module]:
+        return [module for module, _, _, _ in self._modules]
+
+    def unlearn(self) -> None:
+        """The frame changed something that others with these flags did not: learn again."""
+        self._learned.changing.pop(self._flags, None)
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers, all alive anyway (invariant 7)."""
+        return [tensor for tensor, _, _, _ in self._versions] + self._buffers
+
+    def changed(self) -> str | None:
+        """Names a parameter or buffer that has been modified since, or got other memory, if there is one."""
+        for tensor, version, _, storage in self._versions:
+            has_another = storage is not None and tensor.untyped_storage()._cdata != storage.cdata
+            if has_another and not self._is_gathered(tensor):
+                name = self._name(tensor)
+                return f"{name}, a {describe(tensor)}, has been given other data (parameter.data = ...)"
+            if version_of(tensor) != version:
+                return f"{self._name(tensor)}, a {describe(tensor)}, has been modified in place"
+        return None
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        """Whether somebody gives ``tensor`` its memory for each run anew: DeepSpeed, or a hook before forward."""
+        if hasattr(tensor, "ds_id"):
+            return True
+        hooked = [module for module in self.modules() if module._forward_pre_hooks]
+        return any(tensor is value for module in hooked for value in (*module.parameters(), *module.buffers()))
+
+    def _name(self, tensor: Tensor) -> str:
+        for module in self.modules():
+            for name, value in (*module.named_parameters(), *module.named_buffers()):
+                if value is tensor:
+                    return name
+        return "what it refers to"
+
+    @contextmanager
+    def replayed(self, name: str) -> Iterator[None]:
+        """Modules as they were when the frame began; as they are now again afterwards."""
+        if (what := self.changed()) is not None:
+            raise MutationError(
+                f"in {name}: {what} between forward and backward (an optimizer step?), so the region cannot be run "
+                "again as it ran. Call backward first, or leave this module out of the policy."
+            )
+        buffers = [self._buffers[index] for index in self._before]
+        values = list(self._before.values())
+        if self._copies is not None:
+            moved = [number for number in self._copies.moved() if not _is_among(self._copies.buffers[number], buffers)]
+            buffers += [self._copies.buffers[number] for number in moved]
+            values += [self._copies.values[number] for number in moved]
+        with ExitStack() as stack:
+            if buffers:
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(buffers)))
+                stack.callback(_assign, buffers, [buffer.detach().clone() for buffer in buffers])
+                _assign(buffers, values)
+            for tensor, _, requires_grad, _ in self._versions:
+                if tensor.requires_grad is not requires_grad and tensor.is_leaf:
+                    stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(requires_grad)
+            present = [(module, type(module), module.__dict__) for module in self.modules()]
+            stack.callback(_become, present)
+            plain = self._are_plain
+            _become([(module, kind, _again(module, then, parts, plain)) for module, kind, then, parts in self._modules])
+            yield
+
+
+_PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
+_PARTS = frozenset((list, dict, Tensor))
+
+
+def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A module's attributes, to be put in force again, and whether there are lists, dicts or tensors among them."""
+    copied = attributes.copy()
+    copied["_parameters"] = copied["_buffers"] = copied["_modules"] = None
+    has_parts = not _PARTS.isdisjoint(map(type, copied.values()))
+    parameters = attributes["_parameters"]  # if no dict, it does something, as DeepSpeed's, which gathers weights
+    copied["_parameters"] = parameters.copy() if type(parameters) is dict else parameters
+    copied["_buffers"] = attributes["_buffers"].copy()
+    copied["_modules"] = attributes["_modules"]
+    return _with_parts_copied(copied) if has_parts else copied, has_parts
+
+
+def _again(module: nn.Module, attributes: dict[str, Any], has_parts: bool, are_plain: bool) -> dict[str, Any]:
+    """A module's attributes as ``_attributes_of`` has them, for a replay to change: the next one finds the same.
+
+    are_plain: there are no DTensors among its parameters then.
+    """
+    again = _with_parts_copied(attributes) if has_parts else attributes.copy()
+    now, then = module._parameters, again["_parameters"]
+    again["_buffers"] = again["_buffers"].copy()
+    if type(then) is dict:
+        again["_parameters"] = then.copy()
+    if not (are_plain and _PLAIN.issuperset(map(type, now.values()))) and any(
+        has_layout(each) for each in (*now.values(), *then.values()) if each is not None
+    ):
+        again["_parameters"] = now  # gathered or not, as whoever does that has them now
+    return again
+
+
+def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Adding to a list or a dict among the attributes does not change the copy."""
+    copied = attributes.copy()
+    for name, value in attributes.items():
+        kind = type(value)
+        if kind is list:
+            copied[name] = [_apart(item) if type(item) is Tensor else item for item in value]
+        elif kind is Tensor:
+            copied[name] = _apart(value)
+        elif kind is dict and name[0] != "_":
+            copied[name] = value.copy()
+    return copied
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """Without its graph: that of an auxiliary loss, say, would be held from step to step."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+_set = object.__setattr__  # not the module's, which looks what kind of value it is
+
+
+def _become(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -> None:
+    """attributes: the ``__dict__`` itself, so that all of them change at once, and are those of before afterwards."""
+    for module, kind, attributes in states:
+        if type(module) is not kind:
+            module.__class__ = kind
+        _set(module, "__dict__", attributes)
+
+
+def _differ(before: Tensor, now: Tensor) -> bool:
+    if before.is_meta or isinstance(before, FakeTensor):
+        return False
+    if before.layout is not torch.strided:
+        before, now = before.to_dense(), now.to_dense()
+    return not torch.equal(before, now)
+
+
+def _is_among(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+
+
+class Autocast:
+    """The autocast state of every device type that has one switched on; of none, mostly."""
+
+    __slots__ = ("_cache", "_dtypes")
+
+    def __init__(self) -> None:
+        self._dtypes: dict[str, torch.dtype] = {}
+        if torch._C._is_any_autocast_enabled():
+            self._dtypes = {d: torch.get_autocast_dtype(d) for d in _device_types() if torch.is_autocast_enabled(d)}
+        self._cache = torch.is_autocast_cache_enabled()
+
+    def replayed(self) -> AbstractContextManager[None]:
+        return self._replayed() if self._dtypes or torch._C._is_any_autocast_enabled() else _NOTHING
+
+    @contextmanager
+    def _replayed(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device in _device_types():
+                if device in self._dtypes or torch.is_autocast_enabled(device):
+                    dtype = self._dtypes.get(device)
+                    stack.enter_context(
+                        torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=self._cache)
+                    )
+            yield
+
+
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

@@ -1,0 +1,164 @@
+"""The second run of a checkpoint's frame, which collects what autograd saves until all that is wanted is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
+from recompute.engine.recipes import local
+from recompute.engine.saved_tensors import Kept, Saved, Sharded, describe, storage_key, unpack_saved
+from recompute.engine.sharded import has_layout, local_of
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class Stop(Exception):
+    """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
+
+
+Expected = tuple[torch.Size, torch.dtype, int | None]
+"""What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed."""
+
+
+class Replay:
+    """A frame being run again, to collect the values of the slots in ``wanted``.
+
+    name: of the region, for messages.
+    pinned: gives what the frame's n-th call of ``recompute.keep`` was given, in the place of what it is given now.
+    expected: what stands in each slot; None where anything may.
+    lives: by slot, the parameter or input that what stands there shares its storage with.
+    """
+
+    is_checkpoint = True
+
+    def __init__(
+        self,
+        name: str,
+        pinned: Callable[[int, Tensor], Tensor],
+        expected: list[Expected | None],
+        lives: dict[int, Tensor],
+        wanted: Collection[int],
+    ):
+        self.name = name
+        self._pinned = pinned
+        self.expected = expected
+        self.lives = lives
+        self.wanted = wanted
+        self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
+        self.values: dict[int, Saved] = {}
+        self._missing = len(wanted)
+        self.count = 0
+        self._unfilled = -2  # the last slot with a tensor that has no gradient
+        self.mismatch: str | None = None
+        self.is_done = False
+        self.op = "an op"
+        self._ops: dict[int, str] = {}  # that saved the values
+        self.outer = None
+        self._pins = 0
+        self._refusal: str | None = None
+
+    def __enter__(self) -> None:
+        self._refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if self._refusal is not None:  # what backward runs in may have no hooks: what was saved in forward had
+            torch._C._autograd._saved_tensors_hooks_enable()
+        _push_hooks(self._pack, unpack_saved)
+        local.books.append(None)
+        local.spans.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        _pop_hooks()
+        if self._refusal is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(self._refusal)
+        local.spans.pop()
+        local.books.pop()
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+            with unseen():
+                return self._pack(tensor)
+        slot = self.count
+        self.count += 1
+        if not self._missing:
+            self._stop_if_filled(slot)
+        if not tensor.requires_grad:
+            self._unfilled = slot
+        alias = None
+        if type(tensor) is not Tensor:
+            alias = tensor.detach() if has_layout(tensor) else None
+            tensor = local_of(tensor)
+        tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
+        is_wanted = slot in self.wanted
+        if slot < len(self.expected) and (expected := self.expected[slot]) is not None:
+            shape, dtype, storage = expected
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                self._refuse(slot, tensor, shape, dtype)
+            # Others may be freed by now, and their storage's address used again.
+            if (is_wanted or slot in self.lives) and storage_key(tensor) != self._key_in(slot, storage, tensor):
+                self._refuse(slot, tensor)
+        kept = Kept(tensor, self.name)
+        if is_wanted:
+            self.values[slot] = kept
+            self._ops[slot] = self.op
+            self._missing -= 1
+            if not self._missing:
+                self._stop_if_filled(slot)
+        return kept if alias is None else Sharded(alias, kept, self.name)
+
+    def _stop(self) -> NoReturn:
+        self.is_done = True
+        raise Stop
+
+    def described(self, slot: int, tensor: Tensor) -> str:
+        """Which tensor it was that was received, for messages."""
+        return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
+
+    def _key_in(self, slot: int, storage: int | None, tensor: Tensor) -> int | None:
+        """Where in this run the storage is that was ``storage`` in forward: what came first for it is ``tensor``."""
+        if (key := self._storages.get(storage)) is None:
+            key = self._storages[storage] = storage_key(self.lives.get(slot, tensor))
+        return key
+
+    def _refuse(self, slot: int, tensor: Tensor, shape: torch.Size | None = None, dtype: Any = None) -> NoReturn:
+        """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
+        if shape is not None:
+            self.mismatch = (
+                f"tensor {slot} that autograd saved, a {dtype} of shape {tuple(shape)} in forward, is a "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}, when run again"
+            )
+        else:
+            self.mismatch = (
+                f"tensor {slot} that autograd saved, a {describe(tensor)} from {self.op}, was another one in forward"
+            )
+        self._stop()
+
+    def _stop_if_filled(self, slot: int) -> None:
+        """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
+        if slot > self._unfilled + 1:
+            self._stop()
+
+    def hand_out(self, memory: Any, is_array: bool) -> None:
+        """What forward writes to, it writes to again."""
+
+    def pin(self, tensor: Tensor, name: str | None) -> Tensor:
+        if name is not None:
+            return tensor
+        self._pins += 1
+        return self._pinned(self._pins - 1, tensor)
+
+
+class OpNames(TorchFunctionMode):
+    """Tells a replay which function is running."""
+
+    def __init__(self, replay: Replay):
+        super().__init__()
+        self._replay = replay
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._replay.op = resolve_name(function) or getattr(function, "__name__", str(function))
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,362 @@
+"""What a frame's tape says without its tensors, and the plan made of it: what is kept, what runs again, and why."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
+
+
+class Ref(NamedTuple):
+    """A tensor as a view of a value."""
+
+    value: int
+    layout: Layout
+
+
+class ValueFacts(NamedTuple):
+    """What is known of a value, the content of a storage.
+
+    ``step`` made it, as output ``slot``. No step: it was there. No slot: running the step again does not give it back.
+    """
+
+    layout: Layout
+    nbytes: int
+    step: int | None
+    slot: int | None
+    alive: bool
+    """Whether it lives anyway, as parameters do, so that keeping it costs nothing."""
+    is_parameter: bool = False
+    is_exposed: bool = False
+    """Whether others may write to its memory unseen, so that nothing that reads it runs again."""
+
+
+class Step(NamedTuple):
+    """One op, or ``recompute.keep`` of a tensor."""
+
+    op: Any
+    name: str
+    inputs: tuple[int, ...]
+    """The values that it reads, one a tensor among its arguments."""
+    made: tuple[int, ...]
+    """The values that it makes: outputs that it gives back when it runs again, and others."""
+    reason: str
+    """Why it is not run again; "" if it may be."""
+    seconds: float = 0.0
+    is_costly: bool = False
+    writes: bool = False
+    """Whether it changes arguments."""
+    overwrites: tuple[int, ...] = ()
+    """The values that are gone after it."""
+    dark: bool = False
+    """Whether it ran where not all that happens is seen."""
+    setting: Any = None
+    """The key of the setting in force."""
+
+
+class Row(NamedTuple):
+    """A line of ``explain``: a tensor that autograd saved, or one that is held so that others come back."""
+
+    made_by: str
+    saved_by: str
+    """The op whose backward needs it."""
+    layout: Layout
+    nbytes: int
+    fate: str
+    """"dropped", "kept", or "alive" for what lives anyway."""
+    reason: str
+
+
+class Guide(NamedTuple):
+    """What a frame that follows a plan does at a step."""
+
+    op: Any
+    matters: bool
+    """Whether there is anything to do but to run it."""
+    again: bool
+    dark: bool
+    setting: Any
+    inputs: tuple[int, ...]
+    made: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    """Of what it makes."""
+    overwritten: frozenset[int]
+    """The values, of those that such a frame knows, that are gone after it."""
+
+
+KEEP = "recompute.keep"
+"""In the place of an op."""
+HAND_OUT = "handed out"
+"""In the place of an op, where memory was handed out: what it holds from then on is a value of its own."""
+
+LARGEST_COPY = 1 << 16
+"""Bytes of what is copied, where it takes no gradients, so that it may change before backward as buffers do.
+
+They are those of 16384 float32. Averages, statistics and counters of any hidden size fit, and a copy of one takes no
+longer than its launch. The tables of angles and the masks that every layer reads do not fit, once sequences are long.
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do in a frame of these ``steps``."""
+
+    steps: tuple[Step, ...]
+    facts: tuple[ValueFacts, ...]
+    saves: tuple[tuple[int, int], ...]
+    """The values that autograd saved, in order, each with the step that was next then."""
+    kept: frozenset[int]
+    rerun: tuple[int, ...]
+    """The steps that run again, in order: those that give back what autograd saved, and then those for outputs."""
+    outputs: frozenset[int] = frozenset()
+    """Values of the region's results that come back cheaply: whoever else saves them may drop them."""
+    stale: frozenset[int] = frozenset()
+    """Values that were overwritten: autograd refuses them if it saved them, and nothing is regenerated from them."""
+    opening: Hashable = None
+    """How its frame began; None of one that had followed another plan, and had let go of tensors when it left that."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that its frame made was there to be kept or not."""
+        return self.opening is not None
+
+    @cached_property
+    def demanded(self) -> frozenset[int]:
+        return frozenset(number for number, _ in self.saves)
+
+    @cached_property
+    def dropped(self) -> frozenset[int]:
+        """The values that autograd saved and that come back by running steps again."""
+        return self.demanded - self.kept - self.stale
+
+    @cached_property
+    def kept_nbytes(self) -> int:
+        """Bytes of what is kept and does not live anyway."""
+        return sum(self.facts[number].nbytes for number in self.kept if not self.facts[number].alive)
+
+    @cached_property
+    def dropped_nbytes(self) -> int:
+        return sum(self.facts[number].nbytes for number in self.dropped)
+
+    @cached_property
+    def lent(self) -> frozenset[int]:
+        """The values that it keeps where others may write to them, and that are small enough to be copied."""
+        facts = self.facts
+        return frozenset(n for n in self.kept if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY)
+
+    @cached_property
+    def eager_nbytes(self) -> int:
+        """Bytes of what autograd saved that does not live anyway."""
+        return sum(self.facts[number].nbytes for number in self.demanded if not self.facts[number].alive)
+
+    @cached_property
+    def again(self) -> frozenset[int]:
+        return frozenset(self.rerun)
+
+    def origin(self, number: int) -> tuple[int, int]:
+        """The step that gives a value back when it runs again, and as which output."""
+        known = self.facts[number]
+        assert known.step is not None
+        assert known.slot is not None
+        return known.step, known.slot
+
+    @cached_property
+    def tracked(self) -> frozenset[int]:
+        """The values that a frame that follows this plan must know: those it keeps, drops, and runs steps on."""
+        read = [number for step in self.rerun for number in (*self.steps[step].inputs, *self.steps[step].made)]
+        return self.kept.union(self.demanded, self.outputs, read, self.handed_out, _pinned(self.steps))
+
+    @cached_property
+    def handed_out(self) -> frozenset[int]:
+        """The values whose memory was handed out, and those in their places."""
+        return frozenset(number for step in self.steps if step.op is HAND_OUT for number in (*step.inputs, *step.made))
+
+    @cached_property
+    def overwritten(self) -> frozenset[int]:
+        return self.stale & self.tracked
+
+    @cached_property
+    def guides(self) -> tuple[Guide, ...]:
+        """What a frame that follows this plan does at each step."""
+        guides = []
+        for index, step in enumerate(self.steps):
+            overwritten = self.tracked.intersection(step.overwrites)
+            again = index in self.again
+            matters = again or step.op is KEEP or step.writes or not self.tracked.isdisjoint(step.made)
+            layouts = tuple([self.facts[number].layout for number in step.made])
+            guides.append(
+                Guide(step.op, matters, again, step.dark, step.setting, step.inputs, step.made, layouts, overwritten)
+            )
+        return tuple(guides)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of the first tensor that was given, or found, and is no parameter."""
+        given = (known for known in self.facts if known.step is None and not known.is_parameter)
+        return next((tuple(known.layout.shape) for known in given), ())
+
+    def rows(self) -> Iterator[Row]:
+        """Each value that autograd saved or that is kept for others, in the order in which they came to be."""
+        users = self._users()
+        savers = dict(reversed(self.saves))
+        for number in sorted(self.demanded | self.kept):
+            known = self.facts[number]
+            if known.alive:
+                fate, why = "alive", "lives anyway"
+            elif number in self.dropped:
+                fate, why = "dropped", ""
+            else:
+                fate, why = "kept", self._why_kept(number, users.get(number, 0))
+            made_by = "(given)" if known.step is None else self.steps[known.step].name
+            saved_by = self._saver(number, savers[number]) if number in savers else "-"
+            yield Row(made_by, saved_by, known.layout, known.nbytes, fate, why)
+
+    def _saver(self, number: int, step: int) -> str:
+        """The op that saved a value when ``step`` was next: that one if it reads the value, else the one before."""
+        if step < len(self.steps) and number in self.steps[step].inputs:
+            return self.steps[step].name
+        return self.steps[step - 1].name if step else "?"
+
+    def _users(self) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for step in self.rerun:
+            for number in set(self.steps[step].inputs):
+                counts[number] = counts.get(number, 0) + 1
+        return counts
+
+    def _why_kept(self, number: int, users: int) -> str:
+        known = self.facts[number]
+        if known.is_exposed or number in self.handed_out:
+            why = "its memory was handed out, as an array or an address, and may change unseen"
+        elif number in self.stale:
+            why = "overwritten after it was saved"
+        elif known.step is None:
+            why = "made outside of the module"
+        elif number in _pinned(self.steps):
+            why = "passed to recompute.keep"
+        else:
+            why = self.steps[known.step].reason or "holds less than what would regenerate it"
+        if users:
+            why += "; an op that runs again reads it" if users == 1 else f"; {users} ops that run again read it"
+        return why if number in self.demanded else f"{why}; autograd itself did not save it"
+
+
+def _pinned(steps: Iterable[Step]) -> set[int]:
+    return {number for step in steps if step.op is KEEP for number in step.inputs}
+
+
+def tables(
+    steps: Sequence[Step],
+    facts: Sequence[ValueFacts],
+    saves: Collection[tuple[int, int]],
+    stale: Collection[int],
+    gone: Collection[int] = (),
+) -> tuple[list[Value], list[Op]]:
+    """The values and the ops that there is a cut of, numbered as ``facts`` and ``steps`` are; see ``solve``."""
+    unkeepable = {*stale, *gone}
+    wanted = {number for number, _ in saves}.difference(stale)
+    values = [
+        Value(
+            None if number in unkeepable else known.nbytes, number in wanted, known.alive and number not in unkeepable
+        )
+        for number, known in enumerate(facts)
+    ]
+    pinned = _pinned(steps)
+    ops = [
+        Op(
+            tuple(dict.fromkeys(step.inputs)),
+            tuple([number for number in step.made if facts[number].slot is not None]),
+            step.seconds,
+            not step.reason and pinned.isdisjoint(step.made),
+        )
+        for step in steps
+    ]
+    return values, ops
+
+
+def solve(
+    steps: Sequence[Step],
+    facts: Sequence[ValueFacts],
+    saves: Collection[tuple[int, int]],
+    stale: Collection[int],
+    results: Collection[int],
+    price: float,
+    gone: Collection[int] = (),
+    opening: Hashable = None,
+) -> Plan:
+    """The plan that holds least, counting a second of running again as ``price`` bytes.
+
+    stale: values that have been overwritten; gone: values whose memory has been let go of. Neither can be kept.
+    results: values of the region's results, of which the plan tells which come back without a costly step.
+    """
+    values, ops = tables(steps, facts, saves, stale, gone)
+    cut = minimum_cut(values, ops, price)
+    rerun = set(cut.rerun)
+    kept, pinned = cut.kept, _pinned(steps)
+    outputs = set()
+    for number in results:
+        if (
+            number not in kept
+            and number not in pinned
+            and (needed := _derivation(number, steps, facts, kept)) is not None
+        ):
+            rerun |= needed
+            outputs.add(number)
+    return Plan(
+        steps=tuple(steps),
+        facts=tuple(facts),
+        saves=tuple(saves),
+        kept=frozenset(kept),
+        rerun=tuple(sorted(rerun)),
+        outputs=frozenset(outputs),
+        stale=frozenset(stale),
+        opening=opening,
+    )
+
+
+def _derivation(
+    number: int, steps: Sequence[Step], facts: Sequence[ValueFacts], kept: Collection[int]
+) -> set[int] | None:
+    """The steps that give ``number`` back from ``kept`` values; None if a costly one, or one never run again, is."""
+    needed: set[int] = set()
+    pending = [number]
+    while pending:
+        value = pending.pop()
+        if value in kept:
+            continue
+        index = facts[value].step
+        if index is None or facts[value].slot is None or steps[index].reason or steps[index].is_costly:
+            return None
+        if index not in needed:
+            needed.add(index)
+            pending += steps[index].inputs
+    return needed
+
+
+class PlanCache:
+    """The plans made so far, least recently used ones last to stay: at most ``size``."""
+
+    def __init__(self, size: int = 256):
+        self._size = size
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+
+    def get(self, key: Hashable) -> Plan | None:
+        plan = self._plans.get(key)
+        if plan is not None:
+            with suppress(KeyError):  # another thread has just dropped it
+                self._plans.move_to_end(key)
+        return plan
+
+    def forget(self, key: Hashable) -> None:
+        self._plans.pop(key, None)
+
+    def put(self, key: Hashable, plan: Plan) -> None:
+        self._plans[key] = plan
+        if len(self._plans) > self._size:
+            self._plans.popitem(last=False)

@@ -1,0 +1,554 @@
+"""How a dropped tensor comes back: recipes, the handles autograd holds in their stead, and the book of recipes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.modes import are_hidden, are_others_in_force, shown, unseen
+from recompute.engine.numerics import Numerics, default_dtype
+from recompute.engine.rng import RngState
+from recompute.engine.saved_tensors import (
+    Foreign,
+    Kept,
+    Outside,
+    Owner,
+    Saved,
+    checked,
+    describe,
+    fetch,
+    hold,
+    is_under_a_checkpoint,
+    saved_in,
+    seen_as,
+    storage_key,
+    version_of,
+)
+from recompute.errors import RegenerationError
+
+
+class Handle(Saved):
+    """Stands for one saved tensor: which value of which recipe, seen through which view.
+
+    ``tensor``, at ``version``, is the saved tensor itself until it is decided whether to drop it; ``kept`` is what
+    holds it if it is not. ``view`` is None where it has the layout of the recipe's value, else its own layout and that
+    of the value.
+    """
+
+    __slots__ = ("__weakref__", "due", "kept", "recipe", "slot", "tensor", "version", "view")
+
+    def __init__(
+        self, recipe: Regenerates, slot: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None
+    ):
+        self.recipe = recipe
+        self.slot = slot
+        self.tensor = tensor
+        self.version = 0 if tensor is None else version_of(tensor)
+        self.kept: Saved | None = None
+        self.view = view
+        self.due = False  # the recipe has a value that this handle has not had yet
+
+    def again(self, view: tuple[Layout, Layout]) -> Handle:
+        """Another handle of the same dropped value. ``view``: how it sees what this one sees, and what that is."""
+        assert isinstance(self.recipe, Recipe)
+        layout, whole = view
+        return self.recipe.handle(self.slot, (layout, whole if self.view is None else self.view[1]))
+
+    def keep(self, kept: Saved) -> None:
+        """Not to drop the tensor."""
+        self.kept = kept
+        self.tensor = None
+
+    def drop(self) -> None:
+        """Let go of the tensor, which the recipe gives back."""
+        self.tensor = None
+
+    def get(self) -> Tensor:
+        if self.tensor is not None:
+            return checked(self.tensor, self.version, self.recipe.owner.name)
+        if self.kept is not None:
+            return self.kept.get()
+        value = self.recipe.take(self)
+        if self.view is not None:
+            view, whole = self.view
+            if (found := Layout.of(value)) != whole:
+                raise RegenerationError(f"in {self.recipe.owner.name}: {whole} was dropped, and {found} came back.")
+            value = seen_as(value, view)
+        return value
+
+
+_verifying = os.environ.get("RECOMPUTE_VERIFY", "0") not in ("", "0")
+
+
+@contextmanager
+def verifying() -> Iterator[None]:
+    """Compare every regenerated tensor, bit for bit, with the dropped one, which is held for that: a debug switch.
+
+    Holds for what forward drops inside; setting ``RECOMPUTE_VERIFY=1`` in the environment does it for the process.
+    A difference raises ``RegenerationError`` that names the module and the op.
+    """
+    global _verifying
+    before, _verifying = _verifying, True
+    try:
+        yield
+    finally:
+        _verifying = before
+
+
+def is_verifying() -> bool:
+    return _verifying
+
+
+def count_different(value: Tensor, original: Tensor) -> int:
+    """How many elements of two tensors of one shape and dtype differ in any bit."""
+    if isinstance(value, FakeTensor):
+        return 0
+    found, expected = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (value, original))
+    if torch.equal(found, expected):
+        return 0
+    return int((found != expected).view(-1, value.element_size()).any(1).sum())
+
+
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+_ExcludeKeys = torch._C._ExcludeDispatchKeyGuard
+
+
+def _is_plain_eager() -> bool:
+    """Whether an op that is called now does what it says and no more, as in most backwards."""
+    return not (
+        torch.is_grad_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def is_fake() -> bool:
+    """Whether tensors have no values here, nor random numbers."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+class Regenerates(Protocol):
+    """What a handle asks for its value."""
+
+    owner: Owner
+    name: str
+
+    def take(self, handle: Handle) -> Tensor: ...
+
+
+class Group:
+    """The recipes of one frame: one lock, as backward runs on one thread a device (9), and one end of a backward.
+
+    numerics: torch's settings in that frame, under which its ops run again.
+    """
+
+    __slots__ = ("__weakref__", "_filled", "_is_alike", "_task", "lock", "numerics")
+
+    def __init__(self, numerics: Numerics | None = None) -> None:
+        self.lock = threading.RLock()
+        self.numerics = Numerics() if numerics is None else numerics
+        self._filled: list[weakref.ref[Recipe]] = []
+        self._task = -1
+        self._is_alike = (-1, False)  # in which backward, and whether its settings are those of the frame
+
+    def is_alike(self) -> bool:
+        """Whether torch's settings are those of the frame: asked once a backward."""
+        task = torch._C._current_graph_task_id()
+        known, alike = self._is_alike
+        if known != task or task == -1:
+            alike = self.numerics.are_in_force()
+            self._is_alike = task, alike
+        return alike
+
+    def filled(self, recipe: Recipe) -> None:
+        """Have the recipe's values freed when the backward, or the span of ``asking``, that runs ends."""
+        self._filled.append(weakref.ref(recipe))
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            assert local.asked is not None, "a recipe ran in neither"
+            local.asked.add(self)
+        elif task != self._task:
+            self._task = task
+            release = weakref.WeakMethod(self.release)  # a strong one would hold every region's inputs to the end
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := release()) and method())
+
+    def release(self) -> None:
+        """Free the values that nobody came for."""
+        with self.lock:
+            filled, self._filled, self._task = self._filled, [], -1
+            for reference in filled:
+                if (recipe := reference()) is not None:
+                    recipe.release()
+
+
+class Recipe(ABC):
+    """Regenerates a group of values, numbered by slot, and shares them among the handles that stand for them.
+
+    The first handle that asks makes the recipe run; every other live handle then finds its value ready. A value is
+    freed when the last handle that stands for it has had it, at the latest when the backward pass ends, or the span of
+    ``asking``. A second backward pass runs the recipe again.
+    """
+
+    __slots__ = ("__weakref__", "_is_shared", "_values", "group", "handles", "name", "owner")
+
+    def __init__(self, owner: Owner, name: str, group: Group | None = None):
+        self.owner = owner
+        self.name = name
+        self.handles: list[weakref.ref[Handle]] = []
+        self._values: dict[int, Saved] = {}
+        self._is_shared = False  # several handles stand for one of the values
+        self.group = group or Group()
+
+    def handle(self, slot: int, view: tuple[Layout, Layout] | None = None) -> Handle:
+        """A new handle, of a value that is dropped."""
+        handle = Handle(self, slot, None, view)
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def dropped(self) -> list[Handle]:
+        """The handles, still alive, of tensors that are not kept."""
+        alive = [handle for ref in self.handles if (handle := ref()) is not None]
+        return [handle for handle in alive if handle.tensor is None and handle.kept is None]
+
+    def take(self, handle: Handle) -> Tensor:
+        if not in_backward() and local.asked is None:  # somebody looks at a saved tensor
+            with asking():
+                return self.take(handle)
+        with self.group.lock:
+            if not handle.due:
+                self._fill_all()
+            handle.due = False
+            saved = self._values[handle.slot]
+            if not (self._is_shared and self._is_due(handle.slot)):
+                del self._values[handle.slot]
+            return saved.get()
+
+    def _is_due(self, slot: int) -> bool:
+        """Whether a handle has not had the value yet that it stands for."""
+        handles = (ref() for ref in self.handles)
+        return any(handle is not None and handle.due and handle.slot == slot for handle in handles)
+
+    def _fill_all(self) -> None:
+        """Run this, after the recipes it builds on: by a stack, as a chain of ops may be longer than Python's."""
+        stopwatch = None if local.regenerating else self.owner.stopwatch
+        started = None if stopwatch is None else stopwatch.start()
+        pending = [(self, self.unready())]
+        while pending:
+            recipe, unready = pending[-1]
+            if (before := next(unready, None)) is not None:
+                pending.append((before, before.unready()))
+            else:
+                recipe._fill()
+                pending.pop()
+        if stopwatch is not None:
+            stopwatch.stop(started)
+
+    def unready(self) -> Iterator[Recipe]:
+        """The recipes that must run before this one can."""
+        return iter(())
+
+    def release(self) -> None:
+        """Free the values that nobody came for."""
+        self._values = {}
+        for handle in self.dropped():
+            handle.due = False
+
+    def _fill(self) -> None:
+        with self.group.lock:
+            dropped = self.dropped()
+            local.regenerating += 1
+            try:
+                wanted = {handle.slot for handle in dropped}
+                self._is_shared = len(wanted) < len(dropped)
+                self._values = self.regenerate(wanted)
+            finally:
+                local.regenerating -= 1
+            for handle in dropped:
+                handle.due = True
+            self.owner.regenerations += 1
+            self.owner.regenerated_nbytes += nbytes_of(self._values.values())
+            self.group.filled(self)
+
+    @abstractmethod
+    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+        """The values of the slots in ``wanted``."""
+
+
+def nbytes_of(values: Iterable[Saved]) -> int:
+    """The bytes of memory that hold these values."""
+    storages = [value.tensor.untyped_storage() for value in values if isinstance(value, Kept)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+class OpRecipe(Recipe):
+    """The outputs of a function, by running it again on its inputs.
+
+    args, kwargs: as the function takes them, with a ``Saved`` in the place of each tensor.
+    dtype: the default dtype that it ran under, where that was not the frame's.
+    rng: the states of the random generators that it draws from.
+    writes: which arguments the function changes in place (positions or keywords): it is given copies, which are the
+    values of slots 0, 1, … of this recipe then. ``None`` for a function that changes none.
+    originals: what it gave in forward, by slot, to compare with.
+    """
+
+    __slots__ = ("_args", "_dtype", "_function", "_kwargs", "_originals", "_rng", "_writes")
+
+    def __init__(
+        self,
+        owner: Owner,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str,
+        dtype: torch.dtype | None = None,
+        rng: RngState | None = None,
+        writes: Mapping[int | str, Layout] | None = None,
+        group: Group | None = None,
+        originals: Mapping[int, Tensor] | None = None,
+    ):
+        super().__init__(owner, name, group)
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs or {}
+        self._dtype = dtype
+        self._rng = rng
+        self._writes = writes
+        self._originals = originals
+
+    def unready(self) -> Iterator[Recipe]:
+        for value in saved_in((self._args, self._kwargs)):
+            if isinstance(value, Handle) and value.kept is None and not value.due:
+                yield value.recipe  # type: ignore[misc]
+
+    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+        if self._rng is None and self._dtype is None and _is_plain_eager() and self.group.is_alike():
+            outputs = self._run()
+        else:
+            with (
+                _ExcludeKeys(_AUTOCAST),
+                torch.no_grad(),
+                temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
+                self._rng.replayed() if self._rng else nullcontext(),
+                self.group.numerics.replayed(),
+                default_dtype(self._dtype) if self._dtype else nullcontext(),
+            ):
+                outputs = self._run()
+        for slot, original in (self._originals or {}).items():
+            if different := count_different(outputs[slot], original):
+                raise RegenerationError(
+                    f"in {self.owner.name}: {self.name} gave back a {describe(original)} of which {different} of "
+                    f"{original.numel()} elements differ from what was dropped. List {self.name} in the rule's keep, "
+                    "or pass the tensor to recompute.keep."
+                )
+        return {slot: Kept(outputs[slot], self.owner.name) for slot in wanted}
+
+    def _run(self) -> Sequence[Tensor]:
+        args, kwargs = fetch(list(self._args)), fetch(self._kwargs)
+        if are_hidden():
+            with self._undrawn(), shown():  # to modes that count, say; what they make of it counts for nothing
+                self._call(list(args), dict(kwargs))
+        return self._call(args, kwargs)
+
+    @staticmethod
+    def _undrawn() -> AbstractContextManager[None]:
+        """Random generators are afterwards where they were."""
+        return nullcontext() if is_fake() else RngState().replayed()
+
+    def _call(self, args: list[Any], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+        if self._writes is None:
+            output = self._function(*args, **kwargs)
+            return output if isinstance(output, (tuple, list)) else (output,)
+        copies = []
+        for where, layout in self._writes.items():  # never into a tensor that somebody else has (invariant 2)
+            arguments: Any = kwargs if isinstance(where, str) else args
+            copies.append(arguments[where].clone())
+            arguments[where] = seen_as(copies[-1], layout)
+        self._function(*args, **kwargs)
+        return copies
+
+
+class Unpacking(Recipe):
+    """A tensor that saved-tensor hooks of others hold, which may unpack it only once for all who want it."""
+
+    __slots__ = ("_saved", "layout")
+
+    def __init__(self, owner: Owner, saved: Foreign, layout: Layout, group: Group):
+        super().__init__(owner, "an unpack hook", group)
+        self._saved = saved
+        self.layout = layout
+
+    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+        tensor = self._saved.get()
+        if tensor.stride() != self.layout.stride and 0 not in self.layout.stride:  # as from save_on_cpu
+            plain = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=tensor.dtype, device=tensor.device)
+            tensor = plain.copy_(tensor)
+        return {0: Kept(tensor, self.owner.name)}
+
+
+@dataclass(slots=True)
+class _Entry:
+    storage: StorageWeakRef
+    recipe: Recipe
+    slot: int
+    version: int
+    layout: Layout
+    outside: list[Outside]
+    """What was dropped of the same frame's outputs."""
+    counted: bool
+
+
+@dataclass
+class RecipeBook:
+    """The recipes of one scope's tensors, by storage (invariant 3).
+
+    A key is the address of a StorageImpl; the entry's weak reference keeps that address from being reused.
+    """
+
+    numerics: Numerics = field(default_factory=Numerics)
+    """torch's settings in the scope."""
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    entered: int = 0
+    """How many there have been."""
+
+    def enter(
+        self, output: Tensor, recipe: Recipe, slot: int, whole: Layout | None = None, *, counted: bool = False
+    ) -> None:
+        """whole: the layout of what the recipe gives back, if ``output`` is a view of that."""
+        if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
+            self.entered += 1
+            reference = StorageWeakRef(output.untyped_storage())
+            layout, outside = whole or Layout.of(output), recipe.owner.outside
+            self.entries[key] = _Entry(reference, recipe, slot, version_of(output), layout, outside, counted)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a recipe gives back the memory that ``tensor`` is a view of."""
+        entry = self.entries.get(tensor.untyped_storage()._cdata)
+        return entry is not None and version_of(tensor) == entry.version
+
+    def handle(self, tensor: Tensor) -> Handle | None:
+        """A handle for ``tensor``, or None where no recipe gives just these bytes back."""
+        key = storage_key(tensor)
+        entry = None if key is None else self.entries.get(key)
+        if entry is None or version_of(tensor) != entry.version:  # unknown, or mutated since (invariant 5)
+            return None
+        if not tensor.untyped_storage().resizable():  # as of what became an array, which may have been written to
+            return None
+        view = Layout.of(tensor)
+        if view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg():  # the bytes, read otherwise
+            return None
+        if not entry.counted and not local.holding:
+            self._count(entry, tensor)
+        return entry.recipe.handle(entry.slot, None if view == entry.layout else (view, entry.layout))
+
+    def is_given_to_a_kernel(self, tensor: Tensor, *, is_eager: bool) -> bool:
+        """Whether a recipe gives back ``tensor``, which a kernel is about to save. is_eager: as for ``_count``."""
+        if not self.knows(tensor):
+            return False
+        entry = self.entries[tensor.untyped_storage()._cdata]
+        if not entry.counted and not is_eager:
+            self._count(entry, tensor, is_eager=False)
+        return True
+
+    def _count(self, entry: _Entry, tensor: Tensor, *, is_eager: bool = True) -> None:
+        """is_eager: whether it is saved without the policy, too."""
+        entry.counted = True
+        owner, nbytes = entry.recipe.owner, tensor.untyped_storage().nbytes()
+        owner.dropped_tensors += 1
+        owner.dropped_nbytes += nbytes
+        owner.eager_nbytes += nbytes if is_eager else 0
+        entry.outside.append(Outside(entry.recipe.name, entry.layout, nbytes))
+
+    def forget(self, tensor: Tensor) -> None:
+        if (key := storage_key(tensor)) is not None:
+            self.entries.pop(key, None)
+
+
+class _Local(threading.local):
+    """What this thread's forward is inside of."""
+
+    def __init__(self) -> None:
+        self.books: list[RecipeBook | None] = []  # innermost last; None: nothing is recorded here
+        self.owner = Owner("an op outside of any region")
+        self.spans: list[Any] = []  # the tapes and frames being run, and replays, innermost last
+        self.regenerating = 0  # how many recipes are running, one inside of the other
+        self.asked: set[Group] | None = None  # those of the recipes that ran in the span of ``asking``, if there is one
+        self.holding = False  # whether what is saved is so for a recipe, and not because autograd saves it
+        self.imagines_cuda = False  # fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU
+
+
+local = _Local()
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """The span in which values that are asked for outside of a backward are shared by all who ask, as in a backward.
+
+    Without one each question is a span of its own.
+    """
+    asked: set[Group] = set()
+    before, local.asked = local.asked, asked
+    try:
+        yield
+    finally:
+        local.asked = before
+        for group in asked:
+            group.release()
+
+
+@contextmanager
+def holding() -> Iterator[None]:
+    """While tensors are held for recipes, which autograd itself may not have saved: that drops nothing."""
+    before, local.holding = local.holding, True
+    try:
+        yield
+    finally:
+        local.holding = before
+
+
+def open_book() -> RecipeBook | None:
+    if torch.compiler.is_compiling():  # a scope that is open meanwhile is for eager code
+        return None
+    return local.books[-1] if local.books else None
+
+
+def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> None:
+    """Tell the enclosing policy scope that ``regenerate(*inputs)`` gives ``output`` back, bit for bit.
+
+    For ops that know themselves. ``regenerate`` runs without gradients in backward, on tensors bitwise equal to
+    ``inputs`` (other values are passed as they are); its result must have the layout and dtype of ``output`` and
+    depend on nothing else. Does nothing where no scope is open or gradients are off, nor under a checkpoint, which
+    drops everything and counts what is held, nor where a mode of others has made another output of it.
+    """
+    book = open_book()
+    if book is not None and torch.is_grad_enabled() and not is_under_a_checkpoint():
+        if are_others_in_force() and not _gives(output, regenerate, inputs):
+            return
+        with holding():
+            args = tuple(hold(value, local.owner.name) if isinstance(value, Tensor) else value for value in inputs)
+        name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
+        book.enter(output, OpRecipe(local.owner, regenerate, args, name=name, group=Group(book.numerics)), 0)
+
+
+def _gives(output: Tensor, regenerate: Callable[..., Tensor], inputs: Sequence[Any]) -> bool:
+    with unseen(), torch.no_grad():
+        value = regenerate(*inputs)
+        return Layout.of(value) == Layout.of(output) and not count_different(value, output)
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,368 @@
+"""What stands for a saved tensor until backward wants it, and who accounts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.save_plan import Plan
+from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
+from recompute.engine.sharded import has_layout, local_of
+from recompute.engine.stopwatch import Stopwatch
+from recompute.errors import MutationError, UnsupportedError
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+@dataclass
+class Owner:
+    """Whose tensors these are: a name for messages, and totals since the policy was applied."""
+
+    name: str
+    frames: int = 0
+    """Times it ran forward under the policy."""
+    dropped_tensors: int = 0
+    """Saved tensors dropped, each storage counted once a frame."""
+    dropped_nbytes: int = 0
+    kept_nbytes: int = 0
+    """Bytes held for backward that its frames saved, or that the kernels in its place did, and that live for no other
+    reason."""
+    eager_nbytes: int = 0
+    """Bytes that the same code holds for backward without the policy."""
+    regenerations: int = 0
+    """Times backward made it, or an op in it, run again."""
+    regenerated_nbytes: int = 0
+    """Bytes that came back so, with those of what had to come back on the way."""
+    stopwatch: Stopwatch | None = None
+    """Times that, where somebody wants to know."""
+    plan: Plan | None = None
+    """What its last frame kept and dropped, and why."""
+    outside: list[Outside] = field(default_factory=list)
+    """What else was dropped of its last frame."""
+
+
+class Outside(NamedTuple):
+    """An output of a frame that autograd saved behind it, for another module's backward, and that was dropped."""
+
+    made_by: str
+    layout: Layout
+    nbytes: int
+
+
+class Saved:
+    """What stands for a tensor until backward wants it."""
+
+    __slots__ = ()
+
+    def get(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Kept(Saved):
+    """A tensor held as it is. Autograd checks no versions under saved-tensor hooks, so this does (invariant 5)."""
+
+    __slots__ = ("name", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, name: str, version: int | None = None):
+        self.tensor = tensor
+        self.version = version_of(tensor) if version is None else version
+        self.name = name
+
+    def get(self) -> Tensor:
+        tensor = self.tensor
+        return tensor if version_of(tensor) == self.version else checked(tensor, self.version, self.name)
+
+
+class Alive(Saved):
+    """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it.
+
+    Of one that is a DTensor, what this rank has.
+    memory: what it has now, to be used even if ``parameter.data`` is replaced. Autograd holds that of a view, and of a
+    parameter itself none: there None does what eager does.
+    """
+
+    __slots__ = ("layout", "memory", "name", "parameter", "version")
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        layout: Layout,
+        version: int,
+        name: str,
+        memory: torch.UntypedStorage | None = None,
+    ):
+        self.parameter = parameter
+        self.layout = layout
+        self.version = version
+        self.name = name
+        # DeepSpeed replaces the data of its parameters, which have a ``ds_id``, when it gathers them.
+        self.memory = memory if memory is not None and may_be_held(parameter) else None
+
+    def get(self) -> Tensor:
+        tensor = local_of(checked(self.parameter, self.version, self.name)).detach()
+        memory = self.memory
+        if memory is not None and memory._cdata != tensor.untyped_storage()._cdata and memory.nbytes():
+            tensor = torch.empty(0, dtype=self.layout.dtype, device=memory.device)
+            return tensor.set_(memory, self.layout.offset, self.layout.shape, self.layout.stride)
+        if Layout.of(tensor) == self.layout:
+            return tensor
+        return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
+
+
+def may_be_held(parameter: Tensor) -> bool:
+    """Whether the memory of a parameter may be held apart from it: neither DeepSpeed's nor a DTensor's."""
+    return not (has_layout(parameter) or hasattr(parameter, "ds_id"))
+
+
+class AliveView(Saved):
+    """A view of a parameter, as ``Alive``: with the memory that it had in forward, as long as there is any in it.
+
+    parameter: one whose memory may be held.
+    """
+
+    __slots__ = ("name", "parameter", "version", "view")
+
+    def __init__(self, parameter: Tensor, view: Tensor, version: int, name: str):
+        self.parameter = parameter
+        self.view = view
+        self.version = version
+        self.name = name
+
+    def get(self) -> Tensor:
+        view = self.view
+        if view.untyped_storage().nbytes():
+            checked(self.parameter, self.version, self.name)
+            return view
+        return Alive(self.parameter, Layout.of(view), self.version, self.name).get()  # freed, and gathered elsewhere
+
+
+class Watch:
+    """The count of versions of a DTensor, which stands for what it holds of memory."""
+
+    __slots__ = ("_name", "_shell", "_version")
+
+    def __init__(self, alias: Any, name: str):
+        """alias: of the DTensor, and nobody else's: it is emptied, and still counts as all others do."""
+        alias._local_tensor = None
+        self._shell = alias
+        self._version = version_of(alias)
+        self._name = name
+
+    def check(self) -> None:
+        checked(self._shell, self._version, self._name)
+
+
+class Sharded(Saved):
+    """A DTensor, by what stands for this rank's part of it."""
+
+    __slots__ = ("_kind", "_spec", "_watch", "whole")
+
+    def __init__(self, alias: Any, part: Saved, name: str):
+        """alias: as ``Watch`` takes it."""
+        self._kind, self._spec = type(alias), alias._spec
+        self._watch = Watch(alias, name)
+        self.whole = part
+
+    def get(self) -> Tensor:
+        self._watch.check()
+        return self._kind(self.whole.get(), self._spec, requires_grad=False)
+
+
+class KeptPart(Kept):
+    """This rank's part of a DTensor, held as it is."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, tensor: Tensor, name: str, watch: Watch):
+        super().__init__(tensor, name)
+        self._watch = watch
+
+    def get(self) -> Tensor:
+        self._watch.check()
+        return super().get()
+
+
+class Foreign(Saved):
+    """A tensor given to saved-tensor hooks that are not ours, and what they made of it."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]):
+        self.packed = packed
+        self.unpack = unpack
+
+    def get(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+class View(Saved):
+    """Another view of a saved tensor's memory."""
+
+    __slots__ = ("layout", "whole")
+
+    def __init__(self, whole: Saved, layout: Layout):
+        self.whole = whole
+        self.layout = layout
+
+    def get(self) -> Tensor:
+        return seen_as(self.whole.get(), self.layout)
+
+
+def seen_as(tensor: Tensor, layout: Layout) -> Tensor:
+    """The view of ``tensor``'s memory that has ``layout``, with its count of versions."""
+    if Layout.of(tensor) == layout:
+        return tensor
+    if tensor.dtype is not layout.dtype:  # as whole elements of both dtypes, from the start
+        larger = max(tensor.dtype.itemsize, layout.dtype.itemsize)
+        count = tensor.untyped_storage().nbytes() // larger * (larger // tensor.dtype.itemsize)
+        tensor = tensor.as_strided((count,), (1,), 0).view(layout.dtype)
+    return tensor.as_strided(layout.shape, layout.stride, layout.offset)
+
+
+def hold(tensor: Tensor, name: str) -> Saved:
+    """Hold ``tensor`` for backward as autograd would: through the saved-tensor hooks in force (invariant 9)."""
+    return hold_through(top_hooks(), tensor.detach(), name)
+
+
+def hold_through(hooks: Hooks | None, tensor: Tensor, name: str) -> Saved:
+    if hooks is None:
+        return Kept(tensor, name)
+    pack, unpack = hooks
+    packed = pack(tensor)
+    return packed if unpack is unpack_saved else Foreign(packed, unpack)
+
+
+def fetch(value: Any) -> Any:
+    """``value`` with the tensors in the places of all that stands for them, also inside lists and dicts."""
+    if isinstance(value, Saved):
+        return value.get()
+    if isinstance(value, (list, tuple)):
+        return [fetch(item) for item in value]
+    return {key: fetch(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def saved_in(value: Any) -> Iterator[Saved]:
+    """All that stands for a tensor in ``value``."""
+    if isinstance(value, Saved):
+        yield value.whole if isinstance(value, (View, Sharded)) else value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from saved_in(item)
+
+
+def unpack_saved(saved: Saved) -> Tensor:
+    """The unpack hook of everything that this package packs."""
+    if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
+        with unseen():
+            return saved.get()
+    return saved.get()
+
+
+def top_hooks() -> Hooks | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def explain_transforms(error: BaseException | None, owner: Owner) -> None:
+    """Raise what says more, if ``error`` is that of a transform of ``torch.func``, which refuses all such hooks."""
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        raise UnsupportedError(
+            f"in {owner.name}: torch.func.grad, vjp, jacrev and hessian cannot be called inside of a module under a "
+            "policy, nor of a model in which one is, as they bear no saved-tensor hooks. Give the module that calls "
+            "them a rule with `action: keep`; torch.autograd.grad works everywhere."
+        ) from error
+
+
+class PassingBy:
+    """The span in which what autograd saves goes past a scope, to the hooks around it: about 3 µs less a tensor.
+
+    For what is known to save nothing that a scope could drop. Inside other regions it changes nothing.
+    """
+
+    __slots__ = ("_hooks",)
+
+    def __enter__(self) -> None:
+        self._hooks = top_hooks()
+        if self._hooks is not None:
+            pack, unpack = self._hooks
+            if unpack is unpack_saved and getattr(pack.__self__, "may_be_passed", False):  # type: ignore[attr-defined]
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            else:
+                self._hooks = None
+
+    def __exit__(self, *error: object) -> None:
+        if self._hooks is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+
+def is_under_a_checkpoint() -> bool:
+    """Whether what is saved now goes to a checkpoint, ours or torch's, be it the first run or a replay."""
+    hooks = top_hooks()
+    while hooks is not None and hooks[1] is unpack_saved:
+        span = hooks[0].__self__  # type: ignore[attr-defined]
+        if span.is_checkpoint:
+            return True
+        hooks = span.outer
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def checked(tensor: Tensor, version: int, name: str) -> Tensor:
+    """``tensor``, unless it has been modified in place since it was at ``version``."""
+    if version_of(tensor) != version:
+        raise MutationError(
+            f"in {name}: a {describe(tensor)} that {_current_node()} needs has been modified in place since it was "
+            f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place "
+            "operation, or let it modify a clone."
+        )
+    return tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor keeps no count
+        return -1
+
+
+_STRIDED = (Tensor, torch.nn.Parameter)
+_storages: dict[int, StorageWeakRef] = {}
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    """Which storage a parameter or buffer has, to be compared by ``cdata``; None where that may change by itself.
+
+    The reference keeps the address from being used again (invariant 3). It is remembered by the tensor's id, which may
+    be used again, but not by a tensor with that storage.
+    """
+    if type(tensor) not in _STRIDED or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    storage, number = tensor.untyped_storage(), id(tensor)
+    known = _storages.get(number)
+    if known is None or known.cdata != storage._cdata:
+        if len(_storages) >= 1 << 16:  # most are of tensors that are gone: no callback tells, as none may refer to
+            _storages.clear()  # a parameter weakly, lest torch.utils.swap_tensors refuse it
+        known = _storages[number] = StorageWeakRef(storage)
+    return known
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """The address of the tensor's StorageImpl, or of its part on this rank; None for one with none (sparse, say)."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    if type(tensor) is not Tensor:
+        tensor = local_of(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def describe(tensor: Tensor) -> str:
+    return f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+
+
+def _current_node() -> str:
+    node = torch._C._current_autograd_node()
+    return "backward" if node is None else node.name()

@@ -1,0 +1,46 @@
+"""Autocast inside of an op's own kernel, which torch leaves out as soon as a dispatch mode such as a tape is on.
+
+Between the ops of a module autocast works below a mode as without: a mode sees what autocast made of the arguments.
+But what runs on behalf of a mode runs without autocast, and so do the ops that a kernel calls in its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from recompute.engine.cut.ops import PINV
+from recompute.errors import UnsupportedError
+
+_KEYS = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
+_is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_off = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def left_out() -> list[DispatchKey]:
+    """The kinds of autocast that were in force when the op was called that a mode is now asked for."""
+    off = [key for key in _KEYS if _is_off(key)]
+    with torch.overrides.enable_reentrant_dispatch():
+        return [key for key in off if not _is_off(key)]
+
+
+@contextmanager
+def in_force(keys: Collection[DispatchKey], op: Any, kwargs: dict[str, Any], name: str) -> Iterator[None]:
+    """The span in which autocast is what it was when ``op`` was called, in the module called ``name``."""
+    if op is PINV and DispatchKey.AutocastCPU in keys and kwargs.get("rtol") is not None:
+        raise UnsupportedError(
+            f"in {name}: torch.linalg.pinv with a tolerance, or torch.pinverse, under autocast on the CPU. Autocast "
+            "treats the two differently, and a region under its rule cannot tell them apart. Call it under "
+            'torch.autocast("cpu", enabled=False).'
+        )
+    for key in keys:
+        _set_off(key, False)
+    try:
+        yield
+    finally:
+        for key in keys:
+            _set_off(key, True)

@@ -1,0 +1,106 @@
+"""Whether a training step fits a device, and the largest batch and the longest sequences that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from recompute.errors import ModelError
+from recompute.estimation.gpus import find_gpu, read_size
+from recompute.units import humanize
+
+_MOST_BATCH, _MOST_TOKENS = 2**16, 2**22
+_TRIES = 6  # along a line, before halving
+
+
+class Fit(NamedTuple):
+    """Of a training step on one device."""
+
+    device: str
+    capacity_nbytes: int
+    batch_size: int
+    seq_len: int
+    peak_nbytes: int
+    largest_batch: int
+    """At this sequence length; 0: none fits."""
+    longest_sequence: int
+    """At this batch size, in steps; 0: none fits."""
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_nbytes <= self.capacity_nbytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "fits": self.fits}
+
+    def __str__(self) -> str:
+        share = f"{self.peak_nbytes / self.capacity_nbytes:.0%} of {humanize(self.capacity_nbytes)}"
+        batch = f"the largest batch is {self.largest_batch:,}" if self.largest_batch else "no batch fits"
+        length = f"the longest sequence is {self.longest_sequence:,}" if self.longest_sequence else "no sequence fits"
+        return (
+            f"{'Fits' if self.fits else 'Does not fit'} {self.device}: {humanize(self.peak_nbytes)} is {share}. "
+            f"At sequence {self.seq_len:,}, {batch}; at batch {self.batch_size:,}, {length}."
+        )
+
+
+def read_capacity(gpu: str | None, memory: str | None) -> tuple[str, int] | None:
+    """What a command line calls a device, and its bytes; None where it names none. Raises ``ModelError``."""
+    if gpu is None and memory is None:
+        return None
+    known = None if gpu is None else find_gpu(gpu)
+    nbytes = read_size("--gpu-memory", memory, "24GiB") if memory is not None else None
+    if nbytes is not None:
+        return (known.name if known else "this device"), nbytes
+    if known is None:
+        raise ModelError("expected --gpu or --gpu-memory; found neither")
+    return known.name, known.capacity_nbytes
+
+
+def fit(
+    peak_nbytes: Callable[[int, int], int],
+    device: tuple[str, int],
+    batch_size: int,
+    seq_len: int,
+    progress: Callable[[str, int, int], None],
+) -> Fit:
+    """Look for what fits. peak_nbytes: of a batch size and a sequence length; it grows with either.
+
+    Sequences are tried in steps of 256 tokens, of fewer where ``seq_len`` is shorter.
+    """
+    known: dict[tuple[int, int], int] = {}
+
+    def peak(batch: int, length: int) -> int:
+        if (batch, length) not in known:
+            progress(f"estimating batch {batch:,} at sequence {length:,}", 0, 0)
+            known[batch, length] = peak_nbytes(batch, length)
+        return known[batch, length]
+
+    name, capacity = device
+    step = 256 if seq_len >= 256 else max(1, seq_len // 4)
+    largest = _largest(lambda batch: peak(batch, seq_len), batch_size, capacity, _MOST_BATCH)
+    longest = _largest(
+        lambda number: peak(batch_size, number * step), max(1, seq_len // step), capacity, _MOST_TOKENS // step
+    )
+    return Fit(name, capacity, batch_size, seq_len, peak(batch_size, seq_len), largest, longest * step)
+
+
+def _largest(peak: Callable[[int], int], start: int, capacity: int, most: int) -> int:
+    """The largest number up to ``most`` whose peak is within the capacity; 0 if there is none.
+
+    Peaks are nearly linear, so the line through two of them is followed first.
+    """
+    low, high = 0, most + 1  # what fits, and what does not
+    points: list[tuple[int, int]] = []
+    guess = start
+    while high - low > 1:
+        points.append((guess, peak(guess)))
+        low, high = (guess, high) if points[-1][1] <= capacity else (low, guess)
+        if len(points) == 1:
+            guess = 2 * guess if low else guess // 2
+        elif len(points) <= _TRIES:
+            (a, b), (c, d) = points[-2:]
+            guess = int(a + (capacity - b) * (c - a) / (d - b)) if d != b else high - 1
+        else:
+            guess = (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+    return low

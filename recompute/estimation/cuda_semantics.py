@@ -1,0 +1,131 @@
+"""Makes fake CPU tensors run as tensors on a CUDA device would: the same kernels, and the same tensors saved.
+
+Not fake CUDA tensors: their backward asks for streams, and without a GPU there are none (torch 2.11 to 2.15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from recompute.engine.recipes import local
+
+_aten = torch.ops.aten
+_torchs_attention = F.scaled_dot_product_attention
+_torchs_dropout = F.dropout
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def as_on_cuda(*, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, in this thread, ops on fake CPU tensors choose as on CUDA. autocast: run forward and loss under it."""
+    before, local.imagines_cuda = local.imagines_cuda, True
+    attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention_here
+    dropout, F.dropout = F.dropout, _dropout_here
+    try:
+        with ExitStack() as stack:
+            if autocast is not None:
+                stack.enter_context(torch.autocast("cpu", autocast))
+            stack.enter_context(_AsOnCuda())
+            yield
+    finally:
+        local.imagines_cuda = before
+        F.scaled_dot_product_attention = attention
+        F.dropout = dropout
+
+
+def _dropout_here(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """On CUDA dropout is one kernel that saves a mask of bools; on the CPU it saves a mask in the input's dtype.
+
+    ``is_fused_kernel_acceptable`` in ATen/native/Dropout.cpp.
+    """
+    if local.imagines_cuda and training and not inplace and 0.0 < p < 1.0 and input.numel():
+        return torch.native_dropout(input, p, True)[0]
+    return _torchs_dropout(input, p, training, inplace)
+
+
+def _attention_here(*args: Any, **kwargs: Any) -> Tensor:
+    """As on CUDA, in this thread. Functions of torch's that call attention hide that from a mode."""
+    return (_attention if local.imagines_cuda else _torchs_attention)(*args, **kwargs)
+
+
+class _AsOnCuda(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is _torchs_attention:
+            return _attention(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu") and getattr(function, "__name__", "") in _WIDENED:
+            args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALVES else tensor
+
+
+# The list of CUDA's autocast in ATen/autocast_mode.h; the CPU's is another. As torch and torch.nn.functional name them.
+_WIDENED_NAMES = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
+    layer_norm group_norm norm cosine_similarity poisson_nll_loss nll_loss hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+    multi_margin_loss binary_cross_entropy_with_logits cross_entropy dist pdist cdist renorm logsumexp softmax
+    log_softmax cumprod cumsum prod sum
+"""
+_WIDENED = frozenset(_WIDENED_NAMES.split())
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The form that CUDA takes (``sdp_utils.cpp`` in ATen/native/transformers/cuda): flash, else efficient, else math.
+
+    cuDNN's, which Hopper may take in flash's place, saves tensors of the same sizes.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+    size, is_grouped = query.shape[-1], query.shape[-3] != key.shape[-3]
+    fits = query.dim() == 4 and key.shape[-1] == value.shape[-1] == size
+    trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    if fits and attn_mask is None and query.dtype in _HALVES and size <= 256:
+        scale = size**-0.5 if scale is None else scale
+        if size % 8:
+            query, key, value = (F.pad(each, (0, -size % 8)) for each in (query, key, value))
+        flash = _aten._scaled_dot_product_flash_attention
+        output = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return output[..., :size] if size % 8 else output
+    if fits and not is_grouped and size % (4 if query.dtype is torch.float32 else 8) == 0:
+        bias = _bias(attn_mask, query, key)
+        efficient = _aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, trains, dropout_p, is_causal, scale=scale)[0]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return _torchs_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """What is added to the scores: a mask of bools becomes numbers, and rows begin at multiples of 16 bytes.
+
+    By the ops of ``convert_boolean_attn_mask`` in ATen/native/transformers/attention.cpp: a tape drops the same then.
+    """
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=mask.device))
+    if mask.shape[-1] % 8:
+        mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
+    return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])

@@ -1,0 +1,64 @@
+"""What a training step will take, before there is a device to run it on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from recompute.errors import EstimateError
+from recompute.estimation.estimate_result import Estimate
+from recompute.estimation.options import Options
+from recompute.policy.loading import load_policy
+
+if TYPE_CHECKING:
+    from recompute.attach.apply import PolicyLike
+
+
+def estimate(
+    model: Any,
+    *,
+    batch_size: int = 1,
+    seq_len: int = 4096,
+    dtype: str = "bfloat16",
+    optimizer: str = "adamw",
+    sharding: str = "none",
+    devices: int = 1,
+    policy: PolicyLike | None = None,
+    loss: str = "full",
+    batch: Any = None,
+    advise: bool = True,
+) -> Estimate:
+    """What a training step of ``model`` takes on a CUDA device. Needs no GPU, and no memory for the model.
+
+    Runs forward, backward and the optimizer's step on tensors without values, and counts what lives at each moment.
+    Gradients are freed between steps (``zero_grad``'s default), and what the model returned beside the loss is let go
+    before backward.
+
+    model: an ``nn.Module`` on any device, also ``meta``, which is left as it is and whose floating parameters are taken
+        in ``dtype``; a Hugging Face configuration, its ``config.json`` or the folder of it, or a name Hugging Face
+        knows (no weights are fetched); or an ablation's .yaml file.
+    batch_size, seq_len: of token ids, or images, for a model of Hugging Face's.
+    batch: what forward is given otherwise: a mapping of keyword arguments, a tuple, or a tensor, whose values do not
+        matter. The loss is what the model returns as ``loss``, or the sum of what it returns.
+    dtype: "bfloat16", "bfloat16-autocast", "bfloat16-mixed", "float32": ``static_memory.RECIPES`` says what each is.
+    optimizer: "adamw" (``foreach``), "adamw-fused", "adamw-loop", "adamw-8bit", "sgd", "sgd-momentum".
+    sharding, devices: "none", "ddp", "zero1", "zero2", "zero3", "fsdp2" over so many; the batch is one device's.
+    policy: as ``recompute.apply`` takes it.
+    loss: "full" logits, or "chunked": by ``recompute.kernels.linear_cross_entropy``, without them.
+    advise: whether to try changes for ``advice``, each of which takes an estimate of its own.
+
+    Raises ``EstimateError`` for an option that there is not, ``PolicyError`` for a bad policy, and ``ModelError`` where
+    there is no such model, or it cannot run on tensors without values: it names the module.
+    """
+    options = Options(dtype, optimizer, sharding, devices, loss).read()
+    for name, number in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise EstimateError(f"{name}: expected at least 1; found {number!r}")
+    loaded = None if policy is None else load_policy(policy)
+
+    from recompute.estimation.model_study import Study, imagined_subject  # which import transformers
+
+    with imagined_subject(model, options, batch_size, seq_len, batch) as subject:
+        study = Study(subject)
+        found = study.estimate(options, loaded)
+        return replace(found, advice=tuple(study.advice(options, loaded, found))) if advise else found

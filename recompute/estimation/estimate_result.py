@@ -1,0 +1,151 @@
+"""What an estimate has found: static bytes, activations, the peak and its moment, and what would lower it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from recompute.estimation.static_memory import StaticBytes
+from recompute.units import humanize
+
+
+class Advice(NamedTuple):
+    """One change, and by how much it lowers the peak: from an estimate with it."""
+
+    what: str
+    saves_nbytes: int
+
+
+class ModuleActivations(NamedTuple):
+    """What modules that differ in their numbers alone hold after forward."""
+
+    path: str
+    """With "*" for numbers; "" is what is outside of all modules, the loss with it."""
+    modules: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was estimated."""
+
+    model: str
+    batch: str
+    dtype: str
+    optimizer: str
+    sharding: str
+    devices: int
+    policy: str
+    loss: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that a training step takes on each device."""
+
+    settings: Settings
+    static_bytes: StaticBytes
+    activation_bytes: int
+    """Held after forward."""
+    activation_bytes_per_layer: int
+    """Of that, what the layer of the model that holds most does; 0 for a model without layers."""
+    activations: tuple[ModuleActivations, ...]
+    """By the module that made what is held."""
+    logits_peak_bytes: int
+    """The most that logits, their copies and gradients take at once, in a loop that keeps what the model returned."""
+    moments: Mapping[str, int]
+    """The most alive at each moment, static bytes included, in the order of the step."""
+    parts: Mapping[str, int]
+    """What is alive at the peak, by what it is."""
+    advice: tuple[Advice, ...]
+    """What would lower the peak, most first."""
+
+    @property
+    def peak_moment(self) -> str:
+        return max(self.moments, key=lambda name: self.moments[name])
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.moments[self.peak_moment]
+
+    @property
+    def dominates(self) -> str:
+        """The largest part of the peak."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, as plain data."""
+        static = self.static_bytes
+        return {
+            **vars(self.settings),
+            "static_bytes": {
+                "parameters": static.parameters,
+                "gradients": static.gradients,
+                "optimizer": static.optimizer,
+                "buffers": {name: buffer.nbytes for name, buffer in static.buffers.items()},
+                "total": static.total,
+            },
+            "activation_bytes": self.activation_bytes,
+            "activation_bytes_per_layer": self.activation_bytes_per_layer,
+            "activations": [each._asdict() for each in self.activations],
+            "logits_peak_bytes": self.logits_peak_bytes,
+            "peak_bytes": self.peak_bytes,
+            "peak_moment": self.peak_moment,
+            "moments": dict(self.moments),
+            "parts": dict(self.parts),
+            "dominates": self.dominates,
+            "advice": [each._asdict() for each in self.advice],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return _described(self)
+
+
+_MOMENTS = 6
+"""The highest ones, to show."""
+
+
+def _described(estimate: Estimate) -> str:
+    """All that the estimate has found, for people."""
+    settings, static = estimate.settings, estimate.static_bytes
+    on = f"{settings.sharding} over {settings.devices} devices" if settings.devices > 1 else "one device"
+    title = (
+        f"{settings.model}; {settings.batch}\n{settings.dtype}, {settings.optimizer}, {on}, policy {settings.policy}, "
+        f"{settings.loss} loss"
+    )
+    kept = [("parameters", static.parameters), ("gradients", static.gradients), ("optimizer states", static.optimizer)]
+    kept += [(name, buffer.nbytes) for name, buffer in static.buffers.items()]
+    held = [
+        (each.path or "the loss, and what is in no module", each.modules, humanize(each.nbytes))
+        for each in sorted(estimate.activations, key=lambda each: -each.nbytes)
+    ]
+    highest = sorted(estimate.moments.items(), key=lambda item: -item[1])[:_MOMENTS]
+    peak = humanize(estimate.peak_bytes)
+    blocks = [
+        title,
+        _table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
+        _table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
+        f"One layer holds {humanize(estimate.activation_bytes_per_layer)}; "
+        f"logits take up to {humanize(estimate.logits_peak_bytes)}.",
+        _table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
+        f"Peak: {peak}, at: {estimate.peak_moment}. Most of it is {estimate.dominates}: "
+        + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
+        + ".",
+    ]
+    if estimate.advice:
+        lower = [(each.what, humanize(each.saves_nbytes)) for each in estimate.advice]
+        blocks.append(_table("what lowers the peak, by itself", lower, "by"))
+    return "\n\n".join(blocks)
+
+
+def _table(title: str, rows: Sequence[tuple[object, ...]], *columns: str) -> str:
+    headers = [title, *columns, *([""] * (len(rows[0]) - 1 - len(columns)))]
+    align = ["left", *["right"] * (len(rows[0]) - 1)]
+    return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)

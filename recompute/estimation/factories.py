@@ -1,0 +1,155 @@
+"""Models of the caller's own: a function that makes one, by itself or by its name, and the batch that goes with it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from recompute.engine.checkpoint.region import is_fake
+from recompute.errors import ModelError
+from recompute.estimation.fake_tensors import move
+
+Factory = Callable[[], Any]
+"""Returns an ``nn.Module``, or a pair of that and a batch: a tensor, a tuple of arguments or a mapping of keywords."""
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def names_factory(source: str) -> bool:
+    """Whether ``source`` reads as ``package.module:factory``."""
+    return _NAME.fullmatch(source) is not None
+
+
+def load_factory(name: str) -> Factory:
+    """What ``package.module:factory`` names, looked for from the current folder on, too.
+
+    Raises ``ModelError`` where the module cannot be found or has no such function. What the module raises when it is
+    imported passes through.
+    """
+    module_name, _, attributes = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # as `python -m` has it; a console script does not
+        sys.path.insert(0, folder)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the module itself imports
+        raise ModelError(
+            f"{name}: there is no module {error.name}, neither installed nor below {folder}; expected "
+            "package.module:factory"
+        ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise ModelError(f"{name}: {module_name} has no {attributes}; expected the name of a function in it")
+        found = getattr(found, attribute)
+    return check_factory(found, name)
+
+
+def check_factory(factory: Any, name: str) -> Factory:
+    """``factory``, if it can be one; called ``name`` in the ``ModelError`` if not."""
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ModelError(
+            f"{name}: expected a function without arguments that makes a model, or (model, batch), anew each time; "
+            f"found {_kind(factory)}"
+        )
+    return factory
+
+
+def make(
+    factory: Factory, name: str, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> tuple[nn.Module, Any]:
+    """The model in training mode, and the batch that the factory gives with it, or None.
+
+    dtype: of the model's floating-point parameters and buffers; None as they come. device: on which they are made, and
+    to which they are moved. Raises ``ModelError`` where the factory gives something else.
+    """
+    with torch.device("cpu") if device is None else device:
+        made = factory()
+    pair = isinstance(made, (tuple, list)) and len(made) == 2
+    model, batch = made if pair else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{name}: expected it to return an nn.Module, or (nn.Module, batch); found {_kind(made)}")
+    if batch is not None:
+        batch = check_batch(batch, name)
+    if is_fake():
+        move(model, device, dtype)
+    else:
+        model.to(device=device, dtype=dtype)
+    return model.train(), batch
+
+
+def check_batch(batch: Any, name: str) -> Any:
+    if isinstance(batch, (Tensor, Mapping)) or (isinstance(batch, (tuple, list)) and len(batch)):
+        return tuple(batch) if isinstance(batch, list) else batch
+    raise ModelError(
+        f"{name}: expected a batch that is a tensor, a tuple of arguments or a mapping of keyword arguments; found "
+        f"{_kind(batch)}"
+    )
+
+
+def placed(batch: Any, *, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """The batch on a device. dtype: of its tensors of floats; None as they are."""
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    return tree_map_only(Tensor, place, batch)
+
+
+def call(model: Any, batch: Any) -> Any:
+    """What the model returns for a batch: keyword arguments, a tuple of arguments, or the only one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def describe(model: nn.Module, batch: Any, where: str = "") -> str:
+    """The model and the batch in a line. where: "on cuda", say; by default where the model is."""
+    parameters = list(model.parameters())
+    named = batch if isinstance(batch, Mapping) else {"": batch}
+    shapes = [
+        f"{name} {'x'.join(map(str, each.shape))}".lstrip()
+        for name, value in named.items()
+        for each in tree_leaves(value)
+        if isinstance(each, Tensor)
+    ]
+    count = sum(parameter.numel() for parameter in parameters)
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    where = where or f"on {parameters[0].device.type}"
+    return f"{type(model).__name__}, {count:,} parameters, {dtype} {where}; {', '.join(shapes)}"
+
+
+def loss_in(output: Any, name: str) -> Tensor:
+    """The ``loss`` that an output has as an attribute or a key; else the sum of its tensors of floats.
+
+    Raises ``ModelError`` where there is neither, or the loss is no scalar.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ModelError(f"{name}: expected a loss of one number; found one of shape {tuple(loss.shape)}")
+        return loss
+    values = getattr(output, "to_tuple", lambda: output)()
+    floats = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
+    sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)) for each in floats if each.requires_grad]
+    if not sums:
+        raise ModelError(
+            f"{name}: expected forward to return a loss, an object with one, or tensors of floats that depend on the "
+            f"parameters; found {_kind(output)}"
+        )
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {', '.join(type(each).__name__ for each in value) or 'nothing'}"
+    return type(value).__name__

@@ -1,0 +1,129 @@
+"""GPUs by their data sheets, under the names that people and CUDA give them."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from recompute.errors import BudgetError, ModelError
+from recompute.policy.document import nearest
+from recompute.units import parse_budget
+
+_GIB = 2**30
+
+
+class Gpu(NamedTuple):
+    """What a GPU does at most, by its data sheet."""
+
+    half_flops: float
+    """Of bfloat16 and float16, dense, with float32 sums, a second."""
+    float_flops: float
+    """Of float32, a second."""
+    bandwidth: float
+    """Of its memory, in bytes a second."""
+    capacity_nbytes: int
+    """About what CUDA says that there is."""
+    name: str = "a GPU"
+
+
+def _gpu(name: str, half_tflops: float, float_tflops: float, tera_bandwidth: float, gib: int) -> Gpu:
+    return Gpu(half_tflops * 1e12, float_tflops * 1e12, tera_bandwidth * 1e12, gib * _GIB, name)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("H200", 989, 67, 4.8, 139),
+        _gpu("H100", 989, 67, 3.35, 79),
+        _gpu("H100 PCIe", 756, 51, 2.0, 79),
+        _gpu("A100", 312, 19.5, 2.04, 79),
+        _gpu("A100 PCIe", 312, 19.5, 1.935, 79),
+        _gpu("A100 40GB", 312, 19.5, 1.555, 39),
+        _gpu("B200", 2250, 75, 8.0, 178),
+        _gpu("L40S", 362, 91.6, 0.864, 44),
+        _gpu("L4", 121, 30.3, 0.3, 22),
+        _gpu("A10", 125, 31.2, 0.6, 22),
+        _gpu("RTX 4090", 165, 82.6, 1.008, 23),
+        _gpu("RTX 3090", 71, 35.6, 0.936, 23),
+        _gpu("MI300X", 1307, 163, 5.3, 191),
+    )
+}
+"""Teraflops dense, terabytes a second. H100 and A100 without a suffix are the SXM forms, A100 with 80 GB.
+
+Sources: NVIDIA's data sheets "H200 Tensor Core GPU", "H100 Tensor Core GPU" (SXM and PCIe), "A100 Tensor Core GPU"
+(SXM and PCIe, 40 and 80 GB), "HGX B200" (an eighth of it; bandwidth as in "DGX B200"), "L40S", "L4" and "A10", where
+figures with sparsity are halved; the white papers "NVIDIA Ada GPU Architecture" (RTX 4090) and "NVIDIA Ampere GA102 GPU
+Architecture" (RTX 3090), in both FP16 with FP32 accumulate; AMD's data sheet "Instinct MI300X Accelerator".
+"""
+
+_MAKERS = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|tensor|core|gpu|hbm\d*e?|sxm\d*|oam")
+_SPELLINGS = {
+    "a10080gb": "A100",
+    "a100pcie80gb": "A100 PCIe",
+    "a100pcie40gb": "A100 40GB",
+    "h10080gb": "H100",
+    "h100pcie80gb": "H100 PCIe",
+    "h200141gb": "H200",
+    "b200180gb": "B200",
+    "4090": "RTX 4090",
+    "3090": "RTX 3090",
+    "mi300": "MI300X",
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of this name, in any case, with or without its maker's words: "rtx4090", "NVIDIA A100-SXM4-80GB".
+
+    Raises ``ModelError`` for one that is not in ``GPUS``.
+    """
+    key = _key(name)
+    known = {_key(each): each for each in GPUS} | _SPELLINGS
+    if key not in known:
+        guess = nearest(key, known)
+        if match := re.search("'(.*)'", guess):
+            guess = guess.replace(match[1], known[match[1]])
+        raise ModelError(
+            f"gpu: expected one of {', '.join(GPUS)}; found {name!r}{guess}. Any other by its data sheet: "
+            "--gpu-memory 24GiB --gpu-tflops 165 --gpu-bandwidth 1008GB/s"
+        )
+    return GPUS[known[key]]
+
+
+def _key(name: str) -> str:
+    plain = re.sub("[^a-z0-9]", "", _MAKERS.sub("", name.lower()))
+    return re.sub(r"(\d{2,})gi?b?$", r"\1gb", plain)
+
+
+def read_gpu(
+    name: str | None, *, memory: str | None = None, tflops: float | None = None, bandwidth: str | None = None
+) -> Gpu | None:
+    """The GPU that a command line describes: by name, by figures, or by a name of which figures are replaced.
+
+    memory: "24GiB". tflops: dense, in the dtype that is trained in. bandwidth: "1008GB/s". None where nothing is given.
+
+    Raises ``ModelError`` for what cannot be read, or is not enough.
+    """
+    figures = {"--gpu-memory": memory, "--gpu-tflops": tflops, "--gpu-bandwidth": bandwidth}
+    missing = [option for option, value in figures.items() if value is None]
+    if name is None and len(missing) == len(figures):
+        return None
+    if name is None and missing:
+        raise ModelError(f"gpu: expected --gpu, or all of {', '.join(figures)}; {', '.join(missing)} not given")
+    gpu = Gpu(0.0, 0.0, 0.0, 0, "a GPU of these figures") if name is None else find_gpu(name)
+    if tflops is not None:
+        if not 0 < tflops < 1e6:
+            raise ModelError(f"--gpu-tflops: expected a positive number of TFLOP/s, dense; found {tflops:g}")
+        gpu = gpu._replace(half_flops=tflops * 1e12, float_flops=tflops * 1e12)
+    if bandwidth is not None:
+        gpu = gpu._replace(bandwidth=float(read_size("--gpu-bandwidth", bandwidth.removesuffix("/s"), "1008GB/s")))
+    if memory is not None:
+        gpu = gpu._replace(capacity_nbytes=read_size("--gpu-memory", memory, "24GiB"))
+    return gpu
+
+
+def read_size(option: str, text: str, example: str) -> int:
+    """The bytes that a command line's option names. Raises ``ModelError`` with an example of how to."""
+    try:
+        return parse_budget(text)
+    except BudgetError as error:
+        raise ModelError(f"{option}: expected something like {example}; found {text!r}") from error

@@ -1,0 +1,106 @@
+"""Which module runs: in forward by its calls, in backward by which module's forward made the node that runs."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recompute.estimation.static_memory import ParameterShape
+
+LOSS = "the loss"
+"""What is computed outside of a model's modules, and the loss itself."""
+
+_get_sequence = torch._C._autograd._get_sequence_nr
+_NO_PLACE = 2**32  # beyond the last node of forward: accumulation, which has no place in it
+
+
+class Whereabouts:
+    """Follows a model, at whose modules it is by their paths; "" is outside of all, and in the model's own forward."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        """In forward."""
+        self.failed = ""
+        """In which module the latest exception came up."""
+        self.entered: Callable[[str], None] = lambda path: None
+        """Is given the path of each module that begins."""
+        self.left: Callable[[], None] = lambda: None
+        """Is told when a module ends."""
+        self._error: int | None = None  # the id of what goes up through the calls: itself, it would hold their tensors
+        self._borders = [0]
+        self._paths = [""]
+        self._last = ""
+
+    def in_backward(self) -> str:
+        """The path of the module whose backward runs in this thread, or ran last."""
+        node = torch._C._current_autograd_node()
+        sequence = 2**64 - 1 if node is None else node._sequence_nr()
+        if 0 <= sequence < self._borders[-1] + _NO_PLACE:
+            self._last = self._paths[bisect.bisect_right(self._borders, sequence) - 1]
+        return self._last
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Be told which module runs. Not by hooks on the modules, in whose presence no kernel stands in."""
+        paths = {module: path for path, module in model.named_modules()}
+        call = nn.Module.__call__
+
+        def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = paths.get(module)
+            if path is None:
+                return call(module, *args, **kwargs)
+            around = self.path
+            self._goes_to(path)
+            self._error = None
+            self.entered(path)
+            try:
+                return call(module, *args, **kwargs)
+            except BaseException as error:
+                if id(error) != self._error:
+                    self._error, self.failed = id(error), path
+                raise
+            finally:
+                self.left()
+                self._goes_to(around)
+
+        nn.Module.__call__ = told  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def _goes_to(self, path: str) -> None:
+        """A module's forward begins, or goes on after another's inside has ended."""
+        self.path = path
+        self._borders.append(_get_sequence())  # of the nodes to come
+        self._paths.append(path)
+
+
+def unit_of(path: str) -> str:
+    """The part of a model that ``path`` is in: a layer ("model.layers.3"), or what is outside of all layers."""
+    parts = path.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else path or LOSS
+
+
+def pattern_of(path: str) -> str:
+    """The same for modules that differ in their numbers alone: "model.layers.*.mlp"."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
+    """Of each parameter, a shared one once, with the layer that it is part of."""
+
+    def layer(path: str) -> str:
+        unit = unit_of(path)
+        return unit if unit != LOSS and unit.split(".")[-1].isdigit() else ""
+
+    seen: dict[Tensor, ParameterShape] = {}
+    for path, parameter in model.named_parameters():
+        seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer(path))
+    return list(seen.values())

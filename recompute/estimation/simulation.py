@@ -1,0 +1,218 @@
+"""A training step on fake tensors: what is alive at each moment, and which module it is of."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from recompute.errors import ModelError, RecomputeError
+from recompute.estimation.cuda_semantics import as_on_cuda
+from recompute.estimation.module_tracker import LOSS, Whereabouts, unit_of
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A part of the step: the forward or the backward of one module."""
+
+    name: str
+    """ "forward of model.layers.3", "the loss", "backward of the loss" …"""
+    alive: dict[int, int]
+    """The most alive beside gradients, for each number of bytes of gradients that there were at some time of it."""
+
+    def peak_nbytes(self, share: Callable[[int], int]) -> int:
+        """share: what remains of so many bytes of gradients."""
+        return max(nbytes + share(gradients) for gradients, nbytes in self.alive.items())
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step takes beside what lives all the time, in bytes."""
+
+    moments: tuple[Moment, ...]
+    """In the order in which they began."""
+    held: dict[str, int]
+    """What is held after forward, by the path of the module that made it."""
+    logits_peak_nbytes: int
+    """The most that logits, their copies and their gradients take at once, with those that the model returned."""
+
+
+def simulate(
+    model: nn.Module,
+    run: Callable[[], tuple[Tensor, Any]],
+    *,
+    tokens: int = 0,
+    classes: int | None = None,
+    autocast: torch.dtype | None = None,
+    warm_up: bool = False,
+    on_cuda: bool = True,
+) -> Step:
+    """Trace one forward and backward of a model on fake tensors, under their mode. Leaves no gradients.
+
+    run: runs forward; returns the loss, and what else the model returned.
+    tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
+    warm_up: run a forward before, for what a policy learns in the first one.
+    on_cuda: count as on CUDA; else to the byte, as the CPU runs it.
+    """
+    if warm_up:
+        with _environment(autocast, on_cuda) as forward_only, forward_only(), _following(model, Whereabouts()):
+            run()
+    ledger = _Ledger(classes, tokens)
+    trace = StorageTrace(BLOCK_NBYTES if on_cuda else 1)
+    ledger.watch(trace)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(ledger.take_gradient)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        with _uncollected(), _environment(autocast, on_cuda) as forward_only, trace:
+            with forward_only(), _following(model, ledger.whereabouts):
+                loss, output = run()
+            logits = _logits(output, classes)
+            ledger.kept_nbytes = 0 if logits is None else logits.nbytes
+            del output, logits
+            held = Counter[str]()
+            for (path, _), nbytes in trace.alive():
+                held[path] += nbytes
+            ledger.is_backward = True
+            torch.autograd.backward(loss)  # not the method, which hides from modes
+            del loss
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad()
+    moments = tuple(Moment(name, dict(alive)) for name, alive in ledger.moments.items())
+    return Step(moments, dict(held), ledger.logits_peak_nbytes)
+
+
+def optimizer_peak_nbytes(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> int:
+    """The most that a step of torch's own optimizer takes beside parameters, gradients and its states.
+
+    Of parameters on ``meta``, which takes a third of the time of fakes, and lets the optimizer read its step counts.
+    """
+    with unset_fake_temporarily(), torch.no_grad():
+        parameters: list[Tensor] = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = make(parameters)
+        optimizer.step()  # makes the states
+        with StorageTrace(BLOCK_NBYTES) as trace:
+            optimizer.step()
+    return trace.peak_nbytes
+
+
+def fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def _environment(autocast: torch.dtype | None, on_cuda: bool) -> Iterator[Callable[[], Any]]:
+    """For forward and backward; gives what forward alone is to run in."""
+    if on_cuda:
+        with as_on_cuda():
+            yield lambda: as_on_cuda(autocast=autocast)
+    else:
+        yield lambda: torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, of which fakes cause more: cycles (of a cache, say) live on as in real runs."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _logits(output: Any, classes: int | None) -> Tensor | None:
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or getattr(logits, "is_deferred", False) or logits.shape[-1] != classes:
+        return None
+    return logits
+
+
+@dataclass
+class _Ledger:
+    """Notes what is alive as each module runs, in forward and in backward."""
+
+    classes: int | None
+    tokens: int
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    is_backward: bool = False
+    gradient_nbytes: int = 0
+    logits_nbytes: int = 0
+    logits_peak_nbytes: int = 0
+    kept_nbytes: int = 0
+    moments: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    _trace: StorageTrace | None = None
+
+    def watch(self, trace: StorageTrace) -> None:
+        self._trace = trace
+        trace.on_grown, trace.label, trace.on_freed = self._grown, self._label, self._freed
+
+    def take_gradient(self, parameter: Tensor) -> None:
+        assert self._trace is not None, "hooks are set when the trace is"
+        if parameter.grad is not None:
+            self.gradient_nbytes += self._trace.forget(parameter.grad)
+            self._grown(self._trace.alive_nbytes)
+
+    def _where(self) -> str:
+        return self.whereabouts.in_backward() if self.is_backward else self.whereabouts.path
+
+    def _grown(self, nbytes: int) -> None:
+        unit = unit_of(self._where())
+        forward = unit if unit == LOSS else f"forward of {unit}"
+        name = f"backward of {unit}" if self.is_backward else forward
+        alive = self.moments[name]
+        alive[self.gradient_nbytes] = max(alive.get(self.gradient_nbytes, 0), nbytes)
+
+    def _label(self, tensor: Tensor, nbytes: int) -> tuple[str, bool]:
+        where = self._where()
+        is_logits = self.classes is not None and self._is_of_logits(tensor, where)
+        if is_logits:
+            self.logits_nbytes += nbytes
+            kept = self.kept_nbytes if self.is_backward else 0
+            self.logits_peak_nbytes = max(self.logits_peak_nbytes, self.logits_nbytes + kept)
+        return where, is_logits
+
+    def _is_of_logits(self, tensor: Tensor, where: str) -> bool:
+        """Whether it has the shape of logits, or holds a block of columns of them, as a loss without logits does."""
+        if tensor.dim() == 1:
+            return unit_of(where) == LOSS and tensor.numel() >= self.tokens * 256
+        return tensor.shape[-1:] == (self.classes,)
+
+    def _freed(self, label: tuple[str, bool], nbytes: int) -> None:
+        if label[1]:
+            self.logits_nbytes -= nbytes
+
+
+@contextmanager
+def _following(model: nn.Module, whereabouts: Whereabouts) -> Iterator[None]:
+    try:
+        with whereabouts.following(model):
+            yield
+    except RecomputeError:
+        raise
+    except Exception as error:  # whatever a model raises: tensors without values fail in many ways
+        path = whereabouts.failed
+        module = type(model.get_submodule(path)).__name__
+        where = f"module {path!r} ({module})" if path else f"the model ({module})"
+        raise ModelError(
+            f"{where} cannot run on tensors without values: {type(error).__name__}: {error}. Measure the model on a "
+            "real device instead, with recompute.profile."
+        ) from error

@@ -1,0 +1,168 @@
+"""Counts the bytes of tensors, also of such as have no memory: which storages live, from the op that makes each on."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from recompute.counters import MemoryTrace
+from recompute.engine.recipes import local
+from recompute.estimation.workspaces import transient_nbytes
+from recompute.kernels.launch import IMPLEMENTATIONS
+
+_aten = torch.ops.aten
+_is_made_of_tensors = functools.cache(is_traceable_wrapper_subclass_type)
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_WRAPPERS = ("inner", "_fn")  # of torch._compile, by which no dispatch mode is compiled
+DEVICE = torch.ops.prim.device.default  # asked of every fake tensor, many times an op
+
+BLOCK_NBYTES = 512
+"""What CUDA's caching allocator rounds sizes up to."""
+
+
+class StorageTrace(MemoryTrace):
+    """Storages that ops make in this thread during a ``with`` block, and when each is freed, in whichever thread.
+
+    block_nbytes: each storage counts as a whole number of these; 1 counts to the byte, as the CPU's allocator does.
+
+    Storages from before the block never count, nor does freeing them. Views count as what they are views of. What an op
+    allocates beside its outputs counts where it is known: in ``transients.py``, and in what our kernels allocate. Of
+    tensors made of tensors (``DTensor``) those count that they are made of.
+    """
+
+    def __init__(self, block_nbytes: int = 1) -> None:
+        super().__init__()
+        self.alive_nbytes = 0
+        self.on_grown: Callable[[int], None] = lambda nbytes: None
+        """Is given the bytes alive after each op."""
+        self.label: Callable[[Tensor, int], Any] = lambda tensor, nbytes: None
+        """Is given each storage that comes to be, as a tensor, and its bytes; returns what to call it."""
+        self.on_freed: Callable[[Any, int], None] = lambda label, nbytes: None
+        """Is given the label and the bytes of a storage that counts no longer."""
+        self._block_nbytes = block_nbytes
+        self._mode = _Mode(self)
+        self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
+        self._span_peak_nbytes = 0
+
+    def __enter__(self) -> StorageTrace:
+        self._mode.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        self.held_nbytes[name], self.span_peak_nbytes[name] = self.alive_nbytes, self._span_peak_nbytes
+        self._span_peak_nbytes = self.alive_nbytes
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._mode.__exit__(kind, *rest)
+        self._alive.clear()
+        if kind is not None:
+            self.held_nbytes.clear()
+            self.span_peak_nbytes.clear()
+            self.peak_nbytes = 0
+
+    def alive(self) -> list[tuple[Any, int]]:
+        """The label and the bytes of each storage that lives."""
+        return [(label, nbytes) for _, nbytes, label in list(self._alive.values())]
+
+    def forget(self, tensor: Tensor) -> int:
+        """Count the storage of ``tensor`` no longer, as another's to count. Returns what it counted as."""
+        return self._drop(tensor.untyped_storage()._cdata)
+
+    def made(self, output: Any, args: Any, transient_nbytes: int, *, replaces_input: bool = False) -> None:
+        """An op has run: its new storages live from now on.
+
+        replaces_input: whether an input dies just after it, so that the two never take memory together.
+        """
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if transient_nbytes:
+            self._grown(self._rounded(transient_nbytes) + sum(self._rounded(_nbytes(tensor)) for tensor in tensors))
+        given: set[int] | None = None
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._alive or not (nbytes := self._rounded(storage.nbytes())):
+                continue
+            if given is None:
+                given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)}
+            if key in given:  # from before the block
+                continue
+            # The entry goes when the storage does, and its address can be another's only after that.
+            self._alive[key] = weakref.ref(storage, partial(self._died, key)), nbytes, self.label(tensor, nbytes)
+            self.alive_nbytes += nbytes
+        if not replaces_input:
+            self._grown(0)
+
+    def _grown(self, for_a_moment: int) -> None:
+        alive = self.alive_nbytes + for_a_moment
+        self.on_grown(alive)
+        self.peak_nbytes = max(self.peak_nbytes, alive)
+        self._span_peak_nbytes = max(self._span_peak_nbytes, alive)
+
+    def _died(self, key: int, reference: weakref.ref[Any]) -> None:
+        known = self._alive.get(key)
+        if known is not None and known[0] is reference:
+            self._drop(key)
+
+    def _drop(self, key: int) -> int:
+        _, nbytes, label = self._alive.pop(key, (None, 0, None))
+        self.alive_nbytes -= nbytes
+        if nbytes:
+            self.on_freed(label, nbytes)
+        return nbytes
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._block_nbytes) * self._block_nbytes
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, trace: StorageTrace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(_is_made_of_tensors, types)):
+            return NotImplemented  # so that what it does with those inside comes here
+        if op is DEVICE:
+            return device_of(args[0])
+        if op in IMPLEMENTATIONS:  # what it allocates inside is seen, each tensor as long as it lives
+            with self:
+                return IMPLEMENTATIONS[op](*args, **kwargs)
+        if local.imagines_cuda and op is _aten.addmm.dtype_out:  # which the CPU has not
+            return kwargs["out"]
+        output = op(*args, **kwargs)
+        extra = transient_nbytes(op, args, output) if local.imagines_cuda else 0
+        replaces_input = op is _aten.add.Tensor and local.imagines_cuda and _is_called_by_autograd()
+        self._trace.made(output, (args, kwargs), extra, replaces_input=replaces_input)
+        return output
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether autograd itself calls an op: an addition sums the gradients that a tensor gets from two readers.
+
+    ``accumulate`` in torch/csrc/autograd/input_buffer.cpp adds in place to the sum so far, if nobody else has that. On
+    fake tensors it makes a new sum and then lets go of the old one. If somebody has it, the next op counts both.
+    """
+    frame = sys._getframe(2)
+    while frame.f_code.co_name in _WRAPPERS and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is _RUN_BACKWARD
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """What ``DEVICE`` returns, without asking the modes further out: half of all ops on fake tensors are this one."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else DEVICE(tensor)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if isinstance(tensor, FakeTensor) else tensor.nbytes

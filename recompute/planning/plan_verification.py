@@ -1,0 +1,216 @@
+"""Whether a plan holds when it is run, and whether a uniform policy runs faster; if so, what is learnt from that."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recompute.planning import solver
+from recompute.planning.plans import Plan, Round, plan_of, planned, way_of
+from recompute.planning.solver import Assignment, Uniform
+from recompute.policy.rules import Policy
+from recompute.profiling.cost_table import Choice, Profile
+from recompute.units import humanize
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from recompute.profiling.dry_run import OptimizerFactory, Rehearsal
+    from recompute.profiling.model_run import Loss
+
+_MOST_ROUNDS = 3
+_TOLERANCE = 0.02  # of the peak
+_UNCERTAIN = 1.25  # by so much a prediction may be too slow where the host sets the pace (H200, Gemma 2: 1.2)
+
+
+class MeasuredPlace(NamedTuple):
+    """What the region at a place was seen to take, in bytes as a ``Choice`` counts them."""
+
+    held_nbytes: int
+    forward_peak_nbytes: int
+    backward_peak_nbytes: int
+
+
+class Measured(NamedTuple):
+    """What a training step took."""
+
+    peak_nbytes: int
+    """Static bytes included."""
+    step_seconds: float
+    places: tuple[MeasuredPlace, ...] = ()
+    """One for each of the profile's, or () where they could not be told apart."""
+
+
+def verify_plan(
+    plan: Plan,
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    steps: int = 5,
+    replan: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+    agree: Callable[[Measured], Measured] | None = None,
+) -> Plan:
+    """Run the plan's policy, and plan again as long as its peak is over the budget or off by more than 2%.
+
+    Then run the uniform policies that fit and may be as fast. If one of them is faster, it is the plan.
+
+    Returns the plan with ``rounds``, predicted and measured; after three of them with a note, if it still is not in the
+    budget. The model is afterwards as before. model, batch, loss, optimizer: what the plan's profile was made of.
+    steps: that are timed, of each policy.
+    replan: False to leave the plan as it is if its peak is off.
+    agree: is given what each policy took here, and returns what to go by: what it took on all ranks, say.
+
+    Raises ``BudgetError`` where the measured profile leaves no plan.
+    """
+    from recompute.profiling.dry_run import rehearsal
+
+    with rehearsal(model, batch, loss=loss, optimizer=optimizer) as run:
+
+        def measure(policy: Policy) -> Measured:
+            if progress is not None:
+                progress(f"verifying: {policy.name}", 0, 0)
+            measured = _measure(run, plan.profile, policy, steps)
+            return measured if agree is None else agree(measured)
+
+        return not_outrun(checked(plan, measure, replan=replan), measure)
+
+
+def not_outrun(plan: Plan, measure: Callable[[Policy], Measured]) -> Plan:
+    """The plan, which has been run; or a uniform policy, if one fits the budget and was faster, twice.
+
+    Seconds of a profile add up over regions, which is off by a fifth where the host sets the pace, and off in another
+    way for tapes than for checkpoints. So of each way to run a region the uniform policy that is predicted to be the
+    fastest is tried, unless it is predicted to take even more than that.
+    """
+    for uniform in _fastest_of_each_way(plan):
+        prediction = uniform.solution.prediction
+        slowest = max(plan.rounds[-1].measured_step_seconds, plan.predicted_step_seconds)
+        if uniform.solution.assignment == plan.assignment or prediction.step_seconds > _UNCERTAIN * slowest:
+            continue
+        other = plan_of(plan.profile, plan.budget_nbytes, uniform.solution)
+        measured = measure(other.policy)
+        if _is_better(plan, measured):  # unless the host was slow for a moment
+            *before, last = plan.rounds
+            seconds = min(last.measured_step_seconds, measure(plan.policy).step_seconds)
+            plan = replace(plan, rounds=(*before, last._replace(measured_step_seconds=seconds)))
+        if _is_better(plan, measured):
+            found = Round(prediction.peak_nbytes, measured.peak_nbytes, prediction.step_seconds, measured.step_seconds)
+            note = f"what was predicted to be faster was not when it ran, so all regions run alike: {uniform.choice}"
+            plan = replace(other, rounds=(*plan.rounds, found), note=note)
+    return plan
+
+
+def _fastest_of_each_way(plan: Plan) -> Iterable[Uniform]:
+    """Of the uniform policies that are predicted to fit."""
+    ways = {choice.name: way_of(choice) for region in plan.profile.regions for choice in region.choices}
+    found: dict[str, Uniform] = {}
+    for uniform in solver.uniforms(plan.profile, plan.budget_nbytes):
+        found.setdefault(ways[uniform.choice], uniform)
+    return found.values()
+
+
+def _is_better(plan: Plan, measured: Measured) -> bool:
+    """Whether a policy that took ``measured`` is faster than the plan was, or the first one to fit the budget."""
+    last = plan.rounds[-1]
+    if measured.peak_nbytes > plan.budget_nbytes:
+        return False
+    return last.measured_peak_nbytes > plan.budget_nbytes or measured.step_seconds < last.measured_step_seconds
+
+
+def checked(plan: Plan, measure: Callable[[Policy], Measured], *, replan: bool = True) -> Plan:
+    """The plan with its ``rounds``, of whatever ``measure`` says that a policy takes."""
+    rounds: list[Round] = []
+    tried: list[tuple[bool, float, Plan]] = []
+    for _ in range(_MOST_ROUNDS):
+        measured = measure(plan.policy)
+        prediction = plan.predicted_peak_bytes, plan.predicted_step_seconds
+        rounds.append(Round(prediction[0], measured.peak_nbytes, prediction[1], measured.step_seconds))
+        fits = measured.peak_nbytes <= plan.budget_nbytes
+        if not replan:
+            return replace(plan, rounds=tuple(rounds))
+        if fits and abs(measured.peak_nbytes - plan.predicted_peak_bytes) <= _TOLERANCE * measured.peak_nbytes:
+            return replace(plan, rounds=tuple(rounds))
+        tried.append((not fits, measured.step_seconds if fits else measured.peak_nbytes, plan))
+        again = planned(corrected(plan.profile, plan.assignment, measured), plan.budget_nbytes)
+        if again.assignment == plan.assignment:  # and what is predicted of it is now what was measured
+            return replace(again, rounds=tuple(rounds))
+        plan = again
+    index = min(range(len(tried)), key=lambda i: tried[i][:2])
+    best = tried[index][2]
+    misses, found = tried[index][0], rounds.pop(index)
+    problem = "is over the budget" if misses else "is not what was predicted"
+    note = f"after {_MOST_ROUNDS} rounds, the measured peak of {humanize(found.measured_peak_nbytes)} {problem}"
+    return replace(best, rounds=(*rounds, found), note="; ".join(filter(None, (note, best.note))))
+
+
+def corrected(profile: Profile, assignment: Assignment, measured: Measured) -> Profile:
+    """The profile that predicts of ``assignment`` the peak and the seconds that were measured.
+
+    What a choice was seen to hold replaces what was known of it (the mean of its places, and the highest of their
+    peaks); what then is missing of the peak, or too much, goes to static bytes. All seconds change by one factor.
+    """
+    seen: dict[tuple[int, int], list[MeasuredPlace]] = {}
+    for place, index, found in zip(profile.places, assignment, measured.places, strict=bool(measured.places)):
+        seen.setdefault((place.region, index), []).append(found)
+    before = solver.predict(profile, assignment).step_seconds
+    factor = measured.step_seconds / before if before else 1.0
+
+    def of(choice: Choice, found: Sequence[MeasuredPlace]) -> Choice:
+        changes: dict[str, Any] = {
+            "forward_seconds": choice.forward_seconds * factor,
+            "backward_seconds": choice.backward_seconds * factor,
+        }
+        if found:
+            held, forward_peaks, backward_peaks = zip(*found, strict=True)
+            changes |= {
+                "held_nbytes": -(-sum(held) // len(held)),
+                "forward_peak_nbytes": max(forward_peaks),
+                "backward_peak_nbytes": max(backward_peaks),
+            }
+        return choice.model_copy(update=changes)
+
+    regions = [
+        region.model_copy(update={"choices": tuple(of(c, seen.get((i, j), ())) for j, c in enumerate(region.choices))})
+        for i, region in enumerate(profile.regions)
+    ]
+    changes: dict[str, Any] = {
+        "regions": tuple(regions),
+        "optimizer_seconds": profile.optimizer_seconds * factor,
+    }
+    changed = profile.model_copy(update=changes)
+    missing = measured.peak_nbytes - solver.predict(changed, assignment).peak_nbytes
+    return changed.model_copy(update={"static_nbytes": max(0, changed.static_nbytes + missing)})
+
+
+def _measure(run: Rehearsal, profile: Profile, policy: Policy, steps: int) -> Measured:
+    """One step to warm up, one that counts bytes, and some that are timed."""
+    from recompute.attach.apply import apply
+    from recompute.counters import clock, memory_trace
+
+    regions = _regions(run.model, profile)
+    with apply(run.model, policy):
+        run.step(regions)
+        static_nbytes = run.static_nbytes
+        spans = run.step(regions, memory=memory_trace(run.device))
+        # Not marked by regions, which slows a step down where the host sets the pace.
+        seconds = [run.step(None, clock=clock(run.device)).seconds for _ in range(steps)]
+    places = tuple(
+        MeasuredPlace(part.held_nbytes, part.forward_peak_nbytes, part.backward_peak_nbytes) for part in spans.parts
+    )
+    return Measured(
+        static_nbytes + spans.peak_nbytes,
+        statistics.median(seconds),
+        places if len(places) == len(profile.places) else (),
+    )
+
+
+def _regions(model: nn.Module, profile: Profile) -> Mapping[str, nn.Module]:
+    """The modules of the places between the first and the last, which are what runs before and after them."""
+    paths = [place.path for place in profile.places]
+    inner = paths[1:-1] if len(paths) > 2 and not paths[0] else [path for path in paths if path]
+    return {path: model.get_submodule(path) for path in inner}

@@ -1,0 +1,130 @@
+"""How to run a model on a batch and leave no trace: its arguments, where backward starts, and what is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recompute.engine.checkpoint.arguments import map_leaves, snapshot
+from recompute.engine.checkpoint.module_state import Learned, ModuleState
+from recompute.engine.checkpoint.reach import sources_behind
+from recompute.engine.rng import RngState
+from recompute.errors import MutationError
+
+Loss = Callable[[Any], Tensor]
+
+
+def sources_of(model: nn.Module, batch: Any) -> list[Any]:
+    """What the model may draw random numbers from, besides the default generators of torch, Python and NumPy."""
+    reached: list[Any] = [*model.modules()]
+    map_leaves(reached.append, dict(batch) if isinstance(batch, Mapping) else batch)
+    return sources_behind(reached)
+
+
+def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, dict[str, Any]]:
+    """A copy of the batch, whose tensors are leaves of a new graph; one that is there twice is so again."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return snapshot(value)
+        if id(value) not in copies:
+            copies[id(value)] = copy_of(value, dtype)
+        return copies[id(value)]
+
+    if isinstance(batch, Mapping):
+        return (), {name: map_leaves(copied, value) for name, value in batch.items()}
+    return map_leaves(copied, batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Where backward starts from a model's output, and the gradients that it starts with: None of a scalar.
+
+    ``loss``'s scalar, or the output's own ``loss``, or else every tensor in it, with a gradient of fixed signs.
+    """
+    if loss is not None:
+        return [loss(output)], [None]
+    if isinstance(own := getattr(output, "loss", None), Tensor):  # which mappings of Hugging Face have too
+        return [own], [None]
+    outputs = named(output)
+    if "loss" in outputs:
+        return [outputs["loss"]], [None]
+    found = [tensor for tensor in outputs.values() if tensor.requires_grad]
+    if not found:
+        raise ValueError("nothing in the model's output requires a gradient, so there is none to compare")
+    return found, [_signs(tensor) for tensor in found]
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
+    """In training mode and without gradients so far; at the end ``model`` and the random state are as before."""
+    state = ModuleState([model], (), Learned())
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    tensors = [value for value in attributes if type(value) is Tensor]
+    hooks = [(value, value.copy()) for value in attributes if isinstance(value, dict)]  # and other tables of modules
+    with RngState(sources).replayed(), state.replayed(type(model).__name__), _put_back(tensors):
+        try:
+            if not model.training:
+                model.train()
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for table, entries in hooks:
+                table.clear()
+                table.update(entries)
+    if (what := state.changed()) is not None:
+        raise MutationError(
+            f"{what}, is changed by the forward or the backward that runs here (an optimizer in a hook?), so that two "
+            "runs cannot be compared. Take off what changes it first."
+        )
+
+
+@contextmanager
+def _put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """What is written into ``tensors`` inside is undone at the end."""
+    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors if not tensor.is_inference()]
+    with torch.autograd._unsafe_preserve_version_counter(tuple([tensor for tensor, _, _ in before])):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, version, copy in before:
+                    if tensor._version != version:
+                        tensor.copy_(copy)
+
+
+def copy_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A leaf with the same values, floating-point ones in ``dtype`` if there is one."""
+    copy = tensor.detach().clone()
+    if dtype is not None and copy.is_floating_point():
+        copy = copy.to(dtype)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def named(value: Any) -> dict[str, Tensor]:
+    """The tensors in ``value``, by key or by position."""
+    if isinstance(value, Mapping):
+        parts = [(str(key), part) for key, part in value.items()]
+    else:
+        parts = [(str(i), part) for i, part in enumerate(value if isinstance(value, (tuple, list)) else [value])]
+    found: dict[str, Tensor] = {}
+    for name, part in parts:
+        leaves: list[Any] = []
+        map_leaves(leaves.append, part)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        found |= {name if len(tensors) == 1 else f"{name}[{i}]": tensor for i, tensor in enumerate(tensors)}
+    return found
+
+
+def _signs(tensor: Tensor) -> Tensor:
+    """1 or -1, at random and always the same: numbers that no dtype rounds."""
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    return torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device).mul_(2).sub_(1).to(tensor.dtype)

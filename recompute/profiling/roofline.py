@@ -1,0 +1,285 @@
+"""A profile for a GPU that is not here: steps on tensors without values, each op timed by its roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recompute.attach.entries import module_entries
+from recompute.counters import Clock, MemoryTrace
+from recompute.engine.cut.ops import Kind, facts, work
+from recompute.estimation.cuda_semantics import as_on_cuda
+from recompute.estimation.factories import describe
+from recompute.estimation.fake_tensors import fake_batch, fake_copy
+from recompute.estimation.gpus import Gpu, find_gpu
+from recompute.estimation.models import without_packing
+from recompute.estimation.simulation import fake_mode
+from recompute.estimation.static_memory import check_sharding
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
+from recompute.estimation.workspaces import WORKSPACE_NBYTES
+from recompute.profiling.cost_table import Profile
+from recompute.profiling.dry_run import OptimizerFactory, Rehearsal, nbytes_of
+from recompute.profiling.measuring import Progress, measured
+from recompute.profiling.model_run import Loss, arguments_of, named
+from recompute.profiling.shards import Shards
+from recompute.profiling.shortening import continued, representative, shortened
+from recompute.profiling.step_trace import StepSpans
+
+_OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85  # what large GEMMs and large copies reach of them: 690 to 790 TFLOP/s on an H200
+
+
+def roofline(
+    model: nn.Module,
+    batch: Any,
+    device: str | Gpu,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    match: str | Sequence[str] | None = None,
+    kernels: bool = True,
+    sharding: str = "none",
+    devices: int = 1,
+    progress: Progress | None = None,
+) -> Profile:
+    """What ``recompute.profile`` would find on ``device``, without it, as arithmetic has it: ``source`` is "roofline".
+
+    Each op takes its arithmetic at 0.75 of the device's peak or its traffic at 0.85 of the memory's bandwidth,
+    whichever takes longer, and launching it takes nothing: small models are slower than that. Bytes are those of
+    tensors without values, by CUDA's choice of kernels. The model, which may be on ``meta``, is left as it is.
+
+    optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. What it leaves open of ``foreach``
+        is as torch has it on CUDA: on.
+    sharding, devices: as ``recompute.estimate`` takes them: bytes are then those of one device. What the devices tell
+        each other takes no time here.
+
+    Raises ``ModelError`` for a device that is not known, ``EstimateError`` for a sharding that is not, and
+    ``ModelError`` where the model cannot run without values.
+    """
+    gpu = device if isinstance(device, Gpu) else find_gpu(device)
+    sharding = check_sharding(sharding, devices)
+    name = type(model).__name__
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(f"expected a model to train; none of {name}'s parameters requires a gradient")
+    with without_packing(name), fake_mode(), as_on_cuda(), torch.inference_mode(False), torch.enable_grad():
+        fake = fake_copy(model, parameters[0].dtype)
+        args, kwargs = arguments_of(fake_batch(batch))
+        trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
+        shards = Shards.of(fake, sharding, devices)
+        costs = _optimizer_costs(optimizer or AdamW, partial(shards.updated, trained), gpu)
+        idle: Any = _Idle(trained)
+        run = _Imagined(fake, args, kwargs, loss, idle, gpu, shards.share)
+        static_nbytes = shards.parameter_nbytes + nbytes_of([*fake.buffers(), args, kwargs]) + costs.state_nbytes
+        table = _table(run, match, kernels, progress)
+    table["regions"] = shards.with_buffers(table["regions"])
+    table |= {"static_nbytes": static_nbytes + WORKSPACE_NBYTES, "optimizer_seconds": costs.seconds}
+    table |= {"optimizer_peak_nbytes": costs.peak_nbytes + shards.buffer_nbytes("optimizer")}
+    machine: dict[str, Any] = {**gpu._asdict(), "torch": torch.__version__}
+    machine["gpu"] = machine.pop("name")
+    if devices > 1:
+        machine |= {"sharding": sharding, "devices": devices}
+    return Profile(
+        model=describe(model, named(batch), _where(gpu, sharding, devices)),
+        machine=machine,
+        source="roofline",
+        capacity_nbytes=gpu.capacity_nbytes,
+        **table,
+    )
+
+
+def _where(gpu: Gpu, sharding: str, devices: int) -> str:
+    of = gpu.name if devices == 1 else f"each of {devices} {gpu.name} under {sharding}"
+    return f"calculated for {of}"
+
+
+def _table(
+    run: Rehearsal, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None
+) -> dict[str, Any]:
+    """The fields of a profile that steps tell, from few of the layers that are alike."""
+    if progress is not None:
+        progress("looking for layers that are alike", 0, 0)
+    repeated = representative(run, match)
+    layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
+    with shortened(repeated):
+        table = measured(run, match, kernels, 1, progress)
+    return {**table, "places": tuple(continued(table["places"], repeated, layers))}
+
+
+@dataclass
+class _Idle:
+    """In the place of an optimizer, whose step is looked at apart."""
+
+    parameters: list[nn.Parameter]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": self.parameters}]
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@dataclass(frozen=True)
+class _Imagined(Rehearsal):
+    """Steps on fake CPU tensors that stand for CUDA's."""
+
+    figures: Gpu
+    share: Callable[[int], int] | None
+    """As in ``Shards``."""
+    is_imagined = True
+
+    @property
+    def via(self) -> str:
+        return "auto"
+
+    @property
+    def static_nbytes(self) -> int:
+        return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
+
+    def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
+        """A forward, which is where policies learn what they hold: there is no kernel to compile in backward."""
+        self.forward()
+
+    def memory_trace(self) -> MemoryTrace:
+        return StorageTrace(BLOCK_NBYTES)
+
+    def clock(self) -> Clock:
+        return _RooflineClock(self.figures)
+
+    def step(
+        self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
+    ) -> StepSpans:
+        with ExitStack() as stack:
+            if self.share is not None and isinstance(memory, StorageTrace):
+                stack.enter_context(_reduced(self.optimizer.param_groups[0]["params"], memory, self.share))
+            return super().step(regions, memory=memory, clock=clock)
+
+
+@contextmanager
+def _reduced(parameters: Sequence[nn.Parameter], memory: StorageTrace, share: Callable[[int], int]) -> Iterator[None]:
+    """Gradients become a share of their bytes as soon as they are there. What they are reduced in counts elsewhere."""
+    shards: list[Tensor] = []
+
+    def reduce(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            nbytes = memory.forget(parameter.grad)
+            parameter.grad = None
+            shards.append(torch.empty(share(nbytes), dtype=torch.uint8))
+
+    hooks = [parameter.register_post_accumulate_grad_hook(reduce) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _RooflineClock(Clock):
+    """Adds up the seconds of this thread's ops. A ``StorageTrace`` inside of it takes our kernels apart into ops."""
+
+    def __init__(self, figures: Gpu) -> None:
+        super().__init__()
+        self._mode = _Mode(figures)
+
+    def __enter__(self) -> Clock:
+        self._mode.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        self.seconds[name], self._mode.seconds = self._mode.seconds, 0.0
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, figures: Gpu) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self._figures = figures
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is DEVICE:
+            return device_of(args[0])
+        output = op(*args, **(kwargs or {}))
+        self.seconds += op_seconds(op, args, kwargs or {}, output, self._figures)
+        return output
+
+
+def op_seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, figures: Gpu) -> float:
+    """What ``output = op(*args, **kwargs)`` takes on a device, if nothing else bounds it."""
+    known = facts(op)
+    if known.kind is Kind.VIEW or op.namespace == "prim" or known.name.removeprefix("aten.") in _FREE:
+        return 0.0
+    flops, nbytes = work(op, args, kwargs, output)
+    if known.name.endswith("backward"):
+        flops = _backward_flops(known.name, args)
+    if "attention" in known.name and _is_causal(op, args, kwargs):
+        flops /= 2
+    first = next((value for value in args if isinstance(value, Tensor)), None)
+    rate = figures.float_flops if first is not None and first.dtype is torch.float32 else figures.half_flops
+    return max(flops / (rate * _OF_FLOPS), nbytes / (figures.bandwidth * _OF_BANDWIDTH))
+
+
+_FREE = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"])
+
+
+def _backward_flops(name: str, args: tuple[Any, ...]) -> float:
+    """Of attention's, five GEMMs where forward has two; of a convolution's, two of forward's size."""
+    operands = [value for value in args if isinstance(value, Tensor)]
+    if "attention" in name and len(operands) > 2:
+        _, query, key = operands[:3]
+        return 10.0 * query.numel() * key.shape[-2 if "scaled_dot_product" in name else -3]
+    if name == "aten.convolution_backward":
+        gradient, _, weight = operands[:3]
+        return 4.0 * gradient.numel() * weight[0].numel()
+    return 0.0
+
+
+def _is_causal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[place] if place < len(args) else kwargs.get("is_causal", argument.default_value))
+    return False
+
+
+class _OptimizerCosts(NamedTuple):
+    seconds: float
+    peak_nbytes: int
+    state_nbytes: int
+
+
+def _optimizer_costs(
+    make: OptimizerFactory, given: Callable[[str], list[nn.Parameter]], figures: Gpu
+) -> _OptimizerCosts:
+    """Of a step of the optimizer. given: what it updates, on a device; under fake tensors' mode."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        optimizer = make(given("cpu"))
+        if not any(group.get("fused") for group in optimizer.param_groups):  # which takes nothing on meta
+            # Faster than fakes, and lets the optimizer read its step counts.
+            stack.enter_context(unset_fake_temporarily())
+            optimizer = make(given("meta"))
+            for group in optimizer.param_groups:
+                if group.get("foreach", False) is None:
+                    group["foreach"] = True  # as torch chooses on CUDA
+        optimizer.step()  # makes the states
+        clock, trace = _RooflineClock(figures), StorageTrace(BLOCK_NBYTES)
+        with clock, trace:
+            optimizer.step()
+            clock.mark("step")
+        values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return _OptimizerCosts(clock.seconds["step"], trace.peak_nbytes, sum(value.nbytes for value in values))

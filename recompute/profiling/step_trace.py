@@ -1,0 +1,273 @@
+"""One training step, taken apart at the borders of regions: what each takes and holds, by one clock and one counter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from recompute.counters import Clock, MemoryTrace
+from recompute.errors import ModelError
+
+Forward = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
+"""Runs forward; returns the tensors where backward starts, and the gradient that each starts with (None: 1)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a region costs in one step, or what runs before the first one (path "") or after the last one ("").
+
+    In forward it lasts until the next region begins; in backward, from where the region after it has the gradient of
+    its input. Bytes are as in ``profile_table``: ``held_nbytes`` counts its output, if that is held, and not its input.
+    """
+
+    path: str
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    held_nbytes: int = 0
+    forward_peak_nbytes: int = 0
+    backward_peak_nbytes: int = 0
+    gradient_nbytes: int = 0
+    """Left behind by its backward."""
+
+    def slowed(self, factor: float) -> Part:
+        """The same in ``factor`` times the seconds."""
+        return replace(
+            self, forward_seconds=factor * self.forward_seconds, backward_seconds=factor * self.backward_seconds
+        )
+
+
+@dataclass(frozen=True)
+class StepSpans:
+    """One training step. What was not measured, seconds or bytes, is 0."""
+
+    parts: tuple[Part, ...]
+    """In the order of forward: what runs before the first region, the regions, what runs after the last one."""
+    optimizer_seconds: float
+    optimizer_peak_nbytes: int
+    """Above the gradients."""
+    peak_nbytes: int
+    """The most alive at once in the whole step, above what was allocated when it began."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.forward_seconds + part.backward_seconds for part in self.parts) + self.optimizer_seconds
+
+
+def trace_step(
+    forward: Forward,
+    optimizer: Optimizer,
+    regions: Mapping[str, nn.Module] | None,
+    *,
+    memory: MemoryTrace | None = None,
+    clock: Clock | None = None,
+) -> StepSpans:
+    """Run one training step: forward, backward, ``optimizer``'s step, and its gradients set to None.
+
+    The optimizer is given gradients of zero: with a learning rate of 0 it changes no parameter, whatever the gradients
+    were. Setting them to zero is not timed.
+
+    regions: by path; each runs once in forward, and none inside of another. They may be under any policy. What a
+        checkpoint runs again in backward belongs to the backward of its region. None: the step is one part, which no
+        hooks slow down.
+    memory, clock: count and time the step: ``memory_trace(device)`` and ``clock(device)``, say, not yet entered. What
+        was allocated before is counted by neither: gradients must not be there yet.
+
+    Raises ``ModelError`` for no regions, or one that does not run exactly once or runs inside of another.
+    """
+    if regions is not None and not regions:
+        raise ModelError(
+            "expected at least one region, a module of the model, to tell a step's parts apart; found none"
+        )
+    regions = regions or {}
+    marks = _Marks(list(regions), memory, clock)
+    with ExitStack() as stack:
+        for path, module in regions.items():
+            handle = module.register_forward_pre_hook(_before(marks, path), with_kwargs=True, prepend=True)
+            stack.callback(handle.remove)
+            stack.callback(module.register_forward_hook(_after(marks, path), with_kwargs=True).remove)
+        stack.callback(marks.unhook)
+        if clock is not None:
+            stack.enter_context(clock)
+        if memory is not None:
+            stack.enter_context(memory)
+        roots, gradients = forward()
+        marks.end_forward()
+        torch.autograd.backward(roots, gradients)
+        del roots, gradients
+        marks.end("backward")
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        marks.end("zeroing")
+        with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)):  # which graphs of others may rely on
+            optimizer.step()
+        marks.end("optimizer")
+        optimizer.zero_grad(set_to_none=True)
+    return marks.summary()
+
+
+class _Span(NamedTuple):
+    """From one mark to the next. ``part``: its number, in the order of forward."""
+
+    phase: str
+    part: int
+    handed_nbytes: int
+    """Of the gradient that is handed on at its end, less what it is the gradient of, if that is gone by then."""
+
+
+@dataclass
+class _Marks:
+    """The marks set so far, and whose turn it is."""
+
+    paths: list[str]
+    memory: MemoryTrace | None
+    clock: Clock | None
+    spans: list[_Span] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    """The regions that have begun."""
+    part: int = 0
+    inside: str | None = None
+    in_forward: bool = True
+    handles: list[Any] = field(default_factory=list)
+    last_input: tuple[StorageWeakRef, int] | None = None
+    """The storage of what the last region was given, and its bytes."""
+    shed_nbytes: int = 0
+    """Of that input, if it died after the last region, so that only its caller can have held it."""
+
+    @property
+    def last(self) -> int:
+        """The number of the last part: of all that runs if there are no regions."""
+        return len(self.order) + 1 if self.order else 0
+
+    def end(self, phase: str, part: int = 0, handed_nbytes: int = 0) -> None:
+        """End the span of the current part; ``part`` is next."""
+        name = str(len(self.spans))
+        if self.memory is not None:
+            self.memory.mark(name)
+        if self.clock is not None:
+            self.clock.mark(name)
+        self.spans.append(_Span(phase, self.part, handed_nbytes))
+        self.part = part
+
+    def begin_region(self, path: str, inputs: Any) -> None:
+        if not self.in_forward:  # a checkpoint around it runs it again
+            return
+        if self.inside is not None:
+            raise ModelError(f"{path} runs inside of {self.inside}: expected regions that do not nest; leave one out")
+        if path in self.order:
+            raise ModelError(f"{path} runs twice in a forward: expected a region that runs once; leave it out")
+        self.order.append(path)
+        self.inside = path
+        number = len(self.order)
+        self.end("forward", number)
+        tensors = list(_tensors(inputs))
+        self._hook(tensors, number - 1)
+        if number == len(self.paths) and tensors:
+            storage = tensors[0].untyped_storage()
+            self.last_input = StorageWeakRef(storage), storage.nbytes()
+
+    def end_region(self, path: str, output: Any) -> None:
+        if not self.in_forward or path != self.inside:
+            return
+        self.inside = None
+        if len(self.order) == len(self.paths):
+            self.end("forward", len(self.order) + 1)
+            self._hook(_tensors(output), len(self.order))
+
+    def _hook(self, tensors: Iterator[Tensor] | list[Tensor], part: int) -> None:
+        """End a span of backward, with ``part`` to follow, when the first differentiable tensor has its gradient."""
+        tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            reference, nbytes = StorageWeakRef(storage), storage.nbytes()
+
+            def ended(gradient: Tensor) -> None:
+                handed_nbytes = gradient.untyped_storage().nbytes() - (nbytes if reference.expired() else 0)
+                self.end("backward", part, handed_nbytes)
+
+            self.handles.append(tensor.register_hook(ended))
+
+    def end_forward(self) -> None:
+        if missing := [path for path in self.paths if path not in self.order]:
+            raise ModelError(f"{missing[0]} does not run in this forward: expected a region that runs; leave it out")
+        if self.last_input is not None and self.last_input[0].expired():
+            self.shed_nbytes = self.last_input[1]
+        self.end("forward", self.last)
+        self.in_forward = False
+
+    def unhook(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def summary(self) -> StepSpans:
+        count = self.last + 1
+        seconds = self._seconds(count)
+        parts = []
+        bytes_of, left = self._nbytes(count)
+        for number, path in enumerate(["", *self.order, ""][:count]):
+            parts.append(Part(path, seconds["forward", number], seconds["backward", number], *bytes_of[number]))
+        step = max((peak for span, _, peak in self._alive() if span.phase == "optimizer"), default=0)
+        peak = self.memory.peak_nbytes if self.memory is not None else 0
+        return StepSpans(tuple(parts), seconds["optimizer", 0], max(0, step - left), peak)
+
+    def _seconds(self, count: int) -> dict[tuple[str, int], float]:
+        found = {(phase, number): 0.0 for phase in ("forward", "backward", "optimizer") for number in range(count)}
+        for index, span in enumerate(self.spans):
+            if self.clock is not None and span.phase != "zeroing":
+                found[span.phase, span.part] += self.clock.seconds[str(index)]
+        return found
+
+    def _alive(self) -> list[tuple[_Span, int, int]]:
+        """Each span, the bytes alive at its end, and the most inside of it."""
+        if self.memory is None:
+            return []
+        held, peaks = self.memory.held_nbytes, self.memory.span_peak_nbytes
+        return [(span, held[str(i)], peaks[str(i)]) for i, span in enumerate(self.spans)]
+
+    def _nbytes(self, count: int) -> tuple[list[tuple[int, int, int, int]], int]:
+        """Of each part what it holds, its peaks in forward and backward, its gradients; and all gradients together."""
+        if self.memory is None:
+            return [(0, 0, 0, 0)] * count, 0
+        ends = {span.part: alive for span, alive, _ in self._alive() if span.phase == "forward"}
+        ends[max(0, count - 2)] -= self.shed_nbytes
+        starts = [0, *(ends[number] for number in range(count - 1))]
+        peaks: dict[tuple[str, int], int] = {}
+        left: dict[int, int] = {}
+        for span, alive, peak in self._alive():
+            key = span.phase, span.part
+            peaks[key] = max(peaks.get(key, 0), peak)
+            if span.phase == "backward":
+                left[span.part] = alive - span.handed_nbytes - starts[span.part]
+                if span is self.spans[-3]:  # where backward ends: nothing else is left, also if it does not get further
+                    left[span.part] = alive
+        found = []
+        gradients = 0  # of the parts above
+        for number in reversed(range(count)):
+            backward_peak = max(0, peaks.get(("backward", number), 0) - starts[number] - gradients)
+            own = max(0, left.get(number, 0) - gradients)
+            held = max(0, ends[number] - starts[number])
+            found.append((held, max(0, peaks["forward", number] - starts[number]), backward_peak, own))
+            gradients += own
+        return found[::-1], gradients
+
+
+def _before(marks: _Marks, path: str) -> Callable[..., None]:
+    return lambda module, args, kwargs: marks.begin_region(path, (args, kwargs))
+
+
+def _after(marks: _Marks, path: str) -> Callable[..., None]:
+    return lambda module, args, kwargs, output: marks.end_region(path, output)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,0 +1,148 @@
+"""Copies and pickles of a model under a policy are of the model without it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyDecoderLayer, assert_same, decoder, rule, rules, train
+from torch import nn
+
+import recompute
+
+
+def through_pickle(protocol: int) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: pickle.loads(pickle.dumps(model, protocol))
+
+
+def through_torch_save(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_torch_save,
+    **{f"pickle {protocol}": through_pickle(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)},
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("preset", ["full", "hook", "kernel", "elementwise", "auto"])
+def test_copies_are_of_the_model_without_the_policy(how: str, preset: str) -> None:
+    model, plain = decoder(), decoder()
+    handle = recompute.apply(model, preset)
+    train(model, steps=1)
+    train(plain, steps=1)
+    if preset == "kernel":  # within rounding only
+        plain.load_state_dict(model.state_dict())
+    copied = COPIES[how](model)
+    assert_clean(copied, plain)
+    frames = handle.stats().frames
+    assert_same(train(copied), train(plain))
+    assert handle.stats().frames == frames
+    train(model, steps=1)
+    assert handle.stats().frames > frames
+    recompute.apply(copied, preset)
+
+
+def assert_clean(copied: nn.Module, plain: nn.Module) -> None:
+    for (name, module), original in zip(copied.named_modules(), plain.modules(), strict=True):
+        assert type(module) is type(original), name
+        assert vars(module).keys() == vars(original).keys(), name
+
+
+def test_a_shallow_copy_is_clean_and_shares_what_it_would_share() -> None:
+    layer = decoder().layers[0]
+    recompute.apply(layer, rules(rule("TinyDecoderLayer")))
+    copied = copy.copy(layer)
+    assert_clean(copied, TinyDecoderLayer())
+    assert copied.mlp is layer.mlp
+
+
+def test_hooks_are_copied_with_the_module() -> None:
+    model = decoder()
+    seen: list[str] = []
+    model.norm.register_forward_hook(lambda *_: seen.append("norm"))
+    recompute.apply(model, "hook")
+    train(copy.deepcopy(model), steps=1)
+    assert seen == ["norm"]
+
+
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+
+class ReducesItself(nn.Linear):
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), dict(self.__dict__))
+
+
+class KeepsState(nn.Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": dict(self.__dict__)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["inner"])
+
+
+def _rebuild(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    module = cls.__new__(cls)
+    module.__dict__.update(attributes)
+    return module
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle 2", f"pickle {pickle.HIGHEST_PROTOCOL}"])
+@pytest.mark.parametrize("cls", [CopiesItself, ReducesItself, KeepsState])
+def test_modules_that_copy_in_their_own_way_are_copied_clean(cls: type[nn.Linear], how: str) -> None:
+    module = cls(2, 2)
+    handle = recompute.apply(module, rules(rule(cls.__name__)))
+    copied = COPIES[how](module)
+    assert_clean(copied, cls(2, 2))
+    assert torch.equal(copied.weight, module.weight)
+    module(torch.ones(2)).sum().backward()
+    assert handle.stats().frames == 1  # the original is still under its policy
+
+
+LOAD_WITHOUT_US = """
+import pickle, sys
+sys.modules["recompute"] = None
+import torch
+for path in sys.argv[1:]:
+    with open(path, "rb") as file:
+        loads = (lambda: torch.load(file, weights_only=False)) if path.endswith(".pt") else (lambda: pickle.load(file))
+        model = loads()
+    assert not [key for module in model.modules() for key in vars(module) if "recompute" in key]
+    model(torch.zeros(2, 6, dtype=torch.long)).sum().backward()
+assert sys.modules["recompute"] is None
+"""
+
+
+def test_what_is_saved_loads_where_this_package_is_not_installed(tmp_path: Path) -> None:
+    model = decoder()
+    recompute.apply(model, "hook")
+    paths = [tmp_path / f"{protocol}.pickle" for protocol in (0, 2, pickle.HIGHEST_PROTOCOL)]
+    for path in paths:
+        path.write_bytes(pickle.dumps(model, int(path.stem)))
+    torch.save(model, tmp_path / "model.pt")
+    subprocess.run(
+        [sys.executable, "-c", LOAD_WITHOUT_US, *map(str, paths), str(tmp_path / "model.pt")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        cwd=tmp_path,
+        check=True,
+    )

@@ -1,0 +1,328 @@
+"""What a policy says of itself: stats, warnings, the first table of explain; and which layers ``layers`` means."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tiny import (
+    BATCH,
+    HIDDEN,
+    INTERMEDIATE,
+    LENGTH,
+    TOKENS,
+    TinyRMSNorm,
+    assert_same,
+    counted_ops,
+    decoder,
+    gradients,
+    next_token_loss,
+    of_one_more,
+    rule,
+    rules,
+    snapshot,
+    token_ids,
+    train,
+)
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import recompute
+from recompute.attach.explain import Stats
+from recompute.errors import PolicyWarning
+from recompute.policy.loading import preset_names
+
+
+def test_stats_count_the_bytes_that_are_dropped() -> None:
+    model = decoder()
+    handle = recompute.apply(model, "hook")
+    assert handle.stats() == Stats()
+    train(model, steps=1)
+    first = handle.stats()
+    stats = of_one_more(lambda: train(model, steps=1), handle)
+    assert (first.frames, first.dropped_nbytes, first.kept_nbytes) == (
+        stats.frames, stats.dropped_nbytes, stats.kept_nbytes
+    )  # fmt: skip
+    row, hidden, inner = TOKENS * 4, TOKENS * HIDDEN * 4, TOKENS * INTERMEDIATE * 4
+    # Of a norm the root a row, the normalized values and, as projections save them, the scaled ones; of an MLP the
+    # activation and the product.
+    assert stats.dropped_nbytes == 5 * (row + 2 * hidden) + 2 * (2 * inner)
+    assert stats.dropped_tensors == 5 * 3 + 2 * 2
+    # A norm's input; gate and up. An MLP's input is a norm's output, which comes back anyway.
+    assert stats.kept_nbytes == 5 * hidden + 2 * (2 * inner)
+    # pow, mean, add, rsqrt and two mul of a norm; silu and mul of an MLP. No module runs again.
+    assert stats.regenerations == 5 * 6 + 2 * 2
+    # Of the six ops of a norm three give a row of values, three one number a row.
+    assert stats.regenerated_nbytes == 5 * (3 * hidden + 3 * row) + 2 * (2 * inner)
+    assert stats.frames == 7
+    assert stats.regenerating_seconds is None
+
+
+def test_stats_of_whole_layers_count_the_bytes_that_are_dropped() -> None:
+    model = decoder()
+    handle = recompute.apply(model)
+    next_token_loss(model, token_ids()).backward()
+    row, hidden, inner = TOKENS * 4, TOKENS * HIDDEN * 4, TOKENS * INTERMEDIATE * 4
+    weights = BATCH * LENGTH * LENGTH * 4  # of attention that is no kernel but products and a softmax; else a row's sum
+    stats = handle.stats()
+    norm = row + 2 * hidden  # of which there are two a layer, and one behind them
+    assert stats.dropped_nbytes == 2 * (2 * norm + 2 * inner) + norm
+    # The layer's input; q and k (scaled), v, attention's weights and its output; what the second norm is given;
+    # gate and up. The last norm's input.
+    layers = [2 * (hidden + 4 * hidden + each + hidden + 2 * inner) for each in (weights, row)]
+    assert stats.kept_nbytes in [each + hidden for each in layers]
+    assert stats.frames == 3
+
+
+class Chain(nn.Module):
+    """Autograd saves the input, what tanh returns and what sin returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh().sin().cos()
+
+
+def test_a_rule_holds_whatever_other_rules_said_of_the_same_ops_before() -> None:
+    x = torch.randn(TOKENS, HIDDEN)
+    for _ in range(2):
+        for options, kept in (({}, 2), ({"rerun": "gemm"}, 1), ({"keep": "aten.sin"}, 3), ({"keep": "aten.tanh"}, 2)):
+            module = Chain()
+            handle = recompute.apply(module, rules(rule("Chain", "recompute", via="hook", **options)))
+            step = functools.partial(gradients, module, x)
+            step()
+            stats = of_one_more(step, handle)
+            nbytes = TOKENS * HIDDEN * 4
+            assert (stats.kept_nbytes, stats.dropped_nbytes) == (kept * nbytes, (3 - kept) * nbytes)
+
+
+def test_a_rule_of_a_part_holds_whatever_other_rules_said_of_the_same_ops_before() -> None:
+    dropped = []
+    for rerun in ((), "gemm", ()):
+        model = decoder()
+        inner = rule("TinyMLP", "recompute", via="hook", rerun=rerun)
+        handle = recompute.apply(model, rules(inner, rule("TinyDecoderLayer", "recompute", via="hook")))
+        train(model, steps=1)
+        dropped.append(of_one_more(functools.partial(train, model, steps=1), handle).dropped_nbytes)
+    assert dropped[0] == dropped[2] < dropped[1]
+
+
+class Slow(nn.Module):
+    """Takes a while."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(_A_WHILE)
+        return x.exp().exp()
+
+
+_A_WHILE = 0.02
+
+
+def test_stats_time_what_backward_runs_again() -> None:
+    model = nn.Sequential(Slow(), nn.Sequential(Slow()))
+    handle = recompute.apply(model, rules(rule("Sequential", "checkpoint"), rule("Slow", "checkpoint")))
+    x = torch.ones(TOKENS, requires_grad=True)
+    model(x).sum().backward()
+    assert handle.stats().regenerating_seconds is None
+    handle.time_regeneration()
+    assert handle.stats().regenerating_seconds == 0
+    before = handle.stats()
+    loss = model(x).sum()
+    assert (handle.stats() - before).regenerating_seconds == 0
+    began = time.perf_counter()
+    loss.backward()
+    step = handle.stats() - before
+    # The second Slow runs again as part of what is around it, and once more by itself: each is timed once.
+    assert step.regenerations >= 3
+    assert 3 * _A_WHILE <= step.regenerating_seconds <= time.perf_counter() - began
+    assert step.regenerated_nbytes > 0
+
+
+def test_stats_stay_when_the_policy_is_gone() -> None:
+    model = decoder()
+    with recompute.apply(model, "hook") as handle:
+        train(model)
+        inside = handle.stats()
+        explained = handle.explain()
+    assert inside.frames > 0
+    assert handle.stats() == inside
+    assert handle.explain() == explained
+
+
+def test_explain_says_which_module_got_which_rule_and_what_it_drops() -> None:
+    model = decoder()
+    handle = recompute.apply(
+        model,
+        {
+            "name": "mixed",
+            "rules": [
+                {"match": "layers.0", "action": "checkpoint"},
+                {"match": "layers.*.self_attn", "action": "keep"},
+                {"type": "TinyRMSNorm", "action": "recompute", "via": "hook"},
+                {"type": "TinyMLP", "action": "recompute", "via": "kernel"},
+            ],
+        },
+    )
+    rows = {line.split()[0]: line for line in handle.explain().splitlines() if "rules[" in line}
+    assert "mixed" in handle.explain()
+    assert {key: row.split("rules[")[1][0] for key, row in rows.items()} == {
+        "layers.*": "0",
+        "layers.*.self_attn": "1",
+        "layers.*.input_layernorm": "2",
+        "layers.*.post_attention_layernorm": "2",
+        "norm": "2",
+        "layers.*.mlp": "3",
+    }
+    assert rows["layers.*.mlp"].split()[1] == "2"
+    assert "kernel" in rows["layers.*.mlp"]
+    assert "cheap ops run again" in rows["norm"]
+    assert "its Python runs again" in rows["layers.*"]
+    assert "everything is kept" in rows["layers.*.self_attn"]
+    next_token_loss(model, token_ids()).backward()
+    row, hidden = TOKENS * 4, TOKENS * HIDDEN * 4
+    norm = next(line for line in handle.explain().splitlines() if line.startswith("norm "))
+    assert norm.split()[-2:] == [f"{row + 2 * hidden:,}", f"{hidden:,}"]
+
+
+@pytest.mark.parametrize(
+    ("action", "options", "expected"),
+    [
+        ("checkpoint", {}, "its Python runs again from its inputs"),
+        ("checkpoint", {"keep": ["attention", "logits"]}, "all ops run again; attention, logits kept"),
+        ("recompute", {"via": "hook"}, "cheap ops run again"),
+        ("recompute", {"via": "hook", "rerun": "gemm", "keep": "aten.mul"}, "run again and gemm; aten.mul kept"),
+        ("recompute", {"via": "kernel"}, "kernel: rms_norm"),
+        ("recompute", {"via": "auto"}, "kernel: rms_norm (llama casting) on CUDA, else cheap ops run again"),
+    ],
+)
+def test_explain_says_how_the_model_itself_comes_back(action: str, options: dict[str, Any], expected: str) -> None:
+    handle = recompute.apply(TinyRMSNorm(), rules(rule("TinyRMSNorm", action, **options)))
+    (row,) = (line for line in handle.explain().splitlines() if "rules[0]" in line)
+    assert expected in row
+
+
+def test_a_norms_output_that_three_projections_save_dies_and_comes_back_once() -> None:
+    model = decoder()
+    outputs: list[StorageWeakRef] = []
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.register_forward_hook(lambda _, __, output: outputs.append(StorageWeakRef(output.untyped_storage())))
+    recompute.apply(model, "hook")
+    loss = next_token_loss(model, token_ids())
+    assert len(outputs) == 5
+    assert all(output.expired() for output in outputs)
+    with counted_ops() as forward:
+        next_token_loss(decoder(), token_ids())
+    with counted_ops() as backward:
+        loss.backward()
+    assert backward["aten.rsqrt"] == forward["aten.rsqrt"] == 5
+    assert backward["aten.silu"] == 2
+    assert len(outputs) == 5  # regenerating does not call the user's hooks
+
+
+def test_layers_are_those_of_the_nearest_module_list() -> None:
+    class Stage(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(TinyRMSNorm(), nn.Dropout(0.1)) for _ in range(count))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class Staged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList(Stage(count) for count in (2, 3))
+            self.nested = nn.ModuleList([nn.ModuleList([TinyRMSNorm(), TinyRMSNorm()])])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    def governed(layers: Any) -> list[str]:
+        model = Staged()
+        plain = snapshot(model)
+        recompute.apply(model, rules(rule("TinyRMSNorm", layers=layers)))
+        return [name for name, module in model.named_modules() if type(module) is not plain[name][0]]
+
+    stages = [f"stages.{stage}.blocks.{block}.0" for stage, count in ((0, 2), (1, 3)) for block in range(count)]
+    assert governed("0-9") == [*stages, "nested.0.0", "nested.0.1"]
+    assert governed("last 1") == [stages[1], stages[4], "nested.0.1"]
+    assert governed(2) == [stages[4]]
+    assert governed("every 2") == [stages[0], stages[2], stages[4], "nested.0.0"]
+
+
+def test_a_module_list_may_have_other_children() -> None:
+    class Stack(nn.ModuleList):
+        def __init__(self) -> None:
+            super().__init__([TinyRMSNorm(), TinyRMSNorm()])
+            self.final = TinyRMSNorm()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.final(self[1](self[0](x)))
+
+    model = Stack()
+    plain = copy.deepcopy(model)
+    recompute.apply(model, rules(rule("TinyRMSNorm", "recompute", via="hook")))
+    x = torch.randn(3, HIDDEN)
+    assert_same(gradients(model, x), gradients(plain, x))
+
+
+def caught(policy: Any, *, strict: bool = True, model: nn.Module | None = None) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        recompute.apply(decoder() if model is None else model, policy, strict=strict)
+    assert all(message.category is PolicyWarning for message in messages)
+    assert all(message.filename == __file__ for message in messages)  # where the user's call stands
+    return messages
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_that_fits_warns_of_nothing(preset: str) -> None:
+    assert caught(preset) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"match": "layer.*.mlp", "action": "checkpoint"}, r"rules\[0\].*'layer\.\*\.mlp'.*'layers\.0\.mlp'"),
+        ({"type": "TinyRmsNorm", "action": "checkpoint"}, r"rules\[0\].*'TinyRmsNorm'.*'TinyRMSNorm'"),
+        ({"type": "TinyMLP", "layers": "7-9", "action": "checkpoint"}, r"rules\[0\].*7-9.*2 layers"),
+        ({"type": "Embedding", "layers": 0, "action": "checkpoint"}, r"rules\[0\].*no list of layers"),
+        ({"type": "TinyAttention", "action": "recompute", "via": "kernel"}, r"rules\[0\].*TinyAttention"),
+        ({"type": "SiLU", "action": "recompute", "via": "kernel"}, r"rules\[0\].*no kernel.*SiLU.*hook"),
+        (
+            {"type": "TinyMLP", "action": "recompute", "keep": "aten.softmax"},
+            r"rules\[0\]: keep: no op is called aten\.softmax; .*explain\(\).*'aten\._softmax'",
+        ),
+        ({"type": "TinyMLP", "action": "checkpoint", "keep": ["aten.mm", "aten.mmm"]}, r"no op is called aten\.mmm;"),
+    ],
+    ids=lambda value: str(value.get("type", value.get("match"))) if isinstance(value, dict) else "",
+)
+def test_a_rule_without_effect_warns(policy: dict[str, Any], expected: str) -> None:
+    (message,) = caught({"name": "mine", "rules": [policy]}, strict=False)
+    text = str(message.message).replace("\n", " ")
+    assert text.startswith("policy mine")
+    assert re.search(expected, text)
+
+
+@pytest.mark.parametrize(
+    "keep", ["attention", "aten._softmax", "aten.mm", "recompute.glu_forward", "router_logits", "softmax"]
+)
+def test_what_a_rule_keeps_warns_of_nothing_where_it_may_be(keep: str) -> None:
+    assert caught(rules(rule("TinyDecoderLayer", "recompute", keep=keep))) == []
+
+
+def test_a_rule_that_an_earlier_one_hides_warns() -> None:
+    (message,) = caught(rules(rule("Tiny*"), {"match": "layers.0", "action": "checkpoint"}))
+    assert "rules[1]" in str(message.message)
+    assert "already governed by rules[0]" in str(message.message)

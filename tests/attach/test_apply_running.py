@@ -1,0 +1,460 @@
+"""Models run under a policy as they run without: hooks, modes, adapters, swapped parts, shared parts, odd forwards."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tiny import (
+    HIDDEN,
+    TOKENS,
+    TinyDecoder,
+    TinyMLP,
+    assert_same,
+    counted_ops,
+    decoder,
+    gradients,
+    rule,
+    rules,
+    token_ids,
+    train,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recompute
+from recompute.attach.explain import Stats
+from recompute.errors import PolicyWarning
+
+TAPES = ["hook", "elementwise", "auto"]
+EXACT = ["none", "full", "alternate", *TAPES]  # where there is no CUDA auto has no kernels
+POLICIES = [*EXACT, "kernel"]
+
+
+def mlp_policy(via: str) -> dict[str, Any]:
+    return rules(rule("TinyMLP", "recompute", via=via))
+
+
+@pytest.mark.parametrize("preset", EXACT)
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"dropout": 0.3}], ids=str)
+def test_trains_bit_for_bit_as_without(preset: str, options: dict[str, Any]) -> None:
+    model = decoder(**options)
+    recompute.apply(model, preset)
+    assert_same(train(model, steps=3), train(decoder(**options), steps=3))
+
+
+class Calls:
+    """A forward pre-hook and a forward hook on a module, and backward hooks, that count."""
+
+    def __init__(self, model: nn.Module, names: list[str]):
+        self.seen: dict[tuple[str, str], int] = {}
+        for name in names:
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(self._counter(name, "pre"), with_kwargs=True)
+            module.register_forward_hook(self._counter(name, "forward"))
+            module.register_full_backward_pre_hook(self._counter(name, "backward pre"))
+            module.register_full_backward_hook(self._counter(name, "backward"))
+
+    def _counter(self, name: str, kind: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            self.seen[name, kind] = self.seen.get((name, kind), 0) + 1
+
+        return count
+
+
+HOOKED = {
+    "full": ["", "layers.0", "layers.1", "norm"],
+    "hook": [
+        "",
+        "layers.0",
+        "layers.0.input_layernorm",
+        "layers.0.mlp",
+        "layers.0.mlp.gate_proj",
+        "layers.0.mlp.up_proj",
+        "layers.0.mlp.down_proj",
+        "layers.0.self_attn.q_proj",
+        "norm",
+    ],
+}
+HOOKED["elementwise"] = HOOKED["auto"] = HOOKED["kernel"] = HOOKED["hook"]
+
+
+@pytest.mark.parametrize("attached", ["before", "after"])
+@pytest.mark.parametrize("preset", HOOKED)
+def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attached: str) -> None:
+    model, plain = decoder(), decoder()
+    expected = Calls(plain, HOOKED[preset])
+    if attached == "before":
+        calls = Calls(model, HOOKED[preset])
+    recompute.apply(model, preset)
+    if attached == "after":
+        calls = Calls(model, HOOKED[preset])
+    found, without = train(model, steps=3), train(plain, steps=3)
+    assert calls.seen == expected.seen
+    assert set(calls.seen.values()) == {3}
+    if preset != "kernel":
+        assert_same(found, without)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [lambda _, __, output: output * 1.5, lambda _, __, output: output.mul_(1.5)],
+    ids=["another tensor", "in place"],
+)
+@pytest.mark.parametrize("name", ["layers.0.input_layernorm", "layers.1.mlp.gate_proj", "norm", "layers.1"])
+@pytest.mark.parametrize("preset", POLICIES)
+def test_hooks_that_change_an_output_are_heeded(preset: str, name: str, hook: Callable[..., Any]) -> None:
+    model, plain = decoder(), decoder()
+    for each in (model, plain):
+        each.get_submodule(name).register_forward_hook(hook)
+    recompute.apply(model, preset)
+    found, expected = train(model, steps=1), train(plain, steps=1)
+    if preset != "kernel":
+        assert_same(found, expected)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("via", ["hook", "kernel"])
+def test_hooks_on_an_activation_are_heeded(via: str) -> None:
+    mlp, plain = TinyMLP(), TinyMLP()
+    plain.load_state_dict(mlp.state_dict())
+    recompute.apply(mlp, mlp_policy(via))
+    for each in (mlp, plain):
+        each.act_fn.register_forward_hook(lambda _, __, output: F.dropout(output, 0.5))
+    x = torch.randn(TOKENS, HIDDEN)
+    assert_same(gradients(mlp, x), gradients(plain, x))
+
+
+@pytest.mark.parametrize("via", ["hook", "kernel"])
+def test_global_hooks_see_every_projection(via: str) -> None:
+    mlp = TinyMLP()
+    recompute.apply(mlp, mlp_policy(via))
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+    try:
+        mlp(torch.randn(2, HIDDEN))
+    finally:
+        handle.remove()
+    assert sorted(seen) == ["Linear", "Linear", "Linear", "SiLU", "TinyMLP"]
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter around a Linear."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("preset", POLICIES)
+def test_adapters_are_respected(preset: str, when: str, projection: str) -> None:
+    def adapt(model: TinyDecoder) -> None:
+        torch.manual_seed(3)
+        for layer in model.layers:
+            setattr(layer.mlp, projection, Adapter(getattr(layer.mlp, projection)))
+
+    model, plain = decoder(), decoder()
+    adapt(plain)
+    if when == "before":
+        adapt(model)
+    handle = recompute.apply(model, preset)
+    if when == "after":
+        adapt(model)
+    found, expected = train(model), train(plain)
+    if preset != "kernel":
+        assert_same(found, expected)
+    torch.testing.assert_close(found, expected)
+    handle.remove()
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "GELU": nn.GELU,
+    "SiLU in place": lambda: nn.SiLU(inplace=True),
+    "SiLU and Dropout": lambda: nn.Sequential(nn.SiLU(), nn.Dropout(0.5)),
+}
+
+
+@pytest.mark.parametrize("via", ["hook", "kernel"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_another_activation_is_respected(when: str, name: str, via: str) -> None:
+    mlp, plain = TinyMLP(), TinyMLP()
+    plain.load_state_dict(mlp.state_dict())
+    plain.act_fn = ACTIVATIONS[name]()
+    if when == "before":
+        mlp.act_fn = ACTIVATIONS[name]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)  # that no kernel computes it
+        recompute.apply(mlp, mlp_policy(via))
+        if when == "after":
+            mlp.act_fn = ACTIVATIONS[name]()
+        x = torch.randn(TOKENS, HIDDEN)
+        found, expected = gradients(mlp, x), gradients(plain, x)
+    if via == "hook" or name != "SiLU in place":  # which a kernel may stand in for, within rounding
+        assert_same(found, expected)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+def test_a_bias_that_comes_later_is_respected(projection: str) -> None:
+    mlp = TinyMLP()
+    recompute.apply(mlp, mlp_policy("kernel"))
+    linear = getattr(mlp, projection)
+    linear.bias = nn.Parameter(torch.ones(linear.out_features))
+    plain = copy.deepcopy(mlp)
+    x = torch.randn(TOKENS, HIDDEN)
+    assert_same(gradients(mlp, x), gradients(plain, x))
+
+
+class BranchesOnTraining(nn.Module):
+    """Draws only in training, by a branch that a trace in ``eval()`` mode does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        return F.dropout(x, 0.5).sigmoid() if self.training else x.sigmoid()
+
+
+class LightGating(TinyMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(F.dropout(hidden, 0.5) if self.training else hidden)
+
+
+@pytest.mark.parametrize("via", ["hook", "kernel", "auto"])
+@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+@pytest.mark.parametrize("cls", [BranchesOnTraining, LightGating])
+def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls: type[nn.Module], action: str, via: str) -> None:
+    torch.manual_seed(0)
+    module = cls().eval()  # from_pretrained returns models like this
+    plain = copy.deepcopy(module).train()
+    options = {"via": via} if action == "recompute" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)
+        recompute.apply(module, rules(rule(cls.__name__, action, **options)))
+    x = torch.randn(TOKENS, HIDDEN)
+    assert_same(gradients(module.train(), x), gradients(plain, x))
+
+
+GENERATOR = torch.Generator()
+
+
+class Noisy(nn.Module):
+    """Draws from a generator that is to be found in one place or another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: torch.Generator | None = None
+        self.inside: list[torch.Generator] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.tanh() * self.noise(x)).exp()
+
+    def noise(self, x: Tensor) -> Tensor:
+        (generator,) = self.inside or [self.generator or GENERATOR]
+        return torch.rand(x.shape, generator=generator)
+
+
+@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("place", ["default", "global", "attribute", "list"])
+def test_what_is_drawn_is_drawn_again(place: str, when: str, action: str) -> None:
+    def put() -> None:
+        if place == "attribute":
+            module.generator = torch.Generator()
+        elif place == "list":
+            module.inside = [torch.Generator()]
+        elif place == "default":
+            module.inside = [torch.default_generator]
+
+    outcomes = []
+    for policy in (rules(), rules(rule("Noisy", action))):
+        module = Noisy()
+        if when == "before":
+            put()
+        recompute.apply(module, policy)
+        if when == "after":
+            put()
+        for generator in (GENERATOR, module.generator, *module.inside):
+            if generator is not None:
+                generator.manual_seed(0)
+        outcomes.append(gradients(module, torch.linspace(-1, 1, 12)))
+    assert_same(*outcomes)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    yield
+    model.train()
+
+
+MODES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
+    "eval": evaluating,
+    "no_grad": lambda _: torch.no_grad(),
+    "inference_mode": lambda _: torch.inference_mode(),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("preset", EXACT)
+def test_where_nothing_is_trained_nothing_is_held(preset: str, mode: str) -> None:
+    model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
+    handle = recompute.apply(model, preset)
+    outputs, counts = [], []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        with MODES[mode](each), counted_ops() as ran:
+            outputs.append(each(token_ids()))
+        counts.append(ran)
+    assert torch.equal(*outputs)
+    assert counts[0] == counts[1]
+    assert handle.stats() == Stats()
+    assert_same(train(model), train(plain))  # and training goes on after it
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_stand_in_in_every_mode(mode: str) -> None:
+    model = decoder()
+    trained = decoder()
+    recompute.apply(trained, "kernel")
+    expected = trained(token_ids())
+    handle = recompute.apply(model, "kernel")
+    with MODES[mode](model), counted_ops() as counts:
+        output = model(token_ids())
+    assert torch.equal(output, expected)  # what trains and what infers is one function
+    assert counts["recompute.rms_norm_forward"] == 5
+    assert counts["recompute.glu_forward"] == 2
+    assert handle.stats().dropped_nbytes == 0
+
+
+def test_parts_in_eval_mode_are_left_alone() -> None:
+    model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
+    handle = recompute.apply(model, "full")
+    for each in (model, plain):
+        each.layers[0].eval()
+    assert_same(train(model), train(plain))
+    assert handle.stats().frames == 2
+
+
+@pytest.mark.parametrize("preset", POLICIES)
+def test_a_module_used_twice_in_one_forward(preset: str) -> None:
+    model, plain = decoder(), decoder()
+    for each in (model, plain):
+        each.layers.append(each.layers[0])
+        each.layers.append(each.layers[0])
+    recompute.apply(model, preset)
+    found, expected = train(model), train(plain)
+    if preset != "kernel":
+        assert_same(found, expected)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("preset", POLICIES)
+def test_arguments_by_name(preset: str) -> None:
+    model, plain = decoder(), decoder()
+    recompute.apply(model, preset)
+    with MODES["no_grad"](model):
+        for call in (lambda m: m(ids=token_ids(), scale=0.5), lambda m: m.norm(hidden_states=torch.ones(1, 16))):
+            torch.testing.assert_close(call(model), call(plain))
+    layer, same = model.layers[0], plain.layers[0]
+    x = torch.randn(2, 3, HIDDEN)
+    found = gradients(lambda x: layer(hidden_states=x), x)
+    torch.testing.assert_close(found, gradients(lambda x: same(hidden_states=x), x))
+
+
+@pytest.mark.parametrize("preset", POLICIES)
+def test_an_error_in_forward_leaves_nothing_behind(preset: str) -> None:
+    model = decoder()
+    recompute.apply(model, preset)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    for name in ("layers.1.mlp.up_proj", "layers.1.self_attn.k_proj", "norm", "lm_head"):
+        hook = model.get_submodule(name).register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model(token_ids())
+        hook.remove()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    plain = decoder()
+    if preset == "kernel":
+        recompute.apply(plain, preset)
+    assert_same(train(model), train(plain))
+
+
+@pytest.mark.parametrize("preset", TAPES)
+def test_a_tape_runs_no_python_again(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
+    runs: Counter[str] = Counter()
+    for cls in {type(module) for module in model.modules()}:
+
+        def counting(self: nn.Module, *args: Any, forward: Any = cls.forward, **kwargs: Any) -> Any:
+            runs[type(self).__name__] += 1
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "forward", counting, raising=cls is not nn.ModuleList)
+    recompute.apply(model, preset)
+    runs.clear()
+    train(model, steps=1)
+    under_a_policy = runs.copy()
+    runs.clear()
+    train(plain, steps=1)
+    assert under_a_policy == runs
+    assert runs["TinyRMSNorm"] == 5
+
+
+class Core(nn.Module):
+    """Attention's core: no parameters, and still two matrix products."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.core = Core()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.core(*self.qkv(x).chunk(3, -1))
+
+
+class LowRankGate(nn.Module):
+    """Has the shape of a gated MLP, but the second factor of a matrix where an activation would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.b(self.a(x)) * self.c(x))
+
+
+@pytest.mark.parametrize("cls", [Attention, LowRankGate])
+@pytest.mark.parametrize("via", ["hook", "auto"])
+def test_recompute_runs_no_matrix_product_again(cls: type[nn.Module], via: str) -> None:
+    module = cls()
+    plain = copy.deepcopy(module)
+    recompute.apply(module, rules(rule(cls.__name__, "recompute", via=via)))
+    x = torch.randn(2, 5, HIDDEN)
+    products = []
+    for each in (module, plain):
+        with counted_ops() as counts:
+            each(x).sum().backward()
+        names = ("mm", "addmm", "bmm", "matmul", "linear")
+        products.append(sum(counts.get(f"aten.{name}", 0) for name in names))
+    assert products[0] == products[1]

@@ -1,0 +1,199 @@
+"""A policy that does nothing to a model says so: by an error if that is all of it, else by one warning a cause."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyMLP, TinyRMSNorm, assert_same, decoder, rule, rules, snapshot, train
+from torch import Tensor, nn
+
+import recompute
+from recompute.errors import NoEffectError, PolicyError, PolicyWarning
+from recompute.policy.loading import load_policy
+from recompute.policy.rules import Policy
+
+
+def warned(policy: Any, model: nn.Module | None = None, *, strict: bool = True) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recompute.apply(decoder(layers=4) if model is None else model, policy, strict=strict)
+    assert all(each.category is PolicyWarning and each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+class Plain(nn.Module):
+    """Has nothing that repeats, no norm and no activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x))
+
+
+@pytest.mark.parametrize("preset", ["full", "alternate", "hook", "kernel", "elementwise", "auto"])
+def test_a_preset_that_governs_nothing_is_an_error_that_says_how_to_go_on(preset: str) -> None:
+    model = Plain()
+    before = snapshot(model)
+    with pytest.raises(NoEffectError, match=r"(?s)governs no module of Plain.*rules\[0\].*strict=False"):
+        recompute.apply(model, preset)
+    assert snapshot(model) == before
+    assert len(warned(preset, model, strict=False)) == 1
+    assert issubclass(NoEffectError, PolicyError)
+
+
+@pytest.mark.parametrize("policy", ["none", rules(rule("Gone", "keep")), {"rules": "none"}], ids=str)
+def test_a_policy_that_is_to_drop_nothing_is_no_error(policy: Any) -> None:
+    model, plain = decoder(), decoder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)  # of a rule for no module
+        recompute.apply(model, policy)
+    assert_same(train(model), train(plain))
+
+
+def test_a_rule_that_governs_nothing_beside_one_that_does_is_a_warning() -> None:
+    assert len(warned(rules(rule("TinyMLP"), rule("Gone")))) == 1
+    assert len(warned(rules(rule("TinyMLP", "keep"), rule("Gone")))) == 1
+
+
+def test_a_word_near_block_is_told_of_it() -> None:
+    with pytest.raises(NoEffectError, match="type 'blocks' is the class of no module; nearest: 'block'"):
+        recompute.apply(decoder(), rules(rule("blocks")))
+
+
+@pytest.mark.parametrize("spelled", [["block"], "block", ["block", "TinyRMSNorm"]])
+def test_block_survives_yaml_and_is_told_from_a_class(spelled: Any) -> None:
+    policy = load_policy(rules(rule(spelled)))
+    again = load_policy({"rules": policy.model_dump()["rules"]})
+    assert again == policy
+    assert again.rules[0].type == ((spelled,) if isinstance(spelled, str) else tuple(spelled))
+
+    class block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    handle = recompute.apply(nn.Sequential(block(), TinyMLP(), decoder()), rules(rule("block")))
+    assert {attachment.path for attachment in handle._attachments} == {"2.layers.0", "2.layers.1"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "spelled"),
+    [
+        ("2-9", "2-9"),
+        ("last 99", "last 99"),
+        ("first 5", "first 5"),
+        ([0, 4], "4"),
+        ([1, "every 2 from 4"], "every 2 from 4"),
+    ],
+)
+def test_layers_that_a_model_has_not_are_told_even_where_others_are_there(layers: Any, spelled: str) -> None:
+    (message,) = warned(rules(rule("block", layers=layers)))
+    assert message.endswith(f"rules[0]: layers '{spelled}' goes beyond the 4 layers that there are")
+
+
+@pytest.mark.parametrize("layers", ["0-3", "last 4", "first 4", 3, "every 9", "every 2 from 3"])
+def test_layers_up_to_the_last_are_told_nothing(layers: Any) -> None:
+    assert warned(rules(rule("block", layers=layers))) == []
+
+
+def test_layers_of_one_rule_may_be_for_the_longer_of_two_stacks() -> None:
+    model = nn.ModuleDict({"encoder": decoder(layers=4), "decoder": decoder(layers=2)})
+    assert warned(rules(rule("block", layers="2-3")), model) == []
+    assert len(warned(rules(rule("block", layers="2-4")), nn.ModuleDict({"one": decoder(layers=4)}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("attn", "attention"),
+        ("attenion", "attention"),
+        ("conv", "convolution"),
+        ("gem", "gemm"),
+        ("gemms", "gemm"),
+        ("collectives", "collective"),
+        ("mm", "aten.mm"),
+        ("bmm", "aten.bmm"),
+    ],
+)
+def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word: str, meant: str) -> None:
+    (message,) = warned(rules(rule("block", "recompute", keep=word), rule("TinyRMSNorm", "recompute", keep=[word])))
+    assert re.search(
+        rf"rules\[0\], rules\[1\]: keep: {word} is the name of a tensor.*did you mean '{meant}'\?", message
+    )
+
+
+@pytest.mark.parametrize(
+    "word", ["router_logits", "logits", "attention_output", "gemma_scale", "gate", "angle", "x", "c"]
+)
+def test_a_kept_word_that_looks_like_none_is_a_tensors_name(word: str) -> None:
+    assert warned(rules(rule("block", "recompute", keep=word))) == []
+
+
+def test_a_family_that_there_is_none_of_is_refused_with_the_nearest() -> None:
+    with pytest.raises(PolicyError, match=r"found 'gem' .did you mean 'gemm'"):
+        recompute.apply(decoder(), rules(rule("block", "recompute", rerun="gem")))
+
+
+@pytest.mark.parametrize("make", [lambda given: load_policy({"rules": given}), lambda given: Policy(rules=given)])
+def test_no_rules_have_to_be_meant(make: Any) -> None:
+    with pytest.raises(PolicyError, match=r"rules: expected at least one rule, or the word none.*found "):
+        make([])
+    assert make("none").rules == ()
+    assert make("none") == make("none").model_validate(make("none").model_dump())
+    assert "rules: none" in make("none").to_yaml()
+
+
+def test_a_kernel_that_there_is_none_of_is_told_once_a_rule() -> None:
+    every = {
+        "rules": [{"match": "layers.**", "type": ["TinyAttention", "SiLU"], "action": "recompute", "via": "kernel"}]
+    }
+    (message,) = warned(every)
+    assert message.endswith("rules[0]: no kernel computes what TinyAttention, SiLU do; hooks regenerate it")
+
+
+@pytest.mark.parametrize("glob", ["layers.{}.mlp", "**.{}.mlp", "layers.*.x{}", "**.x{}*"])
+def test_many_rules_take_time_in_proportion_and_one_warning(glob: str) -> None:
+    """Twenty thousand took 102 seconds, and 19,996 warnings."""
+    count = 4000
+    policy = load_policy(
+        {"rules": [rule("TinyRMSNorm"), *({"match": glob.format(i), "action": "keep"} for i in range(count))]}
+    )
+    before = time.thread_time()
+    (message,) = warned(policy)
+    assert time.thread_time() - before < 10  # 1 is usual
+    assert re.search(r"3,99\d more of the 4,001 rules govern no module$", message)
+    assert message.count("governs no module") == 5
+
+
+def test_a_first_match_is_the_first_also_among_many_kinds_of_rules() -> None:
+    kinds = [
+        rule("Tiny?LP", "keep", layers=3),
+        {"match": "**.2.mlp", "action": "keep"},
+        rule("TinyMLP", layers="2-3"),
+        {"match": "layers.*.mlp", "action": "keep"},
+    ]
+    handle = recompute.apply(decoder(layers=4), rules(*kinds))
+    assert {each.path: each.rule for each in handle._attachments} == {
+        "layers.0.mlp": 3, "layers.1.mlp": 3, "layers.2.mlp": 1, "layers.3.mlp": 0,
+    }  # fmt: skip
+
+
+def test_a_norm_is_regenerated_whatever_kind_it_is() -> None:
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), TinyRMSNorm(), nn.Linear(16, 16)
+    )
+    expected, x = [], torch.randn(3, 16)
+    for policy in (None, "hook"):
+        handle = None if policy is None else recompute.apply(model, policy)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        expected.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert_same(*expected)
+    assert handle is not None
+    assert handle.stats().dropped_tensors >= 3  # what each gives to the Linear behind it

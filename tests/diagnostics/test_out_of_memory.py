@@ -1,0 +1,236 @@
+"""When memory runs out: the error stays what it was, and says who holds what and which rule would free how much."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tiny import HIDDEN, INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import recompute
+from recompute.diagnostics.out_of_memory import explain_out_of_memory
+from recompute.diagnostics.timeline import Timeline
+from recompute.policy.loading import load_policy
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+def run_out_of_real_memory(module: nn.Module, args: Any, output: Tensor) -> None:
+    if not isinstance(output, FakeTensor):
+        run_out()
+
+
+class RunsOutInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        run_out()
+
+
+def report_of(model: nn.Module, step: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    with (
+        caplog.at_level(logging.ERROR, "recompute.diagnostics.out_of_memory"),
+        pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)) as raised,
+        explain_out_of_memory(model),
+    ):
+        step()
+    (record,) = caplog.records
+    report = record.getMessage()
+    if sys.version_info >= (3, 11):
+        assert report in raised.value.__notes__[0]
+    return report
+
+
+def forward_of(model: nn.Module) -> Callable[[], Tensor]:
+    return partial(next_token_loss, model, token_ids())
+
+
+def peak_of(model: nn.Module, policy: Any) -> int:
+    """Of a step, by what really lives."""
+    with recompute.apply(model, policy):
+        train(model, steps=2)
+        ids = token_ids()
+        with Timeline(model) as timeline:
+            torch.autograd.backward(next_token_loss(model, ids))
+    model.zero_grad()
+    return timeline.peak_nbytes
+
+
+@pytest.mark.parametrize(("policy", "helps"), [(None, {"layers.*", "layers.*.mlp"}), ("hook", {"layers.*"})])
+def test_it_says_who_holds_what_and_what_each_rule_frees(
+    policy: str | None, helps: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = decoder()
+    if policy is not None:
+        recompute.apply(model, policy)
+    hook = model.layers[1].mlp.up_proj.register_forward_hook(run_out_of_real_memory)
+    report = report_of(model, forward_of(model), caplog)
+    hook.remove()
+    assert "out of memory in the forward of layers.1.mlp.up_proj (Linear)" in report
+    gate = 2 * TOKENS * INTERMEDIATE * 4
+    assert re.search(rf"layers\.\*\.mlp\.gate_proj +2 +{gate / 1024:.1f} KiB", report)
+    lines = re.findall(r'^- \{match: "(\S+)", action: (\w+)\} +([\d.]+) (B|KiB)$', report, re.MULTILINE)
+    assert {glob for glob, *_ in lines} >= helps
+    # What the report promises is what happens.
+    rules = [rule.model_dump() for rule in load_policy(policy or "none").rules]
+    if policy is not None:
+        model = decoder()
+    before = peak_of(model, {"name": "now", "rules": rules or "none"})
+    for glob, action, number, unit in lines:
+        extra = {"match": glob, "action": action}
+        after = peak_of(model, {"name": "one more", "rules": [extra, *rules]})
+        assert float(number) == pytest.approx((before - after) / (1024 if unit == "KiB" else 1), abs=0.06)
+    freed = [float(number) * (1024 if unit == "KiB" else 1) for *_, number, unit in lines]
+    assert freed == sorted(freed, reverse=True)
+
+
+def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoder()
+
+    def backward() -> None:
+        loss: Any = RunsOutInBackward.apply(forward_of(model)())
+        loss.backward()
+
+    assert "out of memory in the backward" in report_of(model, backward, caplog)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(run_out)
+
+    def step() -> None:
+        forward_of(model)().backward()
+        optimizer.step()
+
+    report = report_of(model, step, caplog)
+    assert "out of memory in the step of SGD" in report
+    assert "gradients" in report
+
+
+def test_the_batch_is_the_last_one_in_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+
+    def run() -> None:
+        model(torch.ones(64, HIDDEN)).sum().backward()
+        model(torch.ones(128, HIDDEN)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(999, HIDDEN))
+        model.eval()(torch.ones(999, HIDDEN))
+        run_out()
+
+    report = report_of(model, run, caplog)
+    assert "out of memory in the code outside of the model" in report
+    assert re.search(rf"\* +1 +{128 * HIDDEN * 4 / 1024:.1f} KiB", report)
+
+
+def test_what_is_around_the_model_is_seen_through(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoder()
+    hook = model.layers[0].register_forward_hook(run_out_of_real_memory)
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager", disable=True))
+    report = report_of(wrapped, lambda: next_token_loss(wrapped, token_ids()), caplog)
+    hook.remove()
+    assert "out of memory in the forward of layers.0 (TinyDecoderLayer)" in report
+    assert '- {match: "layers.*", action: checkpoint}' in report
+
+
+@pytest.mark.parametrize("rules", ["none", [{"type": "Scaled", "action": "checkpoint"}]])
+def test_keywords_and_positions_are_both_understood(rules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor, by: float, *, cache: Any = None, **others: Any) -> Tensor:
+            assert cache is None
+            assert others.keys() <= {"other"}
+            return torch.tanh(self.linear(x) * by)
+
+    model = Scaled()
+    recompute.apply(model, {"name": "one", "rules": rules})
+
+    def run() -> None:
+        model(torch.ones(8, HIDDEN), by=2.0, cache=None, other=1)
+        run_out()
+
+    assert "A step on this batch takes" in report_of(model, run, caplog)
+
+
+def test_what_cannot_be_estimated_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    assert "the model has not run in training yet" in report_of(model, run_out, caplog)
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if x.sum() > 0 else 1)
+
+    asking = Asks(2, 2)
+
+    def run() -> None:
+        asking(torch.ones(3, 2))
+        run_out()
+
+    assert "What the step takes is not known: ModelError: " in report_of(asking, run, caplog)
+
+
+@pytest.mark.gpu
+def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **shape)).bfloat16()
+        ids = torch.randint(256, (1, 8192))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    step()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((0.6 * peak + 0.4 * before) / total)
+    try:
+        with (
+            caplog.at_level(logging.ERROR, "recompute.diagnostics.out_of_memory"),
+            pytest.raises(torch.OutOfMemoryError),
+            explain_out_of_memory(model),
+        ):
+            step()
+        (report,) = caplog.messages
+        assert re.search(r"out of memory in the (forward of model\.layers\.\d|backward)", report)
+        estimated = re.search(r"takes ([\d.]+) GiB more at its peak", report)
+        assert estimated is not None
+        assert float(estimated[1]) * 2**30 == pytest.approx(peak - before, rel=0.05)
+        rule = re.search(r'^- \{match: "(\S+)", action: (\w+)\} ', report, re.MULTILINE)
+        assert rule is not None
+        recompute.apply(model, {"name": "advised", "rules": [{"match": rule[1], "action": rule[2]}]})
+        model.zero_grad()  # the failed step's
+        torch.cuda.empty_cache()
+        step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_other_errors_pass_and_the_hook_goes(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoder()
+    with pytest.raises(ValueError, match="not memory"), explain_out_of_memory(model):
+        raise ValueError("not memory")
+    with explain_out_of_memory(model):
+        train(model, steps=1)
+    assert not model._forward_pre_hooks
+    assert not caplog.records

@@ -1,0 +1,514 @@
+"""`recompute.verify` and the debug switch: what is right passes, what is wrong is named, nothing is left behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from tiny import HIDDEN, TinyMLP, TinyRMSNorm, decoder, next_token_loss, rule, rules, snapshot, token_ids
+from torch import Tensor, nn
+
+import recompute
+from recompute.diagnostics import verify
+from recompute.diagnostics.verify import relative_error, same_bits, wider_dtype
+from recompute.errors import (
+    AlreadyAppliedError,
+    GradientMismatch,
+    MutationError,
+    NoEffectError,
+    PolicyError,
+    RegenerationError,
+    UnsupportedError,
+)
+from recompute.kernels import rms_norm as kernel_module
+
+ROOT = Path(__file__).resolve().parents[2]
+TAPED = rules(rule("Lying", "recompute", via="hook"))
+CHECKPOINTED = rules(rule("Lying"))
+
+KERNELS = rules(rule("TinyRMSNorm", "recompute", via="kernel"))
+
+calls: list[int] = []
+
+
+@torch.library.custom_op("recompute_tests::liar", mutates_args=())
+def liar(x: Tensor) -> Tensor:
+    """Functional by its word, yet it counts how often it is called."""
+    calls.append(1)
+    return x * len(calls)
+
+
+liar.register_fake(torch.empty_like)
+liar.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Lying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return liar(x * self.weight).square().sum(-1, keepdim=True) * x
+
+
+def liars() -> nn.Module:
+    return nn.Sequential(Lying(), Lying())
+
+
+class Wrong(torch.autograd.Function):
+    """Its forward is right and its gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 1.01
+
+
+def norms(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), TinyRMSNorm(), nn.Linear(HIDDEN, HIDDEN))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
+    """Have ``kernel`` take the place of the norm's kernel; it is given that one's output as well."""
+    right = kernel_module.rms_norm
+    monkeypatch.setattr(kernel_module, "rms_norm", lambda x, weight, *rest: kernel(right(x, weight, *rest), x, weight))
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "alternate", "hook", "elementwise", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_hooks_regenerate_with_dropout_has_the_same_bits(policy: str, dtype: torch.dtype) -> None:
+    found = recompute.verify(decoder(dropout=0.2).to(dtype), token_ids(), policy=policy)
+    assert found.policy == policy
+    assert found.bitwise
+    assert (found.max_difference, found.relative_error, found.tolerance) == (0.0, 0.0, 0.0)
+    assert found.gradients == len(list(decoder().parameters()))
+    assert (found.dropped_tensors > 0) == (found.dropped_nbytes > 0) == (policy != "none")
+    said = "nothing was dropped" if policy == "none" else f"{found.dropped_nbytes:,} bytes) were dropped and came back"
+    assert f"policy {policy}: outputs and 21 gradients are bit for bit those without it; " in str(found)
+    assert said in str(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_are_right_within_the_rounding_that_the_model_has_without_them(dtype: torch.dtype) -> None:
+    found = recompute.verify(decoder().to(dtype), token_ids(), policy="kernel")
+    assert not found.bitwise
+    assert 0 < found.relative_error <= found.tolerance < 64 * torch.finfo(dtype).eps
+    assert found.max_difference > 0
+    assert f"{found.relative_error:.1e} of their norm" in str(found)
+
+
+def test_verify_takes_the_default_policy_that_apply_takes() -> None:
+    assert recompute.verify(decoder(), token_ids()).policy == "elementwise"
+
+
+class Dropless(nn.Module):
+    """Of a class that rules find, with nothing to drop: what autograd saves is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(4, 4), TinyRMSNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("policy", "complaint"),
+    [
+        ("full", r"policy full governs no module of Dropless: .*rules\[0\]"),
+        (rules(rule("Linear", "recompute", via="hook")), r"governs layer, which ran and dropped nothing on this batch"),
+        (rules(rule("TinyRMSNorm")), r"governs unused, none of which ran with gradients on this batch"),
+        (rules(rule("TinyRMSNorm", "recompute", via="kernel")), r"governs unused, none of which ran with gradients"),
+    ],
+)
+def test_a_policy_that_dropped_nothing_is_not_said_to_be_right(policy: Any, complaint: str) -> None:
+    model, x = Dropless(), numbers(3, 4)
+    before = snapshot(model)
+    with pytest.raises(NoEffectError, match=f"(?s){complaint}"):
+        recompute.verify(model, (x,), policy=policy)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("policy", ["none", rules(rule("Linear", "keep"))], ids=["none", "keep"])
+def test_a_policy_that_is_to_drop_nothing_verifies(policy: Any) -> None:
+    found = recompute.verify(Dropless(), (numbers(3, 4),), policy=policy)
+    assert found.bitwise
+    assert str(found).endswith("; nothing was dropped")
+
+
+def test_a_kernel_that_drops_nothing_but_saves_less_verifies() -> None:
+    policy = rules(rule("TinyMLP", "recompute", via="kernel"))
+    assert recompute.verify(TinyMLP(), (numbers(3, HIDDEN),), policy=policy).dropped_tensors == 0
+
+
+def test_compiled_layers_of_which_nothing_is_counted_verify() -> None:
+    model = decoder()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    assert recompute.verify(model, token_ids(), policy=rules(rule("block"))).bitwise
+
+
+@pytest.mark.parametrize("name", ["convnet", "mixtral", "t5"])
+def test_models_verify_and_are_left_as_they_were(name: str) -> None:
+    """Batch norm's statistics, the hooks that Hugging Face puts on routers, shared embeddings."""
+    model = models.make(name)
+    before, buffers = snapshot(model), [buffer.clone() for buffer in model.buffers()]
+    assert recompute.verify(model, models.batch(name), policy="elementwise").bitwise
+    assert snapshot(model) == before
+    assert all(map(same_bits, model.buffers(), buffers))
+
+
+class Stateful(nn.Module):
+    """Has everything that a run may leave changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.count = torch.zeros(())
+        self.steps = 0
+        self.log: list[int] = []
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        self.count += 1
+        self.steps += 1
+        self.log.append(self.steps)
+        self.register_forward_hook(lambda *_: None)
+        x.add_(1)
+        noise = torch.rand(4, generator=self.generator) + random.random() + np.random.rand()
+        y = self.layer(x) * noise
+        if fails:
+            raise ZeroDivisionError
+        return y.exp()
+
+
+def random_states(model: Stateful) -> list[Any]:
+    kind, keys, *rest = np.random.get_state()
+    generators = torch.default_generator, model.generator
+    return [random.getstate(), (kind, keys.tolist(), *rest), *(g.get_state().tolist() for g in generators)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, AttributeError, GradientMismatch])
+def test_everything_is_left_as_it_was(
+    training: bool, error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Stateful().train(training)
+    model.layer[0].eval()
+    model.layer[0].weight.grad = gradient = numbers(4, 4)
+    batch = {"x": numbers(6, 4), "fails": error is ZeroDivisionError}
+    tensors = [*model.buffers(), *model.parameters(), model.count, batch["x"], gradient]
+    versions, values = [tensor._version for tensor in tensors], [tensor.clone() for tensor in tensors]
+    before, states, environment = snapshot(model), random_states(model), dict(os.environ)
+
+    def verify() -> verify.Verification:
+        loss = None if error is not AttributeError else lambda output: output.missing
+        return recompute.verify(model, batch, policy=rules({"match": "layer", "action": "checkpoint"}), loss=loss)
+
+    if error is None:
+        found = verify()
+        assert found.bitwise
+        assert found.dropped_tensors > 0  # though it is not in training
+    else:
+        if error is GradientMismatch:
+            monkeypatch.setattr(verify, "same_bits", lambda one, other: False)
+        with pytest.raises(error):
+            verify()
+    assert snapshot(model) == before
+    assert random_states(model) == states
+    assert [tensor._version for tensor in tensors] == versions
+    assert all(map(same_bits, tensors, values))
+    assert model.layer[0].weight.grad is gradient
+    assert model.layer[0].bias.grad is None
+    assert (model.log, len(model._forward_hooks)) == ([], 0)
+    assert dict(os.environ) == environment
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("policy", "op"), [(TAPED, "recompute_tests.liar"), (CHECKPOINTED, "torch.Tensor.square")])
+def test_an_op_that_lies_is_named_with_its_module(policy: dict[str, Any], op: str) -> None:
+    with pytest.raises(RegenerationError, match=r"\b[01] \(Lying\)") as caught:
+        recompute.verify(liars(), numbers(3, 4), policy=policy)
+    assert op in str(caught.value)
+    assert "12 of 12 elements differ" in str(caught.value)
+
+
+def test_an_op_that_lies_about_what_another_module_saves_is_named() -> None:
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return liar(x * x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Last(), nn.Linear(4, 4))
+    with pytest.raises(RegenerationError, match=r"1 \(Last\).*recompute_tests\.liar"):
+        recompute.verify(model, numbers(7, 4), policy=rules(rule("Last", "recompute", via="hook")))
+
+
+LIAR = """
+import torch, recompute
+from test_verify import CHECKPOINTED, TAPED, liars, numbers
+for policy in (TAPED, CHECKPOINTED):
+    model = liars()
+    recompute.apply(model, policy)
+    try:
+        model(numbers(3, 4)).sum().backward()
+        print("silent")
+    except recompute.errors.RegenerationError as error:
+        print("Lying" in str(error))
+"""
+
+
+def test_the_debug_switch_watches_a_whole_process() -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "RECOMPUTE_VERIFY": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-c", LIAR]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_watching_ends_with_verify() -> None:
+    with pytest.raises(RegenerationError):
+        recompute.verify(liars(), numbers(3, 4), policy=TAPED)
+    model = liars()
+    recompute.apply(model, TAPED)
+    model(numbers(3, 4)).sum().backward()  # wrong, and not looked at
+
+
+def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, lambda y, x, weight: Wrong.apply(y))
+    with pytest.raises(GradientMismatch) as caught:
+        recompute.verify(norms(), numbers(2, 3, HIDDEN), policy=KERNELS)
+    said = str(caught.value)
+    assert said.startswith("under policy unnamed:\n3 of 5 gradients differ from those without it\n  0.weight: ")
+    assert f"0.weight: shape ({HIDDEN}, {HIDDEN}), {HIDDEN**2} of {HIDDEN**2} elements, by at most " in said
+    assert "in all by 1.0e-02 of its norm" in said
+    assert "1.weight: " in said
+    assert "2.weight" not in said
+    assert "expected at most twice the rounding error of each" in said
+
+
+def test_a_wrong_output_is_named_and_so_is_a_missing_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, lambda y, x, weight: y.detach() * 2)
+    with pytest.raises(GradientMismatch) as caught:
+        recompute.verify(norms(), numbers(3, HIDDEN), policy=KERNELS)
+    assert "1 of 1 outputs differ from those without it\n  0: shape (3, 16), 48 of 48 elements" in str(caught.value)
+    assert "  1.weight: there is none under it\n" in str(caught.value)
+
+
+def test_only_the_first_that_differ_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, lambda y, x, weight: Wrong.apply(y))
+    with pytest.raises(GradientMismatch, match="and 15 more") as caught:
+        recompute.verify(decoder(), token_ids(), policy="kernel")
+    assert len(str(caught.value).splitlines()) == 1 + 1 + 5 + 1 + 1
+
+
+def test_the_gradient_of_an_input_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = norms().requires_grad_(False)
+    inputs = numbers(3, HIDDEN).requires_grad_()
+    assert recompute.verify(model, inputs, policy=KERNELS).gradients == 1
+    stand_in(monkeypatch, lambda y, x, weight: Wrong.apply(y))
+    with pytest.raises(GradientMismatch, match="1 of 1 gradients differ from those without it\n  input 0: "):
+        recompute.verify(model, inputs, policy=KERNELS)
+    assert inputs.grad is None
+
+
+def test_buffers_and_random_states_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(HIDDEN), TinyRMSNorm())
+
+    def counts_twice(y: Tensor, *_: Any) -> Tensor:
+        model[0].num_batches_tracked.add_(1)
+        return y
+
+    def draws(y: Tensor, *_: Any) -> Tensor:
+        torch.rand(1)
+        return y
+
+    with monkeypatch.context() as patch:
+        stand_in(patch, counts_twice)
+        with pytest.raises(GradientMismatch, match="1 of 3 buffers differ"):
+            recompute.verify(model, numbers(3, HIDDEN), policy=KERNELS)
+    assert model[0].num_batches_tracked == 0
+    stand_in(monkeypatch, draws)
+    with pytest.raises(GradientMismatch, match="random generators are left in another state"):
+        recompute.verify(model, numbers(3, HIDDEN), policy=KERNELS)
+
+
+class Keyworded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, parts: Any = None) -> Any:
+        z = self.layer(x if y is None else x * y).tanh()
+        return SimpleNamespace(loss=z.sum(), logits=z) if parts is None else {"z": z, "parts": [z * parts["p"], 3]}
+
+
+@pytest.mark.parametrize(
+    ("batch", "gradients"),
+    [
+        (numbers(2, 4), ["layer.weight", "layer.bias"]),
+        ((numbers(2, 4).requires_grad_(), numbers(2, 4)), ["layer.weight", "layer.bias", "input 0"]),
+        (
+            {"x": numbers(2, 4), "parts": {"p": numbers(2, 4).requires_grad_()}},
+            ["layer.weight", "layer.bias", "input parts"],
+        ),
+    ],
+)
+def test_batches_are_mappings_tuples_or_an_argument(batch: Any, gradients: list[str]) -> None:
+    trial = verify._Trial(Keyworded(), batch, None, [])
+    assert list(trial.run().tensors["gradients"]) == gradients
+    found = recompute.verify(Keyworded(), batch, policy=rules(rule("Keyworded")))
+    assert (found.bitwise, found.gradients) == (True, len(gradients))
+
+
+def test_a_tensor_given_twice_is_one_tensor() -> None:
+    inputs = numbers(2, 4).requires_grad_()
+    found = verify._Trial(Keyworded(), (inputs, inputs), None, []).run().tensors["gradients"]
+    assert same_bits(found["input 0"], found["input 1"])
+
+
+def test_backward_starts_from_the_loss_or_from_every_output() -> None:
+    model, ids = decoder(), token_ids()
+
+    def gradients(**options: Any) -> dict[str, Tensor]:
+        batch = options.pop("batch", ids)
+        return verify._Trial(model, batch, options.pop("loss", None), []).run().tensors["gradients"]
+
+    logits = model(ids)
+    next_token_loss(lambda _: logits, ids).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = gradients(loss=lambda output: next_token_loss(lambda _: output, ids))
+    assert all(same_bits(found[name], gradient) for name, gradient in expected.items())
+    from_all = gradients()
+    assert not same_bits(from_all["lm_head.weight"], expected["lm_head.weight"])
+    assert all(gradient.abs().sum() > 0 for gradient in from_all.values())
+    layer = Keyworded()
+    own = verify._Trial(layer, numbers(2, 4), None, []).run()
+    layer(numbers(2, 4)).loss.backward()
+    assert own.tensors["outputs"].keys() == {"loss"}
+    assert same_bits(own.tensors["gradients"]["layer.weight"], layer.layer.weight.grad)
+
+
+def test_a_model_without_a_gradient_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing in the model's output requires a gradient"):
+        recompute.verify(norms().requires_grad_(False), numbers(2, HIDDEN), policy="none")
+
+
+def test_a_run_that_changes_parameters_is_refused() -> None:
+    model = norms()
+    model[2].bias.register_post_accumulate_grad_hook(_step)
+    with pytest.raises(MutationError, match=r"^2\.bias, a tensor .* is changed by the forward or the backward"):
+        recompute.verify(model, numbers(2, HIDDEN), policy="none")
+
+
+@torch.no_grad()
+def _step(parameter: Tensor) -> None:
+    parameter -= 0.1 * parameter.grad
+
+
+def test_what_apply_refuses_verify_refuses_before_anything_runs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].forward = None  # never called
+    with pytest.raises(PolicyError, match="did you mean 'hook'"):
+        recompute.verify(model, numbers(2, 4), policy="hok")
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got function"):
+        recompute.verify(lambda x: x, numbers(2, 4), policy="hook")
+    with recompute.apply(decoder(), "full") as handle, pytest.raises(AlreadyAppliedError):
+        recompute.verify(handle._attachments[0].module, token_ids(), policy="none")
+
+
+def test_rounding_that_cannot_be_measured_is_said_so() -> None:
+    class OnlyFloat32(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise RuntimeError("no kernel for Double")
+            return x
+
+    model = nn.Sequential(norms(), OnlyFloat32())
+    with pytest.raises(UnsupportedError, match=r"torch\.float64, in which it does not run: no kernel for Double"):
+        recompute.verify(model, numbers(8, HIDDEN), policy=KERNELS)
+
+
+def test_the_wider_dtype_is_that_in_which_rounding_shows() -> None:
+    assert wider_dtype(norms()) is torch.float64
+    assert wider_dtype(norms().bfloat16()) is torch.float32
+    with torch.autocast("cpu"):
+        assert wider_dtype(norms()) is torch.float32
+        assert not recompute.verify(norms(), numbers(64, HIDDEN), policy=KERNELS).bitwise
+
+
+def test_sparse_shared_and_unused_parameters_compare() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(8, 4, sparse=True)
+            self.unused = nn.Linear(4, 4)
+            self.one = nn.Linear(4, 4)
+            self.other = self.one
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.other(self.one(self.embedding(ids)).relu())
+
+    found = recompute.verify(Model(), torch.tensor([[1, 2, 2]]), policy=rules(rule("Model")))
+    assert (found.bitwise, found.gradients) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (torch.tensor([math.nan, 1]), torch.tensor([math.nan, 1]), True),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), False),
+        (torch.zeros(2), torch.zeros(1), False),
+        (torch.zeros(()), torch.zeros(()), True),
+        (numbers(2, 3).t(), numbers(2, 3).t().contiguous(), True),
+        (None, torch.zeros(1), False),
+        (None, None, True),
+    ],
+)
+def test_same_bits(one: Tensor | None, other: Tensor | None, same: bool) -> None:
+    assert same_bits(one, other) is same
+
+
+def test_relative_error_is_of_all_tensors_together() -> None:
+    assert relative_error([torch.tensor([3.0]), torch.tensor([0.0])], [torch.tensor([3.0]), torch.tensor([4.0])]) == 0.8
+    assert relative_error([torch.zeros(2)], [torch.zeros(2)]) == 0
+    assert relative_error([torch.ones(2)], [torch.zeros(2)]) == math.inf
+
+
+def test_verify_is_a_function_and_its_module_another() -> None:
+    assert callable(recompute.verify)
+    assert verify.verify is recompute.verify
+    assert verify.__name__ == "recompute.diagnostics.verify"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["full", "hook", "elementwise", "kernel", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_presets_verify_on_cuda(policy: str, dtype: torch.dtype) -> None:
+    model = models.make("llama", dtype, attention_dropout=0.1).cuda()
+    batch = {name: tensor.cuda() for name, tensor in models.batch("llama").items()}
+    found = recompute.verify(model, batch, policy=policy)
+    assert found.bitwise == (policy not in ("kernel", "auto"))
+    assert found.dropped_tensors > 0
+    assert not torch.are_deterministic_algorithms_enabled()

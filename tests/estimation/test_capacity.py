@@ -1,0 +1,56 @@
+"""What fits a device is found exactly, in few estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from recompute.errors import ModelError
+from recompute.estimation.capacity import Fit, fit, read_capacity
+
+PEAKS: dict[str, Callable[[int, int], int]] = {
+    "a line": lambda batch, length: 1000 + 3 * batch * length,
+    "with an elbow": lambda batch, length: max(5000, 2 * batch * length),
+    "a parabola": lambda batch, length: 1000 + batch * length**2 // 64,
+}
+
+
+@pytest.mark.parametrize("shape", PEAKS)
+@pytest.mark.parametrize("capacity", [500, 4000, 123_457, 10_000_019])
+def test_what_is_found_is_the_largest(shape: str, capacity: int) -> None:
+    tried = []
+
+    def peak(batch: int, length: int) -> int:
+        tried.append((batch, length))
+        return PEAKS[shape](batch, length)
+
+    found = fit(peak, ("a device", capacity), 2, 512, lambda what, done, total: None)
+    assert found.fits == (PEAKS[shape](2, 512) <= capacity)
+    batches = [batch for batch in range(1, found.largest_batch + 3) if PEAKS[shape](batch, 512) <= capacity]
+    assert found.largest_batch == max(batches, default=0)
+    lengths = range(256, found.longest_sequence + 1024, 256)
+    assert found.longest_sequence == max(
+        [length for length in lengths if PEAKS[shape](2, length) <= capacity], default=0
+    )
+    assert len(tried) == len(set(tried)) <= (12 if shape == "a line" else 40)
+
+
+def test_it_says_so_in_words() -> None:
+    found = Fit("H100", 80 << 30, 1, 4096, 40 << 30, 2, 8192)
+    assert str(found) == (
+        "Fits H100: 40.00 GiB is 50% of 80.00 GiB. At sequence 4,096, the largest batch is 2; at batch 1, the longest "
+        "sequence is 8,192."
+    )
+    none = found._replace(peak_nbytes=81 << 30, largest_batch=0, longest_sequence=0)
+    assert str(none).startswith("Does not fit H100: ")
+    assert "no batch fits; at batch 1, no sequence fits" in str(none)
+
+
+def test_a_device_is_a_name_or_its_bytes() -> None:
+    assert read_capacity(None, None) is None
+    assert read_capacity("h200", None) == ("H200", 139 << 30)
+    assert read_capacity("h200", "100GiB") == ("H200", 100 << 30)
+    assert read_capacity(None, "24GiB") == ("this device", 24 << 30)
+    with pytest.raises(ModelError, match="--gpu-memory: expected something like 24GiB; found 'much'"):
+        read_capacity(None, "much")

@@ -1,0 +1,326 @@
+"""Estimates of models whose steps were measured, and of what can be counted by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recompute
+from recompute.errors import EstimateError, ModelError, PolicyError
+from recompute.estimation import cuda_semantics, model_study
+from recompute.estimation.estimate_result import Estimate
+
+GIB = 2**30
+HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, HEADS, KV_WIDTH, LENGTH = 4096, 14336, 32, 128256, 32, 1024, 4096
+COUNT = 8_030_261_248
+CLOSED_FORM = 16 * HIDDEN + 4 * HIDDEN + 4 * KV_WIDTH + 4 * HEADS + 8 * INTERMEDIATE
+"""Bytes a token that a layer holds: norms; queries and attention; keys and values; its logsumexp; the MLP."""
+ROOTS = 2 * 4
+"""Bytes a token of the norms' reciprocal roots, which the closed form leaves out."""
+
+FLASH = 2 * 512
+"""Two blocks of the allocator's, for the random state of flash attention."""
+
+
+def llama_8b(**changes: Any) -> transformers.LlamaConfig:
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 8,
+    }
+    return transformers.LlamaConfig(**{**shape, **changes})
+
+
+def estimate(model: Any = None, **options: Any) -> Estimate:
+    return recompute.estimate(llama_8b() if model is None else model, **{"advise": False, **options})
+
+
+def tiny(**changes: Any) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(**{**models.SHAPE, **changes})
+
+
+@pytest.fixture(scope="module")
+def plain() -> Estimate:
+    return recompute.estimate(llama_8b())
+
+
+def test_llama_8b_is_what_was_measured_without_a_policy(plain: Estimate) -> None:
+    """On an H200, pure bfloat16: 71.5 GiB after forward, 75.45 at the peak, in backward."""
+    assert plain.peak_bytes / GIB == pytest.approx(75.45, rel=0.002)
+    assert plain.peak_moment == "backward of the loss"
+    static = plain.static_bytes
+    assert (static.parameters, static.gradients, static.optimizer) == (2 * COUNT, 2 * COUNT, 4 * COUNT)
+    after_forward = static.in_phase("forward") + plain.activation_bytes
+    assert after_forward / GIB == pytest.approx(71.5, rel=0.002)
+    assert sum(plain.parts.values()) == plain.peak_bytes
+    assert plain.dominates == "optimizer states"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "peak", "moment"),
+    [
+        ("adamw", 74.85, "optimizer step"),
+        ("adamw-loop", 61.85, "optimizer step"),
+        ("adamw-fused", 60.0, "backward of model.embed_tokens"),
+    ],
+)
+def test_llama_8b_is_what_was_measured_with_every_layer_checkpointed(optimizer: str, peak: float, moment: str) -> None:
+    found = estimate(policy="full", optimizer=optimizer)
+    assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.002)
+    assert found.peak_moment == moment
+    backward = max(nbytes for name, nbytes in found.moments.items() if name.startswith("backward"))
+    assert backward / GIB == pytest.approx(60.0, rel=0.002)
+
+
+def test_a_layer_holds_the_closed_form_and_linearly_so(plain: Estimate) -> None:
+    assert CLOSED_FORM * LENGTH == 784.5 * 2**20
+    assert plain.activation_bytes_per_layer == (CLOSED_FORM + ROOTS) * LENGTH + FLASH
+    for batch_size, length in ((1, 2048), (1, 8192), (2, 4096)):
+        found = estimate(llama_8b(num_hidden_layers=2), batch_size=batch_size, seq_len=length)
+        assert found.activation_bytes_per_layer == (CLOSED_FORM + ROOTS) * batch_size * length + FLASH
+        assert found.settings.batch.startswith(f"input_ids {batch_size}x{length}")
+
+
+def test_logits_take_fourteen_bytes_a_token_and_class(plain: Estimate) -> None:
+    assert plain.logits_peak_bytes == 14 * LENGTH * VOCABULARY
+    chunked = estimate(loss="chunked")
+    assert chunked.logits_peak_bytes < 0.02 * plain.logits_peak_bytes
+    saved = plain.activation_bytes - chunked.activation_bytes
+    # log_softmax's output, less the memory of the head's gradient, which holds logits until then.
+    assert saved == pytest.approx(4 * LENGTH * VOCABULARY - 2 * HIDDEN * VOCABULARY, rel=0.1)
+
+
+@pytest.mark.parametrize(("policy", "held"), [("elementwise", 94_344), ("auto", 90_244), ("kernel", 94_344)])
+def test_policies_hold_what_they_say(policy: str, held: int) -> None:
+    """Of a layer: GEMMs' outputs, attention's, and the stream; kernels as on CUDA, and not by their references."""
+    found = estimate(llama_8b(num_hidden_layers=3), policy=policy)
+    assert found.settings.policy == policy
+    assert found.activation_bytes_per_layer == pytest.approx(held * LENGTH, rel=0.05)
+
+
+def test_advice_is_what_an_estimate_with_it_says(plain: Estimate) -> None:
+    saves = {each.what: each.saves_nbytes for each in plain.advice}
+    assert list(saves.values()) == sorted(saves.values(), reverse=True)
+    assert saves["policy full"] == plain.peak_bytes - estimate(policy="full").peak_bytes
+    fused = estimate(policy="full", optimizer="adamw-fused")
+    assert saves["policy full and a fused optimizer"] == plain.peak_bytes - fused.peak_bytes
+    for what, saved in saves.items():
+        assert saved >= 0.001 * plain.peak_bytes
+        if what.endswith(" and a fused optimizer"):
+            alone = what.removesuffix(" and a fused optimizer")
+            assert saved > max(saves.get(alone, 0), saves.get("a fused optimizer", 0)), "else the row adds nothing"
+    assert saves["fsdp2 over 2 devices"] == plain.peak_bytes - estimate(sharding="fsdp2", devices=2).peak_bytes
+    assert saves["a chunked cross-entropy"] == plain.peak_bytes - estimate(loss="chunked").peak_bytes
+    assert saves["the optimizer's states and step on the CPU or NVMe"] == 4 * COUNT
+
+
+def test_small_models_at_long_sequence_and_large_ones_get_different_advice() -> None:
+    small = recompute.estimate(llama_8b(num_hidden_layers=4, hidden_size=2048, vocab_size=32000), seq_len=65536)
+    large = recompute.estimate(llama_8b(num_hidden_layers=40, hidden_size=5120), seq_len=512)
+    assert small.dominates == "activations"
+    assert small.advice[0].what.startswith("policy")
+    assert large.dominates == "optimizer states"
+    assert large.advice[0].what.startswith("the optimizer's states")
+
+
+@pytest.mark.parametrize("policy", [None, "full", "elementwise", "auto", "kernel", "hook"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_many_layers_from_few_are_all_of_them(policy: str | None, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(num_hidden_layers=26, tie_word_embeddings=tied)
+    monkeypatch.setattr(model_study, "step_of_many", lambda *arguments: pytest.fail("must not be needed"))
+    monkeypatch.setattr(model_study, "find_stack", lambda *arguments: None)
+    whole = estimate(config, seq_len=64, policy=policy)
+    monkeypatch.undo()
+    few = []
+    simulate = model_study.simulate
+    monkeypatch.setattr(model_study, "simulate", lambda *given, **options: few.append(1) or simulate(*given, **options))
+    assert estimate(config, seq_len=64, policy=policy) == whole
+    assert len(few) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "policy"),
+    [
+        (tiny(num_hidden_layers=26), "alternate"),
+        (transformers.Gemma2Config(**{**models.SHAPE, "num_hidden_layers": 26, "sliding_window": 8}), None),
+    ],
+)
+def test_layers_that_differ_are_all_run(config: Any, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    simulate = model_study.simulate
+    monkeypatch.setattr(
+        model_study, "simulate", lambda *given, **options: runs.append(1) or simulate(*given, **options)
+    )
+    estimate(config, seq_len=16, policy=policy)
+    assert len(runs) == 1
+
+
+def test_seventy_billion_parameters() -> None:
+    config = llama_8b(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+    found = estimate(config, sharding="fsdp2", devices=16)
+    count = 70_553_706_496
+    assert found.static_bytes.parameters == pytest.approx(2 * count / 16, rel=1e-6)
+    assert sum(each.modules for each in found.activations if each.path == "model.layers.*.mlp") == 80
+    assert found.dominates == "activations"
+
+
+@pytest.mark.parametrize(("sharding", "divided"), [("ddp", 0), ("zero1", 4), ("zero2", 6), ("zero3", 8), ("fsdp2", 8)])
+def test_shards_at_the_optimizers_step(sharding: str, divided: int) -> None:
+    """Of 8 bytes a parameter, so many are divided among 8 devices; foreach's roots are of a device's share."""
+    found = estimate(llama_8b(num_hidden_layers=2), sharding=sharding, devices=8, seq_len=64)
+    count = found.static_bytes.parameters // 2 * (8 if divided == 8 else 1)
+    buffers = found.static_bytes.in_phase("optimizer") - found.static_bytes.parameters - found.static_bytes.optimizer
+    roots = 2 * count // (8 if divided else 1)
+    expected = (8 - divided) * count + divided * count / 8 + roots + buffers
+    assert found.moments["optimizer step"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_gradients_are_divided_as_they_come_under_zero_2() -> None:
+    options: dict[str, Any] = {"devices": 8, "policy": "full", "optimizer": "adamw-fused"}
+    one, two = estimate(sharding="zero1", **options), estimate(sharding="zero2", **options)
+    last = "backward of model.embed_tokens"
+    assert one.moments[last] - two.moments[last] == pytest.approx(2 * COUNT * 7 / 8, rel=0.08)
+
+
+def test_autocast_holds_weights_in_both_dtypes_and_mixed_does_not() -> None:
+    config = llama_8b(num_hidden_layers=2)
+    pure, autocast, mixed, wide = (
+        estimate(config, dtype=dtype, seq_len=1024)
+        for dtype in ("bfloat16", "bfloat16-autocast", "bfloat16-mixed", "float32")
+    )
+    assert mixed.activation_bytes == pure.activation_bytes
+    layer = 2 * (2 * HIDDEN * HIDDEN + 2 * KV_WIDTH * HIDDEN + 3 * INTERMEDIATE * HIDDEN)
+    assert autocast.activation_bytes_per_layer > pure.activation_bytes_per_layer + layer
+    assert wide.static_bytes.parameters == autocast.static_bytes.parameters == 2 * pure.static_bytes.parameters
+    assert wide.activation_bytes_per_layer > 2 * pure.activation_bytes_per_layer
+
+
+class Block(nn.Module):
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.qkv = nn.Linear(64, 192)
+        self.heads = heads
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def test_attention_takes_the_form_that_cuda_takes() -> None:
+    """Without a mask flash, whose rows' logsumexp is (heads, tokens); never the scores (heads, tokens, tokens)."""
+    x = torch.empty(1, 1000, 64)
+    scores = 4 * 1000 * 1000 * 2
+    flash = estimate(Block(), batch=(x.bfloat16(),))
+    masked = estimate(Block(), batch=(x.bfloat16(), torch.ones(1000, 1000, dtype=torch.bool)))
+    assert flash.activation_bytes < scores // 4
+    assert scores // 4 < masked.activation_bytes < scores  # the mask, as numbers
+    with_math = estimate(Block(), dtype="float32", batch=(x, torch.ones(1000, 1000)))
+    assert with_math.activation_bytes < 2 * scores  # efficient, in float32 too
+
+
+def test_encoders_of_torch_call_attention_past_modes() -> None:
+    """F.multi_head_attention_forward calls it itself."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    found = estimate(layer, batch=torch.empty(1, 1000, 64, dtype=torch.bfloat16))
+    assert found.activation_bytes < 4 * 1000 * 1000 * 2
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_dropout_saves_a_mask_of_bools_as_on_cuda(p: float) -> None:
+    """One byte an element, also where a function of torch's calls dropout; the CPU saves factors in the input's dtype.
+
+    A dropout of nothing saves nothing.
+    """
+    x = torch.empty(1, 1024, 64, dtype=torch.bfloat16)
+    without, dropping = (
+        estimate(nn.TransformerEncoderLayer(64, 4, 128, dropout=rate, batch_first=True), batch=x).activation_bytes
+        for rate in (0.0, p)
+    )
+    elements = 1024 * (64 + 128 + 64)  # after attention, after the activation, after the second Linear
+    output = 1024 * 128 * 2  # of the second one, which the second Linear saves; the activation saves its own
+    assert dropping - without == (elements + output if p else 0)
+    assert F.dropout is cuda_semantics._torchs_dropout
+
+
+def test_modules_are_left_as_they_are_and_may_be_on_meta() -> None:
+    model = models.make("llama").eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with recompute.apply(model, "full"):
+        real = estimate(model, seq_len=32)
+        assert real.settings.policy == "none"
+        assert real == estimate(model.to("meta"), seq_len=32)
+    assert not model.training
+    assert state.keys() == model.state_dict().keys()
+    assert F.scaled_dot_product_attention is model_study.torch.nn.functional.scaled_dot_product_attention
+
+
+def test_what_a_model_is_described_by(tmp_path: Path) -> None:
+    config = tiny()
+    config.save_pretrained(tmp_path)
+    found = [estimate(source, seq_len=128).as_dict() for source in (config, str(tmp_path), tmp_path / "config.json")]
+    assert found[0] == found[1] == found[2]
+    assert config.max_position_embeddings == 64  # and yet 128 tokens were estimated
+    assert found[0]["batch"] == "input_ids 1x128, labels 1x128"
+
+
+def test_json_has_what_was_promised(plain: Estimate) -> None:
+    found = json.loads(plain.to_json())
+    promised = {"static_bytes", "activation_bytes", "activation_bytes_per_layer", "logits_peak_bytes", "peak_bytes"}
+    assert promised | {"peak_moment", "moments", "advice", "dominates", "activations", "parts"} <= found.keys()
+    assert {"parameters", "gradients", "optimizer", "buffers", "total"} == found["static_bytes"].keys()
+    assert found["peak_bytes"] == max(found["moments"].values()) == plain.peak_bytes
+    assert sum(each["nbytes"] for each in found["activations"]) == found["activation_bytes"]
+
+
+def test_tables_say_it_all(plain: Estimate) -> None:
+    text = str(plain)
+    assert text.startswith("LlamaForCausalLM, 8,030,261,248 parameters, bfloat16; input_ids 1x4096, labels 1x4096\n")
+    for part in ("75.45 GiB, at: backward of the loss", "model.layers.*.mlp.gate_proj", "One layer holds 784.5 MiB"):
+        assert part in text
+    assert "policy full and a fused optimizer" in text
+
+
+class Asks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool(x.max() > 0) else -x
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (None, {"optimizer": "adamw-fuse"}, EstimateError, r"optimizer: .*\(did you mean 'adamw-fused'\?\)"),
+        (None, {"sharding": "fsdpp"}, EstimateError, r"sharding: .*\(did you mean 'fsdp2'\?\)"),
+        (None, {"dtype": "bf61"}, EstimateError, "dtype: expected one of bfloat16, .*; found 'bf61'"),
+        (None, {"loss": "chunk"}, EstimateError, r"loss: .*\(did you mean 'chunked'\?\)"),
+        (None, {"devices": 8}, EstimateError, "devices: 8 of them with sharding none"),
+        (None, {"devices": 0}, EstimateError, "devices: expected at least 1; found 0"),
+        (None, {"batch_size": 0}, EstimateError, "batch_size: expected at least 1; found 0"),
+        (None, {"seq_len": 2.5}, EstimateError, "seq_len: expected at least 1; found 2.5"),
+        (None, {"policy": "ful"}, PolicyError, "no preset and no file is named 'ful'"),
+        (7, {}, ModelError, "expected an nn.Module, a configuration of transformers, a path or a name; found int: 7"),
+        (Block(), {}, ModelError, r"Block: what its forward is given is not known: pass batch"),
+        (nn.ReLU(), {"batch": torch.zeros(2)}, ModelError, "ReLU: expected a model with parameters to train"),
+        (Block(), {"batch": torch.zeros(1, 2, 64).bfloat16(), "loss": "chunked"}, EstimateError, "Block has none"),
+        (
+            nn.Sequential(nn.Linear(4, 4), Asks()),
+            {"batch": torch.zeros(2, 4).bfloat16()},
+            ModelError,
+            r"module '1' \(Asks\) cannot run on tensors without values: .* recompute\.profile",
+        ),
+    ],
+)
+def test_mistakes(model: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        estimate(tiny() if model is None else model, **options)

@@ -1,0 +1,158 @@
+"""Static bytes by hand: recipes, optimizers, and what each sharding divides and adds."""
+
+from __future__ import annotations
+
+import pytest
+
+from recompute.errors import EstimateError
+from recompute.estimation.static_memory import (
+    OPTIMIZERS,
+    RECIPES,
+    ParameterShape,
+    StaticBytes,
+    check_sharding,
+    chosen,
+    shard_shapes,
+    share_of,
+    static_nbytes,
+)
+
+LAYERS = [ParameterShape((1024, 512), unit=f"layers.{index}") for index in range(4)]
+HEAD = ParameterShape((2048, 512))
+MODEL = [HEAD, *LAYERS]
+COUNT = 2048 * 512 + 4 * 1024 * 512
+
+
+def static(dtype: str = "bfloat16", optimizer: str = "adamw", sharding: str = "none", devices: int = 1) -> StaticBytes:
+    return static_nbytes(
+        MODEL, recipe=RECIPES[dtype], optimizer=OPTIMIZERS[optimizer], sharding=sharding, devices=devices
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameter", "gradient", "optimizer"),
+    [("bfloat16", 2, 2, 4), ("bfloat16-autocast", 4, 4, 8), ("bfloat16-mixed", 2, 2, 12), ("float32", 4, 4, 8)],
+)
+def test_bytes_of_a_parameter_under_adamw(dtype: str, parameter: int, gradient: int, optimizer: int) -> None:
+    found = static(dtype)
+    assert (found.parameters, found.gradients, found.optimizer) == (
+        parameter * COUNT,
+        gradient * COUNT,
+        optimizer * COUNT,
+    )
+    assert found.buffers == {}
+
+
+def test_mixed_precision_takes_sixteen_bytes_a_parameter_and_zero_3_divides_all_of_them() -> None:
+    assert static("bfloat16-mixed").total == 16 * COUNT
+    for devices in (2, 8, 64):
+        found = static("bfloat16-mixed", sharding="zero3", devices=devices)
+        assert found.parameters + found.gradients + found.optimizer == 16 * COUNT // devices
+
+
+@pytest.mark.parametrize(
+    ("sharding", "parameters", "gradients", "optimizer"),
+    [("ddp", 2, 2, 12), ("zero1", 2, 2, 3), ("zero2", 2, 0.5, 3), ("zero3", 0.5, 0.5, 3), ("fsdp2", 0.5, 0.5, 3)],
+)
+def test_what_each_sharding_divides(sharding: str, parameters: float, gradients: float, optimizer: float) -> None:
+    """The table of ZeRO's paper, figure 1, for 4 devices."""
+    found = static("bfloat16-mixed", sharding=sharding, devices=4)
+    assert (found.parameters, found.gradients, found.optimizer) == (
+        parameters * COUNT,
+        gradients * COUNT,
+        optimizer * COUNT,
+    )
+
+
+@pytest.mark.parametrize("sharding", ["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_one_device_shares_nothing_and_needs_no_buffers(sharding: str) -> None:
+    assert static(sharding=sharding) == static()
+
+
+def test_the_buffers_that_shardings_add() -> None:
+    layer, head = 1024 * 512, 2048 * 512
+
+    def added(sharding: str, dtype: str = "bfloat16") -> dict[str, int]:
+        return {name: each.nbytes for name, each in static(dtype, sharding=sharding, devices=4).buffers.items()}
+
+    assert added("ddp") == {"DDP's buckets": 2 * COUNT}
+    assert added("zero2") == {"reduce bucket": 2 * COUNT, "gather bucket": 2 * COUNT}  # smaller than its largest size
+    assert added("fsdp2") == {
+        "gathered parameters": 2 * (head + 2 * layer),
+        "gradients to reduce": 2 * (head + layer),
+    }
+    assert added("fsdp2", "bfloat16-autocast") == added("fsdp2")  # what is gathered is cast first
+    large = [ParameterShape((1_000_000, 2_000))]
+    found = static_nbytes(large, recipe=RECIPES["bfloat16"], optimizer=OPTIMIZERS["adamw"], sharding="zero3", devices=8)
+    assert {name: each.nbytes for name, each in found.buffers.items()} == {
+        "gathered parameters": 2 * 10**9,
+        "reduce bucket": 10**9,
+    }
+
+
+def test_buffers_live_in_their_phases_alone() -> None:
+    found = static(sharding="fsdp2", devices=4)
+    own = found.parameters + found.optimizer
+    gathered, reduced = (found.buffers[name].nbytes for name in ("gathered parameters", "gradients to reduce"))
+    assert found.in_phase("forward") == own + gathered
+    assert found.in_phase("backward") == own + gathered + reduced
+    assert found.in_phase("optimizer") == own
+
+
+@pytest.mark.parametrize(("name", "states"), [("sgd", 0), ("sgd-momentum", 1), ("adamw-fused", 2), ("adamw-loop", 2)])
+def test_states_of_optimizers(name: str, states: int) -> None:
+    assert static(optimizer=name).optimizer == 2 * states * COUNT
+    assert static("float32", optimizer=name).optimizer == 4 * states * COUNT
+
+
+def test_states_of_eight_bits_have_a_scale_a_block_and_small_ones_stay_wide() -> None:
+    parameters = [ParameterShape((300, 300)), ParameterShape((4095,))]
+    found = static_nbytes(parameters, recipe=RECIPES["bfloat16"], optimizer=OPTIMIZERS["adamw-8bit"])
+    assert found.optimizer == 2 * (90_000 + 352 * 4) + 2 * 4 * 4095
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
+    parameters = [ParameterShape((100,), trains=False), ParameterShape((10,))]
+    found = static_nbytes(parameters, recipe=RECIPES["float32"], optimizer=OPTIMIZERS["adamw"])
+    assert (found.parameters, found.gradients, found.optimizer) == (440, 40, 80)
+
+
+def test_rows_are_divided_up() -> None:
+    parameters = [ParameterShape((3, 10), unit="layers.0"), ParameterShape(())]
+    assert shard_shapes(parameters, "fsdp2", 2) == [(2, 10), ()]
+    assert shard_shapes(parameters, "zero1", 2) == [(16,)]
+    assert shard_shapes(parameters, "ddp", 2) == [(3, 10), ()]
+    assert share_of("zero2", 8)(9) == 2
+    assert share_of("zero1", 8)(9) == 9
+
+
+@pytest.mark.parametrize(
+    ("sharding", "devices", "message"),
+    [
+        ("none", 0, "devices: expected at least 1; found 0"),
+        ("fsdp2", -1, "devices: expected at least 1; found -1"),
+        ("none", 4, "devices: 4 of them with sharding none; expected one of ddp, zero1"),
+        ("fdsp2", 4, r"sharding: expected one of none, ddp, .*; found 'fdsp2' \(did you mean 'fsdp2'\?\)"),
+    ],
+)
+def test_shardings_that_there_are_not(sharding: str, devices: int, message: str) -> None:
+    with pytest.raises(EstimateError, match=message):
+        check_sharding(sharding, devices)
+
+
+def test_names_are_suggested() -> None:
+    with pytest.raises(EstimateError, match=r"optimizer: .* found 'adamv' \(did you mean 'adamw'\?\)"):
+        chosen("optimizer", "adamv", OPTIMIZERS)
+
+
+def test_what_people_call_an_option_is_that_option() -> None:
+    assert [chosen("dtype", name, RECIPES) for name in ("bf16", "FP32", "bf16_mixed", "amp")] == [
+        "bfloat16",
+        "float32",
+        "bfloat16-mixed",
+        "bfloat16-autocast",
+    ]
+    assert {chosen("optimizer", name, OPTIMIZERS) for name in ("adam", "AdamW", "adamw_torch")} == {"adamw"}
+    assert {chosen("optimizer", name, OPTIMIZERS) for name in ("adam8bit", "adamw_bnb_8bit")} == {"adamw-8bit"}
+    assert {check_sharding(name, 2) for name in ("fsdp", "FSDP", "FSDP2", "fsdp-2")} == {"fsdp2"}
+    assert {check_sharding(name, 2) for name in ("ZeRO-3", "zero_3", "zero 3")} == {"zero3"}

@@ -1,0 +1,157 @@
+"""The sweep over architectures: its rows say what happened, to the bit, and it goes on where it stopped."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recompute.errors import MutationError, NoEffectError
+
+FOLDER = Path(__file__).parents[2] / "examples" / "architectures"
+THREE = ("llama", "vit", "t5")
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a module of the sweep, as the script does: its folder is on the path."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module
+
+
+def sweep(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[str, Any], str]:
+    """In an interpreter of its own, as it forks; returns what results.json then holds, and what was printed."""
+    command = [sys.executable, "-W", "ignore", str(FOLDER / "sweep.py"), "--out", str(folder), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return json.loads((folder / "results.json").read_text(encoding="utf-8")), done.stdout
+
+
+def test_three_architectures_are_bitwise_and_a_second_run_goes_on(tmp_path: Path) -> None:
+    record, output = sweep(tmp_path, "--only", *THREE, "--presets", "elementwise", "auto", "--workers", "2")
+    assert record["rows"].keys() == set(THREE)
+    for row in record["rows"].values():
+        assert row["finite"]
+        reached, of = map(int, row["gradients"].split(" of "))
+        assert reached == of
+        for outcome in row["outcomes"].values():
+            assert outcome["verdict"] == "bitwise"
+            assert outcome["dropped_nbytes"] > 0
+    assert "Of 3 architectures, 3 were compared" in output
+    again, output = sweep(tmp_path, "--only", "llama", "vit", "--presets", "elementwise", "auto")
+    assert "0 yet to try" in output
+    assert again["rows"] == record["rows"]
+    table = (tmp_path / "results.md").read_text(encoding="utf-8")
+    for name in THREE:
+        assert f"\n| {name} " in table
+
+
+def test_what_does_not_end_is_a_row(tmp_path: Path) -> None:
+    record, output = sweep(tmp_path, "--only", "llama", "--seconds", "0")
+    assert record["rows"]["llama"]["not built"] == "no end within 0 s"
+    assert "no end within 0 s" in output
+
+
+def test_a_process_that_dies_under_a_preset_is_wrong(part: Callable[[str], ModuleType]) -> None:
+    module = part("sweep")
+    presets = ("elementwise", "full")
+    architecture = module.architectures()["llama"]
+    done = {"elementwise": {"verdict": "bitwise"}}
+    trial = module.Trial(architecture, None, 0.0, {"task": "causal", "class": "LlamaForCausalLM", "outcomes": done})
+    row = module.cut_short(trial, module.ended_by(-11), presets)
+    assert row["outcomes"]["elementwise"] == done["elementwise"]
+    assert (row["outcomes"]["full"]["verdict"], row["outcomes"]["full"]["detail"]) == ("wrong", "killed by SIGSEGV")
+    assert module.is_wrong(row)
+    trial.row = None  # it died before any preset: that is no fault of one
+    assert not module.is_wrong(module.cut_short(trial, module.ended_by(-11), presets))
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (torch.tensor([0.0, 1.0, float("nan")]), True),
+        (torch.tensor([-0.0, 1.0, float("nan")]), False),
+        (torch.tensor([0.0, 1.0 + 2**-23, float("nan")]), False),
+        (torch.tensor([0.0, 1.0, float("nan")]).double(), False),
+        (torch.tensor([[0.0, 1.0, float("nan")]]), False),
+    ],
+)
+def test_bits_are_compared(other: torch.Tensor, same: bool, part: Callable[[str], ModuleType]) -> None:
+    trials = part("trials")
+    one = torch.tensor([0.0, 1.0, float("nan")])
+    assert trials.same_bits(one, other) is same
+    assert (trials.differences({"loss": other}, {"loss": one}) == []) is same
+    assert trials.differences({}, {"loss": one}) == ["loss: only in one"]
+
+
+class Stub:
+    """Stands for a ``Subject``: a model of one layer, which is given ones."""
+
+    class_name = "stub"
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, layer: Callable[[], nn.Module]):
+        self._layer = layer
+        self.batch = {"input": torch.ones(2, 4)}
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self._layer()
+
+
+class Drifting(nn.Linear):
+    """Computes something else each time that the program calls it."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        Drifting.calls += 1
+        return super().forward(input) * Drifting.calls
+
+
+class Refusing(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        raise MutationError("changed in place")
+
+
+class Idle(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        raise NoEffectError("governs no module")
+
+
+class Failing(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("layer", "verdict", "detail"),
+    [
+        (nn.Linear, "idle", "nothing governed"),
+        (Drifting, "wrong", "first step 1: loss"),
+        (Idle, "idle", "nothing governed"),
+        (Refusing, "refused", "MutationError: changed in place"),
+        (Failing, "wrong", "raises ValueError: no such thing in forward"),
+    ],
+)
+def test_verdicts(layer: type[nn.Linear], verdict: str, detail: str, part: Callable[[str], ModuleType]) -> None:
+    trials = part("trials")
+    plain, _ = trials.train(Stub(lambda: nn.Linear(4, 4)), None)
+    errors: list[Exception] = []
+    Drifting.calls = 1
+    outcome = trials.outcome_of(Stub(lambda: layer(4, 4)), "none", plain, errors.append)
+    assert outcome.verdict == verdict
+    assert detail in outcome.detail
+    assert len(errors) == (layer in (Refusing, Failing))

@@ -1,0 +1,234 @@
+"""Each example runs, and shows what it is there to show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recompute import load_policy
+from recompute.policy.loading import preset_path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def output_of(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "hook", "kernel", "elementwise", "auto"])
+def test_train_llama(
+    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("--policy", policy, "--steps", "2", "--timeline", str(tmp_path / "step.json"))
+    output = output_of("train_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    assert f"policy {policy}\n" in output
+    before, after = map(float, re.findall(r"([\d.]+) MiB", output))
+    assert after == before if policy == "none" else after < 0.75 * before
+    regenerated = re.search(r"regenerated_nbytes=(\d+)", output)
+    assert regenerated is not None
+    assert (regenerated[1] == "0") == (policy == "none")
+    assert (tmp_path / "step.png").stat().st_size > 0
+    assert '"regeneration"' in (tmp_path / "step.json").read_text(encoding="utf-8")
+
+
+def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    output = output_of("decorate_module.py", monkeypatch=monkeypatch, capsys=capsys)
+    held = re.findall(r"^(a \w+): ([\d,]+) bytes held without, ([\d,]+) with$", output, re.MULTILINE)
+    assert [what for what, *_ in held] == ["a class", "a module", "a function"]
+    for _, before, after in held:
+        assert int(after.replace(",", "")) < int(before.replace(",", ""))
+
+
+def test_estimate_against_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("--tiny", "--out", str(tmp_path))
+    output = output_of("estimate_against_measured.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    results = json.loads((tmp_path / "estimates.json").read_text(encoding="utf-8"))
+    assert [row["policy"] for row in results["rows"]] == ["none", "full", "elementwise"]
+    for row in results["rows"]:
+        assert set(row["estimated"]) == set(row["measured"]) == {"held", "forward", "backward", "optimizer", "peak"}
+        assert min(row["measured"].values()) > 0
+    assert "| tiny" in output
+
+
+def test_train_with_trainer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    short = (
+        "--output_dir",
+        str(tmp_path),
+        "--max_steps",
+        "2",
+        "--logging_steps",
+        "1",
+        "--use_cpu",
+        "--report_to",
+        "none",
+    )
+    found = []
+    for switch in (
+        (),
+        ("--recompute_policy", "examples/policies/trainer.yaml", "--recompute_kwargs", '{"logits": false}'),
+    ):
+        output = output_of("train_with_trainer.py", *short, *switch, monkeypatch=monkeypatch, capsys=capsys)
+        found.append(dict(re.findall(r"^(\w+): ([\d.,]+)$", output, re.MULTILINE)))
+    plain, policed = found
+    assert float(policed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
+    new = {f"recompute_{what}_nbytes" for what in ("dropped", "eager", "kept", "regenerated")}
+    new |= {"token_accuracy", "mean_token_accuracy"}
+    assert policed.keys() - plain.keys() == new
+    dropped, kept = (int(policed[f"recompute_{fate}_nbytes"].replace(",", "")) for fate in ("dropped", "kept"))
+    assert dropped > kept
+
+
+def test_train_with_lightning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for policy in ("none", "elementwise"):
+        arguments = ("--policy", policy, "--steps", "2", "--accelerator", "cpu")
+        output = output_of("train_with_lightning.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        found.append(dict(re.findall(r"^(\w+): ([\d.,]+)$", output, re.MULTILINE)))
+    plain, policed = found
+    assert float(policed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
+    assert {"token_accuracy", "mean_token_accuracy"} <= policed.keys()
+    dropped, kept = (float(policed[f"recompute_{fate}_nbytes"].replace(",", "")) for fate in ("dropped", "kept"))
+    assert dropped > 0.5 * kept
+
+
+def test_the_policies_of_examples_are_sound() -> None:
+    for path in (EXAMPLES / "policies").glob("*.yaml"):
+        assert load_policy(path).name == path.stem
+
+
+DISTRIBUTED = ["ddp", "fsdp2", "tensor_parallel"]
+
+
+def run_distributed(
+    name: str, *arguments: str, ranks: int = 2, on_gpus: bool = False
+) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = str(EXAMPLES / "distributed" / f"{name}.py")
+    hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # gloo, wherever this runs
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **hidden}
+    return subprocess.run(
+        [sys.executable, *command, script, *arguments],
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_distributed(name: str, tmp_path: Path) -> None:
+    done = run_distributed(name, "--out", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    assert "losses, gradients, weights and collectives are equal on all ranks" in done.stdout
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert record["world_size"] == len(record["ranks"]) == 2
+    for rank in record["ranks"]:
+        assert rank["with"]["losses"] == rank["without"]["losses"]
+        assert rank["with"]["collectives"] == rank["without"]["collectives"] != {}
+        assert rank["with"]["held_bytes"] < 0.9 * rank["without"]["held_bytes"]
+        assert rank["with"]["peak_bytes"] < rank["without"]["peak_bytes"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_distributed_by_nccl(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    done = run_distributed(name, "--out", str(out), ranks=min(2, torch.cuda.device_count()), on_gpus=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["machine"]["gpu"]
+    assert record["wrong"] == []
+
+
+def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
+    done = run_distributed("fsdp2", "--compile", "aot_eager_decomp_partition", "--out", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    assert "losses (to 0.0001) and collectives are equal on all ranks" in done.stdout
+    for rank in json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ranks"]:
+        assert rank["with"]["held_bytes"] < 0.5 * rank["without"]["held_bytes"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
+    """What weak scaling is measured against."""
+    done = run_distributed(name, "--out", str(tmp_path / "records" / "1.json"), ranks=1)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "records" / "1.json").read_text(encoding="utf-8"))
+    assert (record["world_size"], record["example"], record["wrong"]) == (1, name, [])
+    assert record["ranks"][0]["with"]["peak_bytes"] < record["ranks"][0]["without"]["peak_bytes"]
+
+
+def test_distributed_takes_a_presets_name(tmp_path: Path) -> None:
+    done = run_distributed("ddp", "--policy", "full", "--out", str(tmp_path / "record.json"), ranks=1)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert record["policy"] == preset_path("full").read_text(encoding="utf-8")
+
+
+def test_compare_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = output_of("compare_policies.py", "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
+    for policy in ("none", "elementwise", "blocks again", "torch-checkpoint"):
+        assert re.search(f"^{policy} .*✓ bitwise +✓ bitwise$", output, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md", "results.png"}
+
+
+def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four ranks, the slowest counts."""
+
+    def write(ranks: int, plain_ms: float, policed_ms: float, **fields: str) -> str:
+        plain, policed = ({"step_ms": ms, "peak_bytes": 2**30} for ms in (plain_ms, policed_ms))
+        found = [{"without": plain, "with": policed}] * ranks
+        found[0] = {"without": {**plain, "step_ms": 1.0}, "with": policed} if ranks > 1 else found[0]
+        shared = {"example": "ddp", "shape": "tiny", "batch": "of each rank", "policy": "", "wrong": [], **fields}
+        path = tmp_path / f"{ranks}.json"
+        path.write_text(json.dumps({"world_size": ranks, "ranks": found, **shared}), encoding="utf-8")
+        return str(path)
+
+    def table(*records: str) -> str:
+        return output_of("distributed/comparing.py", *records, monkeypatch=monkeypatch, capsys=capsys)
+
+    last = table(write(4, 100.0, 125.0), write(1, 80.0, 90.0)).splitlines()[-1]
+    cells = ["4", "100.0", "125.0", "1.00", "1.00", "0.800", "0.720", "0.900", "no"]
+    assert [cell.strip() for cell in last.strip("|").split("|")] == cells
+    with pytest.raises(SystemExit, match="records of one example"):
+        table(write(1, 80.0, 90.0), write(4, 100.0, 125.0, example="fsdp2"))
+
+
+def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "none.yaml").write_text("version: 1\nname: none\nrules: none\n", encoding="utf-8")
+    done = run_distributed("ddp", "--policy", str(tmp_path / "none.yaml"))
+    assert done.returncode == 1
+    assert "wrong: held_bytes are not saved" in done.stdout
+
+
+@pytest.mark.parametrize("policy", ["full", "elementwise", "kernel"])
+def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--policy", policy, "--backend", "aot_eager_decomp_partition")
+    output = output_of("compile_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    held = re.findall(r"^(\w+): ([\d.]+) MiB .* ([\d.]+) MiB", output, re.MULTILINE)
+    assert [code for code, *_ in held] == ["eager", "compiled"]
+    for _, before, after in held:
+        assert float(after) < 0.75 * float(before)
+
+
+def test_every_example_is_run_here() -> None:
+    run_here = {"train_llama.py", "compile_llama.py", "decorate_module.py", "estimate_against_measured.py"}
+    run_here |= {"train_with_trainer.py", "train_with_lightning.py", "compare_policies.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
+    shared = {"comparing.py"}
+    assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == shared | {f"{name}.py" for name in DISTRIBUTED}

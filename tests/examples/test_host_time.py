@@ -1,0 +1,147 @@
+"""The benchmark of whole steps: its rows hold what each way measured or why it failed, and ways leave others alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "ablation" / "host_time.py"
+LAYERS = 2  # of the tiny models
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+def trial(script: dict[str, Any], *ways: str, kind: str = "Trial") -> Any:
+    """Of a tiny Llama's layers: two steps, and one to warm up."""
+    case = script["CASES"]["llama-1b-layers"]
+    case = replace(case, sizes=case.sizes | script["TINY"], sequence_length=8, ways=ways)
+    return script[kind](case, torch.device("cpu"), warmup=1, steps=2)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_each_model_has_a_row_for_each_way(
+    in_turn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["liger", "elementwise", "gradient-checkpointing"]
+    arguments = ["--tiny", "--models", "gpt2-xl", "mixtral-small", "--ways", *chosen, "--steps", "2", "--warmup", "1"]
+    file = tmp_path / "results" / "figures.json"
+    arguments += ["--json", str(file), *(["--in-turn"] if in_turn else [])]
+    monkeypatch.setattr(sys, "argv", ["host_time.py", *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    results = json.loads(file.read_text())
+    assert results["machine"]["torch"] == torch.__version__
+    assert results["command"].endswith(" ".join(["host_time.py", *arguments]))
+    assert list(results["models"]) == ["gpt2-xl", "mixtral-small"]
+    for model in results["models"].values():
+        rows = {row.pop("way"): row for row in model["rows"]}
+        assert list(rows) == ["none", *chosen]
+        failed = rows.pop("liger")
+        assert "the peer liger is for transformers' LlamaForCausalLM" in failed.pop("error")
+        assert set(failed.values()) == {None}
+        for row in rows.values():
+            # Dropout is in force in GPT-2.
+            assert row["same loss"]
+            assert row["same gradients"]
+            assert row["error of gradients"] == 0
+            assert row["of none's"] == row["ms a step"] / rows["none"]["ms a step"]
+            assert 0 < row["CPU ms a forward"] < row["ms a step"]
+            assert 0 < row["held GiB"] <= row["peak GiB"]
+        assert rows["gradient-checkpointing"]["held GiB"] < rows["elementwise"]["held GiB"] < rows["none"]["held GiB"]
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"| {way} ") == 2 for way in ("none", *chosen))
+
+
+def test_layers_alone_train_the_same_under_each_exact_way(script: dict[str, Any]) -> None:
+    found = trial(script, "none", "gradient-checkpointing", "elementwise", "torch-selective")
+    rows = {row["way"]: row for row in found.rows(in_turn=True)}
+    assert all(row["same loss"] and row["same gradients"] for row in rows.values())
+    held = {way: row["held GiB"] for way, row in rows.items()}
+    assert held["gradient-checkpointing"] < held["elementwise"] < held["none"]
+    _, gradients = found.reference
+    without = sum(not gradient.any() for gradient in gradients)
+    assert without == 3  # of embedding, last norm and head
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_what_liger_puts_into_transformers_acts_on_its_own_model_alone(
+    in_turn: bool, script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = modeling_llama.apply_rotary_pos_emb
+    calls = 0
+
+    def doubled(q: Any, k: Any, *rest: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        q, k = plain(q, k, *rest)
+        return 2 * q, k
+
+    class Liger(types.ModuleType):
+        @staticmethod
+        def apply_liger_kernel_to_llama(**_: Any) -> None:
+            modeling_llama.apply_rotary_pos_emb = doubled
+
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", Liger("liger_kernel.transformers"))
+    none, liger, elementwise = trial(script, "none", "liger", "elementwise").rows(in_turn=in_turn)
+    assert not liger["same gradients"]
+    assert elementwise["same gradients"]
+    assert none["same gradients"]
+    forwards = 1 + 1 + 2 + 2  # the first, to warm up, to be timed, and to count bytes
+    assert calls == LAYERS * forwards
+    assert modeling_llama.apply_rotary_pos_emb is plain
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_where_none_fails_others_are_measured_and_compared_with_nothing(in_turn: bool, script: dict[str, Any]) -> None:
+    base: Any = script["Trial"]
+
+    class Broken(base):
+        def _train(self, row: dict[str, Any]) -> Iterator[None]:
+            training = super()._train(row)
+            if row["way"] == "none":
+                raise torch.OutOfMemoryError("no memory")
+            yield from training
+
+    none, elementwise = trial({**script, "Broken": Broken}, "none", "elementwise", kind="Broken").rows(in_turn=in_turn)
+    assert none["error"] == "OutOfMemoryError: no memory"
+    assert "error" not in elementwise
+    assert elementwise["ms a step"] > 0
+    assert [elementwise[key] for key in ("of none's", "same loss", "same gradients")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--models", "gpt2"], r"argument --models: invalid choice: 'gpt2' \(choose from .*gpt2-xl"),
+        (["--ways", "elementwize"], "argument --ways: expected one of gradient-checkpointing, .*mean 'elementwise'"),
+        (["--steps", "0"], "expected --steps of at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(
+    arguments: list[str],
+    complaint: str,
+    script: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["host_time.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        script["main"]()
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search(complaint, captured.err)

@@ -1,0 +1,148 @@
+"""The benchmark of the kernels: its ways compute the same, and its files hold every row, a missing peer's too."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples" / "ablation"
+RUN_ANYWHERE = ("recompute", "recompute, 1 GiB of logits", "recompute, all logits", "eager", "aten fused")
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a module of the benchmark by name, as the script does: its folder is on the path."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return lambda name: importlib.import_module(f"kernel_benchmark.{name}")
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Runs the benchmark quickly with these arguments; returns what results.json then holds, and what was printed."""
+
+    def run(*arguments: str) -> tuple[dict[str, Any], str]:
+        monkeypatch.syspath_prepend(FOLDER)
+        monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick", "--out", str(tmp_path), *arguments])
+        runpy.run_path(str(FOLDER / "kernels.py"), run_name="__main__")
+        return json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail), capsys.readouterr().out
+
+    return run
+
+
+def test_every_op_is_measured_told_and_written(
+    run: Callable[..., Any], tmp_path: Path, benchmark_module: Callable[[str], ModuleType]
+) -> None:
+    results, printed = run()
+    ways, timing = benchmark_module("ways"), benchmark_module("timing")
+    assert list(results["ops"]) == [*ways.WAYS, timing.HOST]
+    markdown = (tmp_path / "results.md").read_text()
+    for op, result in results["ops"].items():
+        assert f"\n## {op}\n" in markdown
+        assert f"\n{op} " in printed
+        assert result["machine"]["torch"] == torch.__version__
+        assert all(f" {row['way']} " in markdown and f" {row['way']} " in printed for row in result["rows"])
+        assert all(row["failure"] is None for row in result["rows"] if row["way"] in (ways.EAGER, ways.FUSED))
+        assert all((row["seconds"] is None) == (row["failure"] is not None) for row in result["rows"])
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    told = {(row["measure"], row["size"], row["way"]) for row in results["ops"][timing.HOST]["rows"]}
+    assert told == {
+        (direction, op, way)
+        for direction in ("forward", "forward + backward")
+        for op, computed in ways.WAYS.items()
+        for way in computed
+        if way != ways.COMPILED
+    }
+
+
+def test_the_ways_compute_the_same(run: Callable[..., Any], benchmark_module: Callable[[str], ModuleType]) -> None:
+    benchmarks = benchmark_module("cases").BENCHMARKS
+    results, _ = run("--ops", *benchmarks)
+    for op, benchmark in benchmarks.items():
+        for measure in benchmark.measures:
+            rows = [row for row in results["ops"][op]["rows"] if row["measure"] == measure.name]
+            found = {row["way"]: row["errors"] for row in rows if row["way"] in RUN_ANYWHERE and not row["failure"]}
+            assert set(found) == set(measure.ways) & set(RUN_ANYWHERE)
+            for errors in found.values():
+                assert list(errors) == list(measure.results)
+                for name, error in errors.items():
+                    assert error <= 1.1 * found["eager"][name] + 1e-5, (op, measure.name, errors)
+            assert all(error < 1e-2 for error in found["eager"].values()), (op, measure.name)
+
+
+def test_bytes_held_are_those_of_the_formula(run: Callable[..., Any]) -> None:
+    results, _ = run("--ops", "gated_mlp")
+    intermediate = 256
+    held = {row["way"]: row["held_bytes_per_token"] for row in results["ops"]["gated_mlp"]["rows"]}
+    assert held["recompute"] == 4 * intermediate
+    assert held["eager"] == 8 * intermediate
+
+
+def test_a_peer_that_is_missing_is_a_row_that_says_so(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    results, printed = run("--ops", "swiglu")
+    rows = [row for row in results["ops"]["swiglu"]["rows"] if row["way"] == "Liger"]
+    assert len(rows) == 3
+    for row in rows:
+        assert "liger_kernel" in row["failure"]
+        assert row["failure"] in printed
+        assert row["failure"] in (tmp_path / "results.md").read_text()
+
+
+def test_measuring_one_op_again_keeps_the_others(run: Callable[..., Any]) -> None:
+    before, _ = run("--ops", "geglu", "swiglu")
+    assert list(before["ops"]) == ["swiglu", "geglu"]
+    after, printed = run("--ops", "swiglu")
+    assert list(after["ops"]) == ["swiglu", "geglu"]
+    assert after["ops"]["geglu"] == before["ops"]["geglu"]
+    assert after["ops"]["swiglu"]["command"].endswith("--ops swiglu")
+    assert "geglu" not in printed
+
+
+def test_a_cell_tells_what_is_known(benchmark_module: Callable[[str], ModuleType]) -> None:
+    tables = benchmark_module("tables")
+    blank: dict[str, Any] = dict.fromkeys([key for key, _ in tables.COLUMNS.values()] + ["failure", "in_graph"])
+    rows = [
+        {**blank, "measure": "forward", "seconds": 2e-5, "of_copy": 0.9712, "errors": {"y": 1e-3, "dx": None}},
+        {**blank, "measure": "forward", "seconds": 2e-2, "errors": {}, "in_graph": False},
+        {**blank, "measure": "forward", "errors": {}, "failure": "ValueError: no"},
+    ]
+    assert tables.cells(rows) == [
+        ["measure", "time", "of copy", "errors", "note"],
+        ["forward", "20.0 µs", "97.1%", "y 1.0e-03, dx nan", ""],
+        ["forward", "20.00 ms", "", "", "waits for the GPU"],
+        ["forward", "", "", "", "ValueError: no"],
+    ]
+
+
+def test_the_script_does_nothing_as_a_module() -> None:
+    """Its name is that of a package which transformers imports where it finds one."""
+    tree = ast.parse((FOLDER / "kernels.py").read_text())
+    imported = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    imported += [str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert imported
+    assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names
+
+
+@pytest.mark.gpu
+def test_what_waits_for_the_gpu_is_not_put_in_a_graph(benchmark_module: Callable[[str], ModuleType]) -> None:
+    clock = benchmark_module("timing").Clock(torch.device("cuda"), quick=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.rand(1 << 20, device="cuda")
+        seconds, in_graph = clock.seconds([lambda: (x + 1,)])
+        assert in_graph
+        assert seconds > 0
+        assert clock.seconds([lambda: (x + x.max().item(),)])[1] is False

@@ -1,0 +1,207 @@
+"""What a run teaches: a plan that holds stays, one that misses is planned again with what was measured."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import tables
+
+from recompute.errors import BudgetError
+from recompute.planning import solver
+from recompute.planning.plan_model import plan
+from recompute.planning.plan_verification import Measured, MeasuredPlace, checked, corrected, not_outrun
+from recompute.planning.plans import Plan, policy_of
+from recompute.planning.solver import predict
+from recompute.policy.rules import Policy
+from recompute.profiling.cost_table import Profile
+
+PROFILE = tables.transformer(4, optimizer_seconds=0.5)
+
+
+def scaled(profile: Profile, peaks: float, static: int = 0) -> Profile:
+    """A truth that differs from what the profile says: backward's peaks by a factor, static memory by some bytes."""
+    regions = []
+    for region in profile.regions:
+        choices = [
+            choice.model_copy(update={"backward_peak_nbytes": int(choice.backward_peak_nbytes * peaks)})
+            for choice in region.choices
+        ]
+        regions.append(region.model_copy(update={"choices": tuple(choices)}))
+    return profile.model_copy(update={"regions": tuple(regions), "static_nbytes": profile.static_nbytes + static})
+
+
+class Machine:
+    """Measures policies by a table of its own."""
+
+    def __init__(self, truth: Profile, *, tells_places_apart: bool = True) -> None:
+        self.truth = truth
+        self.tells_places_apart = tells_places_apart
+        self.ran: list[Policy] = []
+        numbers = [range(len(truth.regions[place.region].choices)) for place in truth.places]
+        self.by_rules = {policy_of(truth, assignment).rules: assignment for assignment in product(*numbers)}
+
+    def __call__(self, policy: Policy) -> Measured:
+        self.ran.append(policy)
+        assignment = self.by_rules[policy.rules]
+        prediction = predict(self.truth, assignment)
+        places = tuple(
+            MeasuredPlace(choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
+            for choice in solver.chosen(self.truth, assignment)
+        )
+        return Measured(prediction.peak_nbytes, prediction.step_seconds, places if self.tells_places_apart else ())
+
+
+def test_a_plan_that_holds_stays() -> None:
+    machine = Machine(PROFILE)
+    before = plan(PROFILE, budget=1500)
+    after = checked(before, machine)
+    assert (after.policy, after.profile, len(machine.ran)) == (before.policy, before.profile, 1)
+    (found,) = after.rounds
+    assert found.measured_peak_nbytes == found.predicted_peak_nbytes == before.predicted_peak_bytes
+    assert "(+0.0%)" in str(found)
+    assert "measured: peak 1.5 KiB where 1.5 KiB was predicted" in str(after)
+
+
+@pytest.mark.parametrize("tells_places_apart", [True, False])
+@pytest.mark.parametrize(("peaks", "static"), [(1.3, 0), (1.0, 60), (1.2, 30)])
+def test_a_plan_over_the_budget_is_made_again_until_it_is_not(
+    peaks: float, static: int, tells_places_apart: bool
+) -> None:
+    truth = scaled(PROFILE, peaks, static)
+    machine = Machine(truth, tells_places_apart=tells_places_apart)
+    after = checked(plan(PROFILE, budget=1490), machine)
+    assert after.rounds[0].measured_peak_nbytes > 1490
+    assert after.rounds[-1].measured_peak_nbytes <= 1490
+    assert after.policy.rules == machine.ran[-1].rules
+    assert 2 <= len(after.rounds) <= 3
+
+
+def test_a_plan_that_takes_less_than_predicted_is_made_again_and_faster() -> None:
+    truth = PROFILE.model_copy(update={"static_nbytes": 900})
+    before = plan(PROFILE, budget=1450)
+    after = checked(before, Machine(truth))
+    assert after.predicted_step_seconds < before.predicted_step_seconds
+    assert after.predicted_peak_bytes == after.rounds[-1].measured_peak_nbytes <= 1450
+
+
+def test_three_rounds_and_no_more() -> None:
+    ran = []
+
+    def worse_each_time(policy: Policy) -> Measured:
+        ran.append(policy)
+        return Measured(1501 + len(ran), 10.0)
+
+    after = checked(plan(PROFILE, budget=1500), worse_each_time)
+    assert len(ran) == len(after.rounds) == 3
+    assert after.note.startswith("after 3 rounds, the measured peak of 1.5 KiB is over the budget")
+    assert after.policy.rules == ran[0].rules  # the least over
+    assert after.rounds[-1].measured_peak_nbytes == 1502
+
+
+def test_what_no_plan_can_mend_is_an_error() -> None:
+    with pytest.raises(BudgetError, match="cannot be met"):
+        checked(plan(PROFILE, budget=1500), Machine(scaled(PROFILE, 1.0, 450)))
+
+
+@pytest.mark.parametrize("assignment", [(0, 0, 0, 0, 0, 0), (0, 3, 3, 1, 0, 1), (0, 2, 1, 3, 2, 0)])
+def test_the_corrected_profile_predicts_what_was_measured(assignment: solver.Assignment) -> None:
+    before = predict(PROFILE, assignment)
+    for nbytes in (-70, 0, 45):
+        measured = Measured(before.peak_nbytes + nbytes, before.step_seconds * 1.5)
+        after = predict(corrected(PROFILE, assignment, measured), assignment)
+        assert after.peak_nbytes == measured.peak_nbytes
+        assert after.step_seconds == pytest.approx(measured.step_seconds)
+
+
+def test_the_correction_of_a_choice_is_what_its_places_took() -> None:
+    assignment = (0, 3, 3, 0, 0, 1)
+    places = (
+        MeasuredPlace(11, 12, 25),
+        MeasuredPlace(10, 60, 140),
+        MeasuredPlace(13, 70, 135),  # 11.5 a place, and never less than was held
+        MeasuredPlace(100, 110, 120),
+        MeasuredPlace(100, 110, 120),
+        MeasuredPlace(20, 60, 80),
+    )
+    after = corrected(PROFILE, assignment, Measured(1400, predict(PROFILE, assignment).step_seconds, places))
+    keep, hook, kernel, checkpoint = after.regions[1].choices
+    assert (checkpoint.held_nbytes, checkpoint.forward_peak_nbytes, checkpoint.backward_peak_nbytes) == (12, 70, 140)
+    assert after.regions[0].choices[0].held_nbytes == 11
+    assert (keep.held_nbytes, hook, kernel) == (100, *PROFILE.regions[1].choices[1:3])  # not seen to differ, not seen
+    backward_of_the_head = 11 + 2 * 12 + 2 * 100 + 80
+    assert after.static_nbytes == 1400 - backward_of_the_head
+    assert predict(after, assignment).peak_nbytes == 1400
+
+
+BUDGET = 1490
+
+
+def checkpointed(found: Plan) -> Policy:
+    """The uniform policy by which each layer is checkpointed."""
+    (uniform,) = [one for one in solver.uniforms(found.profile, BUDGET) if one.choice == "checkpoint"]
+    return policy_of(found.profile, uniform.solution.assignment)
+
+
+def slowed(policy: Policy, factor: float) -> Machine:
+    """A machine on which all but ``policy`` takes ``factor`` times what was predicted, as where the host is slow."""
+
+    class Slowed(Machine):
+        def __call__(self, other: Policy) -> Measured:
+            measured = super().__call__(other)
+            if other.rules == policy.rules:
+                return measured
+            return measured._replace(step_seconds=measured.step_seconds * factor)
+
+    return Slowed(PROFILE)
+
+
+def test_a_uniform_policy_that_runs_faster_is_the_plan() -> None:
+    before = plan(PROFILE, budget=BUDGET)
+    uniform = checkpointed(before)
+    machine = slowed(uniform, 2.0)
+    after = not_outrun(checked(before, machine), machine)
+    assert after.policy.rules == uniform.rules
+    assert after.rounds[-1].measured_step_seconds == after.predicted_step_seconds < 2 * before.predicted_step_seconds
+    assert after.rounds[0].measured_step_seconds == pytest.approx(2 * before.predicted_step_seconds)
+    assert "all regions run alike: checkpoint" in after.note
+
+
+def test_a_plan_that_is_not_outrun_stays_and_little_is_run() -> None:
+    before = plan(PROFILE, budget=BUDGET)
+    machine = Machine(PROFILE)
+    after = not_outrun(checked(before, machine), machine)
+    assert (after.policy, after.note, len(after.rounds)) == (before.policy, before.note, 1)
+    assert len(machine.ran) <= 5  # itself, and by each way to run a region one uniform policy
+
+
+def test_a_uniform_policy_over_the_budget_is_no_plan() -> None:
+    before = plan(PROFILE, budget=BUDGET)
+    uniform = checkpointed(before)
+
+    def measure(policy: Policy) -> Measured:
+        return Measured(BUDGET + 1, 0.1) if policy.rules == uniform.rules else Measured(BUDGET, 99.0)
+
+    after = not_outrun(checked(before, measure, replan=False), measure)
+    assert after.rounds[-1].measured_peak_nbytes <= BUDGET
+    assert after.policy.rules != uniform.rules
+
+
+def test_a_plan_that_was_slow_for_a_moment_stays() -> None:
+    before = plan(PROFILE, budget=BUDGET)
+    machine = Machine(PROFILE)
+
+    def measure(policy: Policy) -> Measured:
+        measured = machine(policy)
+        return measured._replace(step_seconds=99.0) if len(machine.ran) == 1 else measured
+
+    after = not_outrun(checked(before, measure), measure)
+    assert after.policy == before.policy
+    assert after.rounds[-1].measured_step_seconds == pytest.approx(before.predicted_step_seconds)
+
+
+def test_a_plan_that_misses_is_left_as_it_is_unless_it_is_to_be_made_again() -> None:
+    machine = Machine(scaled(PROFILE, 1.3))
+    after = checked(plan(PROFILE, budget=BUDGET), machine, replan=False)
+    assert (len(machine.ran), len(after.rounds)) == (1, 1)
+    assert after.rounds[0].measured_peak_nbytes > BUDGET

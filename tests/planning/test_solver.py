@@ -1,0 +1,325 @@
+"""The planner against every assignment there is, against SciPy's milp, and against sums done by hand."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import tables
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from recompute.errors import BudgetError
+from recompute.planning import solver
+from recompute.planning.solver import Moment, floor, frontier, moments, predict, solve, uniforms
+from recompute.profiling.cost_table import Choice, Place, Profile
+
+MANY = settings(max_examples=300, deadline=None)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, most_places: int = 6, most: int = 12) -> Profile:
+    """Small numbers, so that ties and tight budgets are common; peaks and what is held in any order."""
+    nbytes = st.integers(0, most)
+
+    def one(name: int) -> Choice:
+        return tables.choice(f"c{name}", None, draw(st.integers(0, 9)) / 8, *(draw(nbytes) for _ in range(3)))
+
+    count = draw(st.integers(1, 3))
+    regions = [
+        tables.region(f"r{i}", *(one(c) for c in range(draw(st.integers(1, 4)))), gradient=draw(nbytes))
+        for i in range(count)
+    ]
+    numbers = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=most_places))
+    places = [Place(path=f"p.{i}", region=number) for i, number in enumerate(numbers)]
+    return tables.profile(regions, places, static=draw(nbytes), optimizer_peak=draw(nbytes), optimizer_seconds=0.5)
+
+
+def every(profile: Profile) -> list[solver.Assignment]:
+    return list(product(*(range(len(profile.regions[place.region].choices)) for place in profile.places)))
+
+
+def peak_by_running(profile: Profile, assignment: solver.Assignment) -> int:
+    """The peak of a step that is acted out: forward, backward, optimizer, with one count of what is alive."""
+    ways = [profile.regions[place.region].choices[i] for place, i in zip(profile.places, assignment, strict=True)]
+    alive = peak = profile.static_nbytes
+    for way in ways:
+        peak = max(peak, alive + way.forward_peak_nbytes)
+        alive += way.held_nbytes
+    for place, way in reversed(list(zip(profile.places, ways, strict=True))):
+        alive -= way.held_nbytes
+        peak = max(peak, alive + way.backward_peak_nbytes)
+        alive += profile.regions[place.region].gradient_nbytes
+    return max(peak, alive + profile.optimizer_peak_nbytes)
+
+
+@MANY
+@given(profiles(), st.data())
+def test_the_prediction_is_what_a_step_acted_out_takes(profile: Profile, data: st.DataObject) -> None:
+    assignment = data.draw(st.sampled_from(every(profile)))
+    prediction = predict(profile, assignment)
+    assert prediction.peak_nbytes == peak_by_running(profile, assignment)
+    ways = solver.chosen(profile, assignment)
+    assert prediction.held_nbytes == sum(way.held_nbytes for way in ways)
+    assert prediction.step_seconds == pytest.approx(0.5 + sum(w.forward_seconds + w.backward_seconds for w in ways))
+
+
+@MANY
+@given(profiles(), st.integers(0, 120))
+def test_no_assignment_is_better_than_the_solution(profile: Profile, budget: int) -> None:
+    all_of_them = [predict(profile, assignment) for assignment in every(profile)]
+    fitting = [other for other in all_of_them if other.peak_nbytes <= budget]
+    if not fitting:
+        with pytest.raises(BudgetError):
+            solve(profile, budget)
+        return
+    solution = solve(profile, budget)
+    assert solution.prediction == predict(profile, solution.assignment)
+    assert solution.prediction.peak_nbytes <= budget
+    fastest = min(other.step_seconds for other in fitting)
+    assert solution.prediction.step_seconds == pytest.approx(fastest, abs=1e-10)
+    leanest = min(other.peak_nbytes for other in fitting if other.step_seconds < fastest + 1e-10)
+    assert solution.prediction.peak_nbytes == leanest
+
+
+@MANY
+@given(profiles(), st.data())
+def test_to_put_equal_choices_together_never_raises_the_peak(profile: Profile, data: st.DataObject) -> None:
+    assignment = data.draw(st.sampled_from(every(profile)))
+    before, (after, prediction) = predict(profile, assignment), solver._tidied(profile, assignment)
+    assert prediction == predict(profile, after)
+    assert prediction.peak_nbytes <= before.peak_nbytes
+    of_region = [sorted(zip([place.region for place in profile.places], a, strict=True)) for a in (assignment, after)]
+    assert of_region[0] == of_region[1]
+
+
+@MANY
+@given(profiles())
+def test_the_floor_is_the_least_peak_of_all(profile: Profile) -> None:
+    least = min(peak_by_running(profile, assignment) for assignment in every(profile))
+    assert floor(profile).prediction == predict(profile, floor(profile).assignment)
+    assert floor(profile).prediction.peak_nbytes == least
+    assert solve(profile, least).prediction.peak_nbytes == least
+    with pytest.raises(BudgetError):
+        solve(profile, least - 1)
+
+
+@MANY
+@given(profiles(most_places=5))
+def test_the_frontier_is_all_that_nothing_undercuts(profile: Profile) -> None:
+    pairs = {(round(p.step_seconds, 9), p.peak_nbytes) for p in (predict(profile, a) for a in every(profile))}
+    best = sorted(p for p in pairs if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in pairs))
+    found = [(round(s.prediction.step_seconds, 9), s.prediction.peak_nbytes) for s in frontier(profile, 1000)]
+    assert found == best
+    for points in (2, 3):
+        few = [(round(s.prediction.step_seconds, 9), s.prediction.peak_nbytes) for s in frontier(profile, points)]
+        assert len(few) <= points
+        assert set(few) <= set(best)
+        assert (few[0], few[-1]) == (best[0], best[-1])
+
+
+@MANY
+@given(profiles(), st.integers(0, 120))
+def test_uniform_policies_are_all_that_fit_the_fastest_first(profile: Profile, budget: int) -> None:
+    fitting = {}
+    for name in (f"c{i}" for i in range(4)):
+        if not any(choice.name == name for region in profile.regions for choice in region.choices):
+            continue
+        names = [[choice.name for choice in profile.regions[place.region].choices] for place in profile.places]
+        assignment = tuple(row.index(name) if name in row else 0 for row in names)
+        if (prediction := predict(profile, assignment)).peak_nbytes <= budget:
+            fitting[name] = prediction
+    found = uniforms(profile, budget)
+    assert {uniform.choice: uniform.solution.prediction for uniform in found} == fitting
+    seconds = [uniform.solution.prediction.step_seconds for uniform in found]
+    assert seconds == sorted(seconds)
+
+
+def by_milp(profile: Profile, budget: int) -> float:
+    """The fewest seconds by a mixed-integer program with a bit for each choice of each place, in MiB."""
+    bits = [(i, c) for i, place in enumerate(profile.places) for c in profile.regions[place.region].choices]
+    place_of = np.array([i for i, _ in bits])
+    held, forward, backward = (
+        np.array([getattr(c, f"{what}_nbytes") for _, c in bits]) / 2**20
+        for what in ("held", "forward_peak", "backward_peak")
+    )
+    seconds = np.array([c.forward_seconds + c.backward_seconds for _, c in bits])
+    room = (budget - profile.static_nbytes) / 2**20
+    rows = []
+    for i in range(len(profile.places)):
+        above = sum(profile.regions[place.region].gradient_nbytes for place in profile.places[i + 1 :]) / 2**20
+        here, before = place_of == i, place_of < i
+        rows.append(LinearConstraint(here.astype(float), 1, 1))
+        rows.append(LinearConstraint(held * before + forward * here, -np.inf, room))
+        rows.append(LinearConstraint(held * before + backward * here, -np.inf, room - above))
+    options = {"mip_rel_gap": 0.0}
+    found = milp(seconds * 1e6, constraints=rows, integrality=np.ones(len(bits)), bounds=Bounds(0, 1), options=options)
+    assert found.success, found.message
+    return found.fun / 1e6 + profile.optimizer_seconds
+
+
+def random_profile(rng: np.random.Generator, pattern: list[int], choices: int, *, kinds: int) -> Profile:
+    """Bytes and seconds as of large layers: what is held less costs more time and a larger transient."""
+    mib = 2**20
+    regions = []
+    for kind in range(kinds):
+        held = np.sort(rng.integers(10 * mib, 800 * mib, choices))[::-1].tolist()
+        seconds = (0.02 + np.cumsum(rng.random(choices)) * 1e-3).tolist()
+        peaks = [h + int(rng.integers(50 * mib, 300 * mib)) + (800 * mib - h) // 2 for h in held]
+        ways = [tables.choice(f"c{i}", None, seconds[i], held[i], held[i] + 10 * mib, peaks[i]) for i in range(choices)]
+        regions.append(tables.region(f"r{kind}", *ways, gradient=440 * mib))
+    places = [Place(path=f"layers.{i}", region=number) for i, number in enumerate(pattern)]
+    return tables.profile(regions, places, static=10 * 2**30, optimizer_seconds=0.01)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
+def test_the_solution_is_that_of_a_mixed_integer_program(seed: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    pattern = rng.integers(0, 3, 10).tolist()
+    profile = random_profile(rng, pattern, 5, kinds=3)
+    least, most = floor(profile).prediction.peak_nbytes, frontier(profile, 2)[0].prediction.peak_nbytes
+    budget = int(least + share * (most - least))
+    assert solve(profile, budget).prediction.step_seconds == pytest.approx(by_milp(profile, budget), abs=1e-8)
+
+
+def by_milp_of_counts(profile: Profile, budget: int) -> float:
+    """The fewest seconds of equal layers: how many run in each way, in the order of ways that is best for backward.
+
+    Where a way holds at least the layer's gradient, the most is alive at the top of its block; else at the bottom.
+    A bit for each way tells whether there is such a block.
+    """
+    count, region, mib = len(profile.places), profile.regions[0], 2**20
+    gradient = region.gradient_nbytes
+
+    def order(way: Choice) -> tuple[bool, int]:
+        grows = way.held_nbytes >= gradient
+        return grows, way.held_nbytes - way.backward_peak_nbytes if grows else way.backward_peak_nbytes
+
+    ways = sorted(region.choices, key=order)
+    slack = 10 * budget / mib
+    rows = [LinearConstraint([1.0] * len(ways) + [0.0] * len(ways), count, count)]
+    for i, way in enumerate(ways):
+        used, room = np.zeros(2 * len(ways)), np.zeros(2 * len(ways))
+        used[i], used[len(ways) + i] = 1, -count
+        rows.append(LinearConstraint(used, -np.inf, 0))
+        top = way.held_nbytes >= gradient
+        fixed = profile.static_nbytes + way.backward_peak_nbytes + gradient * (count - 1)
+        room[: i + top] = [(below.held_nbytes - gradient) / mib for below in ways[: i + top]]
+        fixed -= top * (way.held_nbytes - gradient)
+        room[len(ways) + i] = slack
+        rows.append(LinearConstraint(room, -np.inf, (budget - fixed) / mib + slack))
+    seconds = [(way.forward_seconds + way.backward_seconds) * 1e6 for way in ways]
+    found = milp(
+        seconds + [0.0] * len(ways),
+        constraints=rows,
+        integrality=np.ones(2 * len(ways)),
+        bounds=Bounds(0, [count] * len(ways) + [1] * len(ways)),
+        options={"mip_rel_gap": 0.0},
+    )
+    assert found.success, found.message
+    return found.fun / 1e6 + profile.optimizer_seconds
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
+def test_the_solution_for_80_equal_layers_is_that_of_a_program_of_counts(seed: int, share: float) -> None:
+    profile = random_profile(np.random.default_rng(seed), [0] * 80, 10, kinds=1)
+    least, most = floor(profile).prediction.peak_nbytes, predict(profile, (0,) * 80).peak_nbytes
+    budget = int(least + share * (most - least))
+    found = by_milp_of_counts(profile, budget)
+    assert solve(profile, budget).prediction.step_seconds == pytest.approx(found, abs=1e-8)
+
+
+PATTERNS = {
+    "equal": [0] * 80,
+    "alternating": [0, 1] * 40,
+    "five to one": [int(i % 6 == 5) for i in range(80)],
+    "all different": list(range(80)),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_80_layers_by_12_choices_take_no_time(pattern: list[int]) -> None:
+    profile = random_profile(np.random.default_rng(0), pattern, 12, kinds=max(pattern) + 1)
+    least = floor(profile).prediction.peak_nbytes
+    start = time.process_time()
+    solution = solve(profile, least + 4 * 2**30)
+    assert time.process_time() - start < 5
+    assert solution.prediction.peak_nbytes <= least + 4 * 2**30
+
+
+def test_moments_are_those_of_a_sum_by_hand() -> None:
+    profile = tables.transformer(2)
+    found = dict(moments(profile, (0, 0, 3, 1)))  # keep, keep, checkpoint, chunked
+    assert found == {
+        Moment("forward", 0): 1000 + 10,
+        Moment("backward", 0): 1000 + 20 + (20 + 20 + 30),
+        Moment("forward", 1): 1000 + 10 + 110,
+        Moment("backward", 1): 1000 + 10 + 120 + (20 + 30),
+        Moment("forward", 2): 1000 + 110 + 60,
+        Moment("backward", 2): 1000 + 110 + 130 + 30,
+        Moment("forward", 3): 1000 + 120 + 60,
+        Moment("backward", 3): 1000 + 120 + 80,
+        Moment("optimizer step"): 1000 + 100 + 40,
+    }
+    assert predict(profile, (0, 0, 3, 1)) == (1270, "backward of model.layers.1", 140, pytest.approx(8.75))
+
+
+def test_the_peak_is_named() -> None:
+    profile = tables.transformer(1, optimizer_peak=2000)
+    assert predict(profile, (0, 0, 0)).peak_moment == "optimizer step"
+    alone = tables.profile([tables.EMBEDDING.model_copy(update={"gradient_nbytes": 0})], [Place(path="", region=0)])
+    assert predict(alone, (0,)).peak_moment == "backward of embedding"
+
+
+def test_equal_choices_are_neighbours() -> None:
+    profile = tables.transformer(12)
+    for solution in frontier(profile, 40):
+        layers = solution.assignment[1:-1]
+        changes = sum(a != b for a, b in pairwise(layers))
+        assert changes == len(set(layers)) - 1, layers
+
+
+def test_all_that_is_fastest_is_chosen_where_everything_fits() -> None:
+    solution = solve(tables.transformer(3), 10**12)
+    assert solution.assignment == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "budget", "texts"),
+    [
+        (
+            {"static": 3 << 30},
+            2 << 30,
+            [
+                "a budget of 2.00 GiB (2,147,483,648 bytes) is below static memory (parameters, optimizer states, the "
+                "batch), which is 3.00 GiB",
+                "more shards (FSDP, ZeRO)",
+            ],
+        ),
+        ({}, 1001, ["cannot be met", "1.2 KiB (1,230 bytes) are alive at once", "in the backward of model.layers.0"]),
+        (
+            {"optimizer_peak": 5 << 20},
+            2 << 20,
+            ["in the optimizer step", "an optimizer whose step needs less than 5.0 MiB of its own (fused=True)"],
+        ),
+    ],
+)
+def test_an_impossible_budget_names_the_floor_and_what_helps(options: dict, budget: int, texts: list[str]) -> None:
+    profile = tables.transformer(**options)
+    with pytest.raises(BudgetError) as caught:
+        solve(profile, budget)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_a_head_that_is_the_floor_is_told_of_chunks() -> None:
+    alone = tables.profile(
+        [tables.HEAD.model_copy(update={"choices": tables.HEAD.choices[:1]})], [Place(path="h", region=0)]
+    )
+    with pytest.raises(BudgetError, match=r"in the backward of h .* a cross-entropy in chunks, which makes no logits"):
+        solve(alone, 10)

@@ -1,0 +1,186 @@
+"""The parts of a training step sum to the step, and are what they should be for models that can be counted by hand."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import models
+import pytest
+import tiny
+import torch
+from tiny import HIDDEN, TOKENS, decoder, next_token_loss, rule, rules, token_ids
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+import recompute
+from recompute import counters
+from recompute.errors import ModelError
+from recompute.profiling.dry_run import rehearsal
+from recompute.profiling.step_trace import StepSpans
+
+CPU = torch.device("cpu")
+FLOAT = 4
+
+POLICIES: dict[str, Any] = {
+    "none": None,
+    "checkpoint": rules(rule("*DecoderLayer")),
+    "hook": rules(rule("*DecoderLayer", "recompute", via="hook")),
+    "kernel": rules(rule(["*DecoderLayer", "*RMSNorm"], "recompute", via="kernel")),
+    "mixed": rules(
+        {"match": "layers.0", "action": "checkpoint"}, {"match": "layers.2", "action": "recompute", "via": "hook"}
+    ),
+}
+
+
+def tiny_step(
+    policy: Any = None, layers: int = 3, optimizer: Any = AdamW, *, whole: bool = False, **options: Any
+) -> StepSpans:
+    """The second step of a tiny decoder under a policy: plans are cached, optimizer states are there."""
+    model = decoder(layers=layers)
+    ids = token_ids()
+    regions = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    applied = nullcontext() if policy is None else recompute.apply(model, policy)
+    with rehearsal(model, ids, loss=loss, optimizer=optimizer) as run, applied:
+        run.step(regions)
+        return run.step(None if whole else regions, **options)
+
+
+def timeline(spans: StepSpans) -> int:
+    """The peak by the parts, as ``profile_table`` puts them together."""
+    held = [part.held_nbytes for part in spans.parts]
+    gradients = [part.gradient_nbytes for part in spans.parts]
+    moments = [sum(gradients) + spans.optimizer_peak_nbytes]
+    for index, part in enumerate(spans.parts):
+        moments.append(sum(held[:index]) + part.forward_peak_nbytes)
+        moments.append(sum(held[:index]) + part.backward_peak_nbytes + sum(gradients[index + 1 :]))
+    return max(moments)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_parts_sum_to_the_whole(name: str) -> None:
+    memory = counters.memory_trace(CPU)
+    spans = tiny_step(POLICIES[name], memory=memory)
+    assert [part.path for part in spans.parts] == ["", "layers.0", "layers.1", "layers.2", ""]
+    assert timeline(spans) == spans.peak_nbytes == memory.peak_nbytes > 0
+    seconds = tiny_step(POLICIES[name], clock=counters.clock(CPU))
+    assert all(part.forward_seconds > 0 and part.backward_seconds > 0 for part in seconds.parts)
+    assert seconds.seconds > seconds.optimizer_seconds > 0
+    assert (seconds.peak_nbytes, spans.seconds) == (0, 0)
+
+
+def test_a_step_without_regions_is_one_part() -> None:
+    apart, spans = (
+        tiny_step(POLICIES["mixed"], memory=counters.memory_trace(CPU), whole=whole) for whole in (False, True)
+    )
+    assert [part.path for part in spans.parts] == [""]
+    assert timeline(spans) == spans.peak_nbytes == apart.peak_nbytes
+    seconds = tiny_step(POLICIES["mixed"], clock=counters.clock(CPU), whole=True)
+    (part,) = seconds.parts
+    assert min(part.forward_seconds, part.backward_seconds, seconds.optimizer_seconds) > 0
+
+
+def test_gradients_are_left_behind_where_their_parameters_are() -> None:
+    spans = tiny_step(memory=counters.memory_trace(CPU))
+    model = decoder()
+    layer = sum(parameter.nbytes for parameter in model.layers[0].parameters())
+    embedding, *layers, head = [part.gradient_nbytes for part in spans.parts]
+    assert layers == [layer] * 3
+    loss = 2 * FLOAT  # and its gradient, which live until backward ends
+    assert head == model.lm_head.weight.nbytes + model.norm.weight.nbytes + loss
+    assert embedding == model.embed_tokens.weight.nbytes - loss
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_layer_holds_what_autograd_saves_in_it(name: str) -> None:
+    policy = POLICIES[name]
+    spans = tiny_step(policy, memory=counters.memory_trace(CPU))
+
+    def held(layers: int) -> int:
+        model = decoder(layers=layers)
+        if policy is not None:
+            recompute.apply(model, policy)
+        ids = token_ids()
+        next_token_loss(model, ids).backward()
+        model.zero_grad()
+        return models.held(model, lambda: next_token_loss(model, ids))
+
+    if name == "mixed":
+        checkpoint, plain, hook = [part.held_nbytes for part in spans.parts[1:4]]
+        assert checkpoint < hook < plain
+        return
+    _, _, third, fourth, _ = [
+        part.held_nbytes for part in tiny_step(policy, 3, memory=counters.memory_trace(CPU)).parts
+    ]
+    assert third == fourth == held(4) - held(3) == held(5) - held(4)
+
+
+class Stack(nn.Module):
+    """Layers that run in the order of ``order``, each as often as it is there."""
+
+    def __init__(self, order: tuple[int, ...], *, differentiable: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.ones(TOKENS, HIDDEN), requires_grad=differentiable)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(3))
+        self.order = order
+
+    def forward(self, scale: Tensor) -> Tensor:
+        x = self.embed * scale
+        for index in self.order:
+            x = self.layers[index](x)
+        return x.sum()
+
+
+def stack_step(order: tuple[int, ...], paths: tuple[str, ...], **options: Any) -> StepSpans:
+    model = Stack(order, **options)
+    regions = {path: model.get_submodule(path) for path in paths}
+    with rehearsal(model, torch.ones(())) as run:
+        run.step(regions)
+        return run.step(regions, memory=counters.memory_trace(CPU))
+
+
+def test_parts_are_in_the_order_in_which_regions_run() -> None:
+    spans = stack_step((2, 0, 1), ("layers.0", "layers.1", "layers.2"))
+    assert [part.path for part in spans.parts] == ["", "layers.2", "layers.0", "layers.1", ""]
+
+
+def test_where_the_input_needs_no_gradient_backward_ends_with_the_first_region() -> None:
+    spans = stack_step((0, 1, 2), ("layers.0", "layers.1", "layers.2"), differentiable=False)
+    weights = FLOAT * (HIDDEN * HIDDEN + HIDDEN)
+    before, *layers, _ = [part.gradient_nbytes for part in spans.parts]
+    assert before == 0
+    assert layers == pytest.approx([weights] * 3, abs=2 * FLOAT)  # the loss and its gradient, until backward ends
+    assert sum(part.gradient_nbytes for part in spans.parts) == 3 * weights
+    assert spans.parts[0].backward_peak_nbytes == 0
+    assert timeline(spans) == spans.peak_nbytes
+
+
+@pytest.mark.parametrize(
+    ("order", "paths", "message"),
+    [
+        ((0, 1, 0), ("layers.0", "layers.1"), "layers.0 runs twice"),
+        ((0, 1), ("layers.0", "layers.2"), "layers.2 does not run"),
+        ((0, 1), ("layers.0", "layers.0.0"), "layers.0.0 runs inside of layers.0"),
+        ((0, 1), (), "at least one region"),
+    ],
+)
+def test_regions_that_cannot_be_told_apart_are_refused(
+    order: tuple[int, ...], paths: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        stack_step(order, paths)
+
+
+def test_a_step_leaves_no_hook_and_no_gradient() -> None:
+    model = Stack((0, 1, 2))
+    before = tiny.snapshot(model)
+    with rehearsal(model, torch.ones(())) as run:
+        for _ in range(2):
+            run.step({"layers.1": model.layers[1]}, clock=counters.clock(CPU))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert tiny.snapshot(model) == before

@@ -1,0 +1,406 @@
+"""Kernels inside of a tape: what ``rerun``, ``keep`` and ``price`` say holds for what kernels run too."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from models import BATCH, HIDDEN, LAYERS, LENGTH, SHAPE, held
+from tiny import assert_same, counted_ops, decoder, rule, rules, token_ids
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+
+import recompute
+from recompute.engine.cut.frontier import Point, frontier
+from recompute.errors import PolicyError
+from recompute.estimation.models import build, imagined
+from recompute.substitution.kernel_runners import KernelLayerRunner
+from recompute.substitution.lazy_tensors import Logits
+
+TOKENS = BATCH * LENGTH
+EVERYTHING = ["gemm", "convolution", "attention"]
+ROW, LSE = TOKENS * HIDDEN * 4, TOKENS * SHAPE["num_attention_heads"] * 4
+ANGLES = 2 * LENGTH * SHAPE["head_dim"] * 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gemm": {"rerun": "gemm"},
+    "gemm, to the last byte": {"rerun": "gemm", "price": 0},
+    "everything": {"rerun": EVERYTHING, "price": 0},
+    "nothing": {"price": 1e18},
+    "an op kept": {"rerun": "gemm", "keep": "aten.mm"},
+    "a kernel kept": {"rerun": "gemm", "keep": "recompute.glu_forward"},
+}
+
+
+def policy(via: str = "kernel", **options: Any) -> dict[str, Any]:
+    return rules(rule(["*DecoderLayer"], "recompute", via=via, **options))
+
+
+def gradients(model: nn.Module, batch: Mapping[str, Tensor], autocast: bool = False) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def three_steps(name: str, given: dict[str, Any], **options: Any) -> list[list[Tensor]]:
+    """In the first, a layer learns which Linears read its norm; in the second, a plan is made for what it does then."""
+    model = models.make(name, **options)
+    recompute.apply(model, given)
+    return [gradients(model, models.batch(name)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe"])
+def test_gradients_are_those_of_the_kernels_alone(name: str, dtype: torch.dtype) -> None:
+    expected = three_steps(name, policy(), dtype=dtype)
+    for options in OPTIONS.values():
+        assert_same(three_steps(name, policy(**options), dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_under_autocast_are_those_of_the_kernels_alone(options: dict[str, Any]) -> None:
+    outcomes = []
+    for given in (policy(), policy(**options)):
+        model = models.make("llama")
+        recompute.apply(model, given)
+        outcomes.append([gradients(model, models.batch("llama"), autocast=True) for _ in range(3)])
+    assert_same(*outcomes)
+
+
+def test_what_triton_ran_comes_back_from_triton(device: str) -> None:
+    outcomes = []
+    for options in ({}, {"rerun": EVERYTHING, "price": 0}):
+        model = models.make("llama", num_hidden_layers=1).to(device)
+        handle = recompute.apply(model, policy(**options))
+        batch = {key: value.to(device) for key, value in models.batch("llama").items()}
+        outcomes.append([gradients(model, batch) for _ in range(2)])
+    assert_same(*outcomes)
+    assert handle.plans()["model.layers.0"].dropped_nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "layer"),
+    [
+        pytest.param({"rerun": "gemm"}, 2 * ROW + LSE, id="gemm"),  # its input, and what attention gives
+        pytest.param({"rerun": EVERYTHING, "price": 0}, ROW, id="everything"),
+        # What the kernels save, but for roots a row, which are the norm's whose output is made again anyway.
+        pytest.param({"price": 0}, None, id="to the last byte"),
+    ],
+)
+def test_a_layer_holds_these_bytes(options: dict[str, Any], layer: int | None) -> None:
+    kv = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    if layer is None:
+        layer = 4 * ROW + TOKENS * 4 * (2 * kv + 2 * SHAPE["intermediate_size"]) + LSE
+    model = models.make("llama")
+    handle = recompute.apply(model, policy(**options))
+    embeddings = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
+
+    def run() -> Tensor:
+        return model.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+
+    run()
+    plain = models.make("llama")
+    del plain.model.layers[:]
+    last_norm = held(plain, lambda: plain.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state)
+    assert held(model, run) == LAYERS * layer + ANGLES + last_norm
+    assert {plan.kept_nbytes for plan in handle.plans().values()} == {layer + ANGLES}
+
+
+def test_backward_runs_six_of_seven_gemms_again() -> None:
+    counts = []
+    for options in ({}, {"rerun": "gemm"}):
+        model = models.make("llama")
+        recompute.apply(model, policy(**options))
+        for _ in range(2):
+            loss = model(**models.batch("llama"), use_cache=False).loss
+            with counted_ops() as ops:
+                loss.backward()
+        counts.append((ops["aten.mm"] + ops["aten.addmm"], ops["recompute.rms_norm_backward"]))
+    (alone, norms), (again, norms_again) = counts
+    assert again - alone == 6 * LAYERS  # all but down, whose output nobody needs
+    assert norms == norms_again == 2 * LAYERS  # q, k and v are one node with the norm
+
+
+def test_the_frontier_of_a_layer_is_what_rules_with_its_prices_give() -> None:
+    model = models.make("llama")
+    handle = recompute.apply(model, policy(rerun=EVERYTHING))
+    expected = [gradients(model, models.batch("llama")) for _ in range(3)][-1]
+    first, second = (frontier(plan) for plan in handle.plans().values())
+    assert first == second
+    assert len(first) > 3
+    assert [point.held_nbytes for point in first] == sorted({point.held_nbytes for point in first}, reverse=True)
+    assert [point.rerun_seconds for point in first] == sorted({point.rerun_seconds for point in first})
+    assert first[-1].held_nbytes == ROW + ANGLES
+    for point in first:
+        model = models.make("llama")
+        handle = recompute.apply(model, policy(rerun=EVERYTHING, price=point.price))
+        for _ in range(2):
+            found = gradients(model, models.batch("llama"))
+        assert_same(found, expected)
+        for plan in handle.plans().values():
+            assert (plan.kept_nbytes, rerun_seconds(plan)) == (point.held_nbytes, pytest.approx(point.rerun_seconds))
+
+
+def rerun_seconds(plan: Any) -> float:
+    return sum(plan.steps[index].seconds for index in plan.rerun)
+
+
+def test_the_frontier_is_the_same_on_fake_tensors(tmp_path: Path) -> None:
+    LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+    given = {"sequence_length": LENGTH, "batch_size": BATCH, "dtype": torch.float32, "device": torch.device("cpu")}
+
+    def frontiers(model: nn.Module, batch: dict[str, Tensor]) -> list[tuple[Point, ...]]:
+        handle = recompute.apply(model, policy(rerun=EVERYTHING))
+        for _ in range(2):
+            model(**batch)
+        return [frontier(plan) for plan in handle.plans().values()]
+
+    with imagined(str(tmp_path), **given) as imaginary:
+        found = frontiers(*imaginary)
+    assert found == frontiers(*build(str(tmp_path), **given))
+    assert [len(points) > 3 for points in found] == [True] * LAYERS
+
+
+def test_a_layer_that_learns_is_planned_anew_and_departs_from_no_plan() -> None:
+    model = models.make("llama")
+    handle = recompute.apply(model, policy(rerun="gemm"))
+    plans = []
+    for _ in range(3):
+        gradients(model, models.batch("llama"))
+        plans.append(handle.plans())
+    assert all(plan.keys() == {"model.layers.0", "model.layers.1"} for plan in plans)
+    first, second, third = (list(plan.values()) for plan in plans)
+    assert first[0] is first[1] is not second[0]
+    assert second[0] is second[1] is third[0] is third[1]
+
+
+def test_without_anything_said_kernels_run_alone() -> None:
+    for options in ({}, {"price": 1e9}, {"rerun": []}):
+        model = models.make("llama")
+        handle = recompute.apply(model, policy(**options))
+        gradients(model, models.batch("llama"))
+        assert handle.plans() == {}
+        runners = [attachment.runner for attachment in handle._attachments]
+        assert sum(type(runner) is KernelLayerRunner for runner in runners) == LAYERS
+
+
+def test_explain_says_which_kernels_and_what_they_keep() -> None:
+    model = models.make("llama")
+    handle = recompute.apply(model, policy(rerun="gemm", keep="recompute.rope", price=2e10))
+    gradients(model, models.batch("llama"))
+    text = handle.explain()
+    assert (
+        "kernel: norm_linears, residual_mlp; cheap ops run again and gemm, at 2e+10 bytes a second; recompute.rope kept"
+    ) in text
+    assert "the rule keeps recompute.rope" in text
+    assert "attention, which the rule does not run again" in text
+
+
+def test_where_kernels_do_not_run_the_tape_has_the_ops_of_the_model() -> None:
+    outcomes = []
+    for via in ("hook", "auto"):
+        model = models.make("llama")
+        handle = recompute.apply(model, policy(via, rerun="gemm"))
+        outcomes.append(gradients(model, models.batch("llama")))
+        assert {plan.kept_nbytes for plan in handle.plans().values()} == {2 * ROW + LSE + ANGLES}
+    assert_same(*outcomes)
+
+
+def test_parts_are_on_tapes_of_their_own() -> None:
+    given = rules(
+        rule("*MLP", "recompute", via="kernel", rerun="gemm", price=0),
+        rule("*Attention", "recompute", via="kernel", rerun="gemm", price=0),
+    )
+    model, alone = models.make("llama"), models.make("llama")
+    handle = recompute.apply(model, given)
+    recompute.apply(alone, rules(*({**each, "rerun": [], "price": 1e9} for each in given["rules"])))
+    for _ in range(2):
+        assert_same(gradients(model, models.batch("llama")), gradients(alone, models.batch("llama")))
+    plans = handle.plans()
+    assert plans["model.layers.0.mlp"].kept_nbytes == ROW
+    assert plans["model.layers.0.self_attn"].kept_nbytes == 2 * ROW + LSE + ANGLES
+
+
+def test_a_rule_around_layers_takes_their_kernels_onto_its_tape() -> None:
+    around = rule("LlamaModel", "recompute", via="kernel")
+    expected = three_steps("llama", rules(around))
+    assert_same(three_steps("llama", rules({**around, "rerun": EVERYTHING, "price": 0})), expected)
+
+
+def test_a_frame_that_departs_from_its_plan_gives_none() -> None:
+    model = models.make("llama")
+    handle = recompute.apply(model, rules(rule("LlamaModel", "recompute", via="kernel", rerun="gemm")))
+    found = []
+    for _ in range(3):
+        gradients(model, models.batch("llama"))
+        found.append(list(handle.plans()))
+    assert found == [["model"], [], ["model"]]  # in the second the layers inside do what they learned in the first
+
+
+def test_a_head_makes_no_logits_on_a_tape_either() -> None:
+    model, plain = models.make("llama"), models.make("llama")
+    recompute.apply(model, rules({"match": "lm_head", "action": "recompute", "via": "kernel", "rerun": "gemm"}))
+    output = model(**models.batch("llama"))
+    assert type(output.logits) is Logits
+    torch.testing.assert_close(output.loss, plain(**models.batch("llama")).loss)
+
+
+class Named(nn.Module):
+    """A TinyDecoder's attention that names what it gives."""
+
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return recompute.keep(self.attention(x), "attended")
+
+
+def test_what_is_kept_by_name_is_not_made_again() -> None:
+    reruns = {}
+    for keep in ((), "attended"):
+        model = decoder()
+        for layer in model.layers:
+            layer.self_attn = Named(layer.self_attn)
+        handle = recompute.apply(
+            model, rules(rule("TinyDecoderLayer", "recompute", via="kernel", rerun="gemm", keep=keep))
+        )
+        for _ in range(2):
+            model(token_ids()).sum().backward()
+        plan = handle.plans()["layers.0"]
+        reruns[bool(keep)] = sum(plan.steps[index].name == "aten.mm" for index in plan.rerun)
+        assert ("passed to recompute.keep" in handle.explain()) is bool(keep)
+    assert reruns[False] == reruns[True] + 1  # attention's output projection
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_further_backwards_and_second_derivatives(options: dict[str, Any]) -> None:
+    outcomes = []
+    for given in (policy(), policy(**options)):
+        model = models.make("llama", attn_implementation="eager")
+        recompute.apply(model, given)
+        weights = [p for p in model.model.layers.parameters() if p.dim() == 2]
+        outcome = []
+        for _ in range(2):
+            loss = model(**models.batch("llama"), use_cache=False).loss
+            first = torch.autograd.grad(loss, weights, retain_graph=True)
+            again = torch.autograd.grad(loss, weights, create_graph=True)
+            second = torch.autograd.grad(sum(gradient.square().sum() for gradient in again), weights)
+            outcome.append([*first, *again, *second])
+        outcomes.append(outcome)
+    assert_same(*outcomes)
+
+
+def test_verify_has_nothing_to_say() -> None:
+    for name in ("llama", "gemma2"):
+        model = models.make(name)
+        recompute.verify(model, models.batch(name), policy=policy(rerun=EVERYTHING, price=0))
+
+
+def test_every_regenerated_tensor_is_the_dropped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recompute.engine.recipes._verifying", True)
+    for name in ("llama", "gemma2", "mixtral"):
+        three_steps(name, policy(rerun=EVERYTHING, price=0))
+
+
+def test_without_gradients_or_training_kernels_run_as_without_a_tape() -> None:
+    model, alone = models.make("llama"), models.make("llama")
+    handle = recompute.apply(model, policy(rerun="gemm"))
+    recompute.apply(alone, policy())
+    batch = models.batch("llama")
+    for run in (torch.no_grad(), torch.inference_mode()):
+        with run:
+            assert torch.equal(model(**batch).logits, alone(**batch).logits)
+    assert torch.equal(model.eval()(**batch).logits, alone.eval()(**batch).logits)
+    assert handle.plans() == {}
+
+
+def test_frozen_weights_get_no_gradient_and_others_theirs() -> None:
+    outcomes = []
+    for given in (policy(), policy(rerun=EVERYTHING, price=0)):
+        model = models.make("llama")
+        recompute.apply(model, given)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.1.mlp" in name or "k_proj" in name)
+        outcomes.append([gradients(model, models.batch("llama")) for _ in range(3)])
+    assert len(outcomes[0][0]) == 1 + LAYERS + 3
+    assert_same(*outcomes)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_around_drops_everything_anyway(reentrant: bool) -> None:
+    outcomes = []
+    for given in (policy(), policy(rerun="gemm")):
+        model = models.make("llama")
+        recompute.apply(model, given)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        outcomes.append([gradients(model, models.batch("llama")) for _ in range(3)])
+    assert_same(*outcomes)
+
+
+def test_a_checkpoint_inside_runs_as_it_does() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, attention: nn.Module):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.attention, x, use_reentrant=False)
+
+    outcomes = []
+    for options in ({}, {"rerun": "gemm"}):
+        model = decoder()
+        for layer in model.layers:
+            layer.self_attn = Checkpointed(layer.self_attn)
+        recompute.apply(model, rules(rule("TinyDecoderLayer", "recompute", via="kernel", **options)))
+        for _ in range(2):
+            model.zero_grad()
+            model(token_ids()).sum().backward()
+        outcomes.append([p.grad for p in model.parameters()])
+    assert_same(*outcomes)
+
+
+def test_a_layer_compiles_with_kernels_and_no_tape() -> None:
+    model, plain = models.make("llama"), models.make("llama")
+    recompute.apply(model, policy(rerun="gemm"))
+    hidden = torch.randn(BATCH, LENGTH, HIDDEN)
+    positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+    layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
+    expected = plain.model.layers[0](hidden, position_embeddings=positions)
+    torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
+
+
+def test_memory_goes_by_reference_count() -> None:
+    model = models.make("llama")
+    recompute.apply(model, policy(rerun=EVERYTHING, price=0))
+
+    def count() -> int:
+        model.zero_grad()
+        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+    for _ in range(2):
+        gradients(model, models.batch("llama"))
+    gc.collect()
+    gc.disable()
+    try:
+        before = count()
+        gradients(model, models.batch("llama"))
+        model(**models.batch("llama"), use_cache=False)  # whose graph never runs backward
+        assert count() == before
+    finally:
+        gc.enable()
+
+
+def test_a_price_that_is_none_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"rules\[0\].price: expected a number from 0 up"):
+        recompute.apply(decoder(), policy(price=-1))
+    assert recompute.Rule(type="a", action="recompute", price=0).price == 0

@@ -1,0 +1,375 @@
+"""A deferred tensor is the tensor to all but the kernel that goes without it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recompute.errors import MutationError, UnsupportedError
+from recompute.substitution.lazy_tensors import Activated, Deferred, Linears, Logits, Normed
+
+TOKENS, HIDDEN, VOCABULARY = 6, 8, 11
+
+
+def make(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, requires_grad=True)
+
+
+def deferred_sin(x: Tensor) -> tuple[Deferred, list[int]]:
+    calls: list[int] = []
+
+    def compute() -> Tensor:
+        calls.append(1)
+        return x.sin()
+
+    return Deferred(tuple(x.shape), (x,), compute), calls
+
+
+def test_asking_for_its_shape_computes_nothing() -> None:
+    x = make(2, 3)
+    tensor, calls = deferred_sin(x)
+    assert isinstance(tensor, Tensor)
+    assert (tensor.shape, tensor.size(-1), tensor.dim(), tensor.ndim, len(tensor)) == (x.shape, 3, 2, 2, 2)
+    assert (tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_cuda) == (x.dtype, x.device, True, False)
+    assert repr(tensor) == "Deferred(shape=(2, 3), dtype=torch.float64, device='cpu')"
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: t + 1,
+        lambda t: 2 - t,
+        lambda t: t.transpose(0, 1),
+        lambda t: t[0],
+        lambda t: torch.cat([t, t]),
+        lambda t: torch.where(t > 0, t, t * 2),
+        lambda t: F.linear(t, torch.ones(4, 3, dtype=t.dtype)),
+        lambda t: F.layer_norm(t, t.shape[-1:]),
+        lambda t: t.detach().requires_grad_().exp(),
+        lambda t: torch.stack(list(t)),
+        lambda t: t.data,
+        lambda t: t.contiguous().view(-1),
+    ],
+)
+def test_to_everything_else_it_is_the_tensor(use: Callable[[Tensor], Tensor]) -> None:
+    x = make(2, 3)
+    tensor, calls = deferred_sin(x)
+    found, expected = use(tensor), use(x.sin())
+    assert type(found) is Tensor
+    assert torch.equal(found, expected)
+    use(tensor)
+    assert len(calls) == 1
+    if expected.requires_grad and expected.grad_fn is not None:
+        gradients = torch.autograd.grad(found.sum(), x, allow_unused=True)
+        assert str(gradients) == str(torch.autograd.grad(expected.sum(), x, allow_unused=True))
+
+
+def test_copies_and_pickles_are_the_tensors() -> None:
+    x = make(3).detach()
+    for copied in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), _saved):
+        found = copied(deferred_sin(x)[0])
+        assert type(found) is Tensor
+        assert torch.equal(found, x.sin())
+
+
+def _saved(tensor: Tensor) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def test_gradients_off_where_it_is_used_do_not_cut_its_graph() -> None:
+    x = make(3)
+    tensor, _ = deferred_sin(x)
+    with torch.no_grad():
+        tensor + 1
+    assert torch.autograd.grad((tensor * 1).sum(), x)[0].equal(x.cos())
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_a_custom_function_is_refused_and_not_silently_cut_off() -> None:
+    y = Double.apply(deferred_sin(make(3))[0])
+    with pytest.raises(UnsupportedError, match=r"custom function.*`via: hook` or `action: keep`"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("product", [lambda a, b: a * b, lambda a, b: b * a, torch.mul, lambda a, b: torch.mul(b, a)])
+def test_an_activation_and_its_product_become_one(product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    gate, up = make(2, 3), make(2, 3, seed=1)
+    calls = []
+
+    def multiply(gate: Tensor, up: Tensor) -> Tensor:
+        calls.append((gate, up))
+        return F.silu(gate) * up
+
+    tensor = Activated.of(gate, lambda: F.silu(gate), multiply)
+    assert torch.equal(product(tensor, up), F.silu(gate) * up)
+    assert len(calls) == 1
+    assert calls[0][0] is gate
+    assert calls[0][1] is up
+
+
+@pytest.mark.parametrize(
+    "other", [2.0, make(3), make(2, 1), make(2, 3).float()], ids=["number", "row", "column", "dtype"]
+)
+def test_other_products_of_an_activation_are_plain(other: Any) -> None:
+    gate = make(2, 3)
+    tensor = Activated.of(gate, lambda: F.silu(gate), lambda *_: pytest.fail("fused"))
+    assert torch.equal(tensor * other, F.silu(gate) * other)
+
+
+class Attention(nn.Module):
+    """Reads a norm's output with three Linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, 4, bias=i == 0, dtype=torch.float64) for i in range(3))
+        self.linears = Linears()
+        self.together: list[list[Tensor]] = []
+
+    def forward(self, x: Tensor, also: Callable[[Tensor], Any] = lambda _: None, skip: bool = False) -> Tensor:
+        def together(x: Tensor, known: list[Any]) -> Any:
+            self.together.append([weight for weight, _ in known])
+            return [F.linear(x.sin(), *each) for each in known], x.view_as(x)
+
+        normed = Normed.of(x, None, x.sin, self.linears, together)
+        also(normed)
+        result = torch.cat([self.q(normed), self.k(normed), self.k(normed) if skip else self.v(normed)])
+        self.linears.learn(normed)
+        return result
+
+    def expected(self, x: Tensor, skip: bool = False) -> Tensor:
+        y = x.sin()
+        return torch.cat([self.q(y), self.k(y), self.k(y) if skip else self.v(y)])
+
+
+def test_linears_behind_a_norm_are_learned_and_then_computed_with_it() -> None:
+    attention, x = Attention(), make(TOKENS, HIDDEN)
+    assert torch.equal(attention(x), attention.expected(x))
+    assert attention.together == []
+    for _ in range(2):
+        assert torch.equal(attention(x), attention.expected(x))
+    assert [len(weights) for weights in attention.together] == [3, 3]
+
+
+def test_a_weight_that_is_replaced_is_not_the_one_that_was_learned() -> None:
+    attention, x = Attention(), make(TOKENS, HIDDEN)
+    attention(x)
+    attention.k = nn.Linear(HIDDEN, 4, dtype=torch.float64)
+    assert torch.equal(attention(x), attention.expected(x))
+    assert torch.equal(attention(x), attention.expected(x))
+    assert [id(weight) for weight in attention.together[-1]] == [
+        id(m.weight) for m in (attention.q, attention.k, attention.v)
+    ]
+
+
+def test_a_linear_that_stays_away_is_forgotten() -> None:
+    attention, x = Attention(), make(TOKENS, HIDDEN)
+    attention(x)
+    for _ in range(3):
+        assert torch.equal(attention(x, skip=True), attention.expected(x, skip=True))
+    attention.together.clear()
+    attention(x, skip=True)
+    assert all(attention.v.weight is not weight for weights in attention.together for weight in weights)
+
+
+def test_a_norm_that_others_read_too_is_computed_and_its_linears_read_it() -> None:
+    attention, x = Attention(), make(TOKENS, HIDDEN)
+    seen = []
+    for _ in range(3):
+        assert torch.equal(attention(x, lambda y: seen.append(y + 0)), attention.expected(x))
+    assert attention.together == []
+    assert all(torch.equal(y, x.sin()) for y in seen)
+
+
+def head(shape: tuple[int, ...] = (2, 3), bias: bool = True) -> tuple[Logits, Tensor]:
+    hidden, weight = make(*shape, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
+    offset = make(VOCABULARY, seed=2) if bias else None
+    return Logits.of(hidden, weight, offset), F.linear(hidden, weight, offset)
+
+
+def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value() -> None:
+    x = make(2, 3).detach()
+    tensor, _ = deferred_sin(x)
+    asked, _ = deferred_sin(x)
+    expected = asked + 0
+    x.add_(1)
+    with pytest.raises(MutationError, match=r"shape=\(2, 3\).* changed in place, as by an optimizer's step"):
+        tensor + 0
+    assert torch.equal(asked + 0, expected)
+    logits, _ = head()
+    logits._head.weight.data.mul_(2)  # goes unseen by plain PyTorch, too
+    with torch.no_grad():
+        logits._head.weight.mul_(2)
+    with pytest.raises(MutationError):
+        F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
+
+
+def test_it_trains_only_where_what_it_is_made_of_does() -> None:
+    assert not Logits.of(make(2, HIDDEN).detach(), make(VOCABULARY, HIDDEN).detach()).requires_grad
+    with torch.no_grad():
+        assert not Logits.of(make(2, HIDDEN), make(VOCABULARY, HIDDEN)).requires_grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits.mul_(2),
+        lambda logits: logits.__setitem__((..., slice(0, 4)), -10.0),
+        lambda logits: torch.clamp(logits, max=0.5, out=logits),
+        lambda logits: F.relu(logits, inplace=True),
+    ],
+)
+def test_changes_in_place_reach_views_and_no_copies(change: Callable[[Tensor], Any]) -> None:
+    logits, whole = head()
+    found, expected = [], []
+    for each, results in ((logits, found), (whole.clone(), expected)):
+        with torch.no_grad():
+            view, copy_, wide = each.view(-1, VOCABULARY), each[:, :-1].contiguous(), each.float()
+            change(each)
+            results += [each + 0, view + 0, copy_ + 0, wide + 0, F.cross_entropy(view, TARGET)]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_division_that_rounds_is_no_cap() -> None:
+    logits, whole = head()
+    assert torch.equal(torch.div(logits, 0.5, rounding_mode="floor"), torch.div(whole, 0.5, rounding_mode="floor"))
+
+
+def test_shifted_logits_may_be_flattened_and_then_read() -> None:
+    logits, whole = head()
+    shifted = logits[..., :-1, :].contiguous().view(-1, VOCABULARY)
+    assert type(shifted) is Logits
+    assert torch.equal(shifted.argmax(-1), whole[..., :-1, :].contiguous().view(-1, VOCABULARY).argmax(-1))
+
+
+SHAPINGS: list[Callable[[Tensor], Tensor]] = [
+    lambda logits: logits.view(-1, VOCABULARY),
+    lambda logits: logits.reshape((-1, VOCABULARY)),
+    lambda logits: torch.reshape(logits, (6, VOCABULARY)),
+    lambda logits: logits[..., :-1, :],
+    lambda logits: logits[:, 1:],
+    lambda logits: logits[:, :-1, :].contiguous(),
+    lambda logits: logits[1],
+    lambda logits: logits[0, -1],
+    lambda logits: torch.tanh(logits / 3.0) * 3.0,
+    lambda logits: ((logits / 3.0).tanh() * 3.0).view(-1, VOCABULARY),
+]
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS)
+def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], Tensor]) -> None:
+    logits, whole = head()
+    found, expected = shaping(logits), shaping(whole)
+    assert type(found) is Logits
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(found + 0, expected)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda logits: logits[..., 0],
+        lambda logits: logits[..., :5],
+        lambda logits: logits[None],
+        lambda logits: logits[logits.detach() > 0],
+        lambda logits: logits.view(-1),
+        lambda logits: logits.view(VOCABULARY, -1),
+        lambda logits: logits / 3.0 + 1,
+        lambda logits: torch.tanh(logits),
+        lambda logits: torch.tanh(logits / 3.0) * 4.0,
+        lambda logits: logits * 3.0,
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits.softmax(-1),
+    ],
+)
+def test_anything_else_sees_the_logits(use: Callable[[Tensor], Tensor]) -> None:
+    logits, whole = head()
+    found = use(logits)
+    assert type(found) is Tensor
+    assert torch.equal(found, use(whole))
+
+
+def test_logits_in_float32_are_still_deferred() -> None:
+    hidden, weight = make(4, HIDDEN).bfloat16(), make(VOCABULARY, HIDDEN, seed=1).bfloat16()
+    for cast in (lambda logits: logits.float(), lambda logits: logits.to(torch.float32)):
+        found = cast(Logits.of(hidden, weight))
+        assert type(found) is Logits
+        assert found.dtype is torch.float32
+        assert torch.equal(found + 0, F.linear(hidden, weight).float())
+
+
+TARGET = torch.tensor([1, -100, 3, 10, 0, 2])
+LOSSES: list[Callable[[Tensor], Tensor]] = [
+    lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY), TARGET),
+    lambda logits: F.cross_entropy(logits.float().view(-1, VOCABULARY), TARGET, reduction="sum") / 3,
+    lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY), TARGET, label_smoothing=0.1),
+    lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY), TARGET, torch.arange(1.0, 12.0).to(logits.dtype)),
+    lambda logits: nn.CrossEntropyLoss(reduction="none")(
+        (torch.tanh(logits / 3.0) * 3.0).view(-1, VOCABULARY), TARGET
+    ).sum(),
+    lambda logits: F.cross_entropy(logits[:, 1:].reshape(-1, VOCABULARY), TARGET[:4]),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_cross_entropy_goes_without_the_logits(loss: Callable[[Tensor], Tensor], monkeypatch: Any) -> None:
+    found, expected = [], []
+    for results, plain in ((found, False), (expected, True)):
+        hidden, weight, bias = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)
+        logits = F.linear(hidden, weight, bias) if plain else Logits.of(hidden, weight, bias)
+        value = loss(logits)
+        results += [value, *torch.autograd.grad(value, (hidden, weight, bias))]
+        assert plain or logits._value is None
+    torch.testing.assert_close(found, expected)
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[Tensor], Tensor]) -> None:
+    seen: list[tuple[Tensor, Tensor, int]] = []
+    hidden, weight, bias = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)
+    value = loss(Logits.of(hidden, weight, bias, lambda *found: seen.append(found)))
+    assert torch.equal(value, loss(Logits.of(hidden, weight, bias)))
+    ((argmax, target, ignored),) = seen
+    assert ignored == -100
+    rows = F.linear(hidden, weight, bias).argmax(-1)
+    assert torch.equal(argmax, (rows[:, 1:] if len(target) == 4 else rows).reshape(-1))
+    assert torch.equal(target, TARGET[: len(target)])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits: F.cross_entropy(
+            logits.view(-1, VOCABULARY), torch.full((6, VOCABULARY), 0.1, dtype=logits.dtype)
+        ),
+        lambda logits: F.cross_entropy(
+            logits, torch.zeros(2, VOCABULARY, dtype=torch.long)
+        ),  # classes: the second dimension
+        lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY) / 2.0, TARGET),
+    ],
+)
+def test_other_losses_see_the_logits(loss: Callable[[Tensor], Tensor]) -> None:
+    logits, whole = head()
+    assert torch.equal(loss(logits), loss(whole))

@@ -1,0 +1,273 @@
+"""What a module computes is read off its forward: the real classes are recognized, near misses are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import TinyRMSNorm, gradients
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.gemma import modeling_gemma as gemma
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.phi3 import modeling_phi3 as phi3
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from recompute.kernels.gated_mlp import gated_mlp
+from recompute.kernels.rms_norm import rms_norm
+from recompute.substitution.recognize import (
+    GatedMLP,
+    Norm,
+    find_activation,
+    find_gated_mlp,
+    find_norm,
+    find_pre_norm_layer,
+)
+
+HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 40
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+LLAMA_NORMS = [
+    llama.LlamaRMSNorm,
+    mistral.MistralRMSNorm,
+    qwen2.Qwen2RMSNorm,
+    qwen3.Qwen3RMSNorm,
+    phi3.Phi3RMSNorm,
+]
+GEMMA_NORMS = [gemma.GemmaRMSNorm, gemma2.Gemma2RMSNorm, gemma3.Gemma3RMSNorm]
+NORMS = [
+    *((cls, "llama") for cls in LLAMA_NORMS),
+    *((cls, "gemma") for cls in GEMMA_NORMS),
+    (nn.RMSNorm, "none"),
+]
+SHAPE: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": 4}
+MLPS = [
+    (llama.LlamaMLP, transformers.LlamaConfig),
+    (mistral.MistralMLP, transformers.MistralConfig),
+    (qwen2.Qwen2MLP, transformers.Qwen2Config),
+    (qwen3.Qwen3MLP, transformers.Qwen3Config),
+    (gemma.GemmaMLP, transformers.GemmaConfig),
+]
+
+
+def make_norm(cls: type[nn.Module], eps: float = 1e-5, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    norm = cls(HIDDEN, eps=eps)
+    with torch.no_grad():
+        norm.weight += torch.randn(HIDDEN) * 0.3
+    return norm.to(dtype)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.3, 1.0])
+@pytest.mark.parametrize(("cls", "casting"), NORMS)
+def test_finds_the_norms_there_are(cls: type[nn.Module], casting: str, eps: float) -> None:
+    assert find_norm(make_norm(cls, eps)) == Norm("weight", eps, casting)
+
+
+@pytest.mark.parametrize(("cls", "config"), MLPS)
+def test_finds_the_mlps_there_are(cls: type[nn.Module], config: type[Any]) -> None:
+    mlp = cls(config(**SHAPE))
+    assert find_gated_mlp(mlp) == GatedMLP("gate_proj", "up_proj", "down_proj", "act_fn")
+    assert find_activation(mlp.act_fn) == ("gelu_tanh" if cls is gemma.GemmaMLP else "silu")
+
+
+def test_finds_gate_and_up_in_one_linear() -> None:
+    mlp = phi3.Phi3MLP(transformers.Phi3Config(**SHAPE, pad_token_id=0))
+    assert find_gated_mlp(mlp) == GatedMLP("gate_up_proj", None, "down_proj", "activation_fn")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cls", "casting"), NORMS)
+def test_a_kernel_gives_what_the_norm_it_stands_in_for_gives(
+    cls: type[nn.Module], casting: str, dtype: torch.dtype
+) -> None:
+    module = make_norm(cls, dtype=dtype)
+    found = find_norm(module)
+    assert found is not None
+    x = torch.randn(TOKENS, HIDDEN).to(dtype)
+
+    def kernel(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, found.eps, found.casting)
+
+    def eager(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(module, {"weight": weight}, x)
+
+    weight = module.weight.detach()
+    results = gradients(kernel, x, weight)
+    references = gradients(eager, x, weight)
+    assert [value.dtype for value in results] == [value.dtype for value in references]
+    if casting == "llama":
+        assert torch.equal(results[0], references[0])
+    exact = gradients(lambda x, w: exact_norm(x, w, found), x.double(), weight.double())
+    for result, reference, truth in zip(results, references, exact, strict=True):
+        error, eagers = ((value.double() - truth).norm() for value in (result, reference))
+        assert error <= 1.05 * eagers + torch.finfo(dtype).eps * truth.norm() / 8
+
+
+def exact_norm(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    gain = 1 + weight if norm.casting == "gemma" else weight
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * gain
+
+
+@pytest.mark.parametrize(("weight", "x"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(("cls", "casting"), NORMS)
+def test_a_kernel_returns_the_dtype_that_the_norm_returns(
+    cls: type[nn.Module], casting: str, weight: torch.dtype, x: torch.dtype
+) -> None:
+    module = make_norm(cls, dtype=weight)
+    value = torch.randn(TOKENS, HIDDEN).to(x)
+    result, reference = rms_norm(value, module.weight, 1e-5, casting), module(value)
+    assert result.dtype is reference.dtype
+    torch.testing.assert_close(result, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cls", "config"), MLPS[:-1])
+def test_a_kernel_gives_what_the_mlp_it_stands_in_for_gives(
+    cls: type[nn.Module], config: type[Any], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    mlp = cls(config(**SHAPE))
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.mul_(20)
+    x = torch.randn(TOKENS, HIDDEN)
+    exact = gradients(copy.deepcopy(mlp).double(), x.double())
+    mlp, x = mlp.to(dtype), x.to(dtype)
+    weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    results, references = gradients(lambda x: gated_mlp(x, *weights), x), gradients(mlp, x)
+    for result, reference, truth in zip(results, references, exact, strict=True):
+        error, eagers = ((value.double() - truth).norm() for value in (result, reference))
+        assert error <= 1.05 * eagers + torch.finfo(dtype).eps * truth.norm() / 8
+
+
+def norm_of(forward: Callable[..., Tensor], **attributes: Any) -> nn.Module:
+    module = type("SomeNorm", (TinyRMSNorm,), {"forward": forward})(HIDDEN)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def llama_like(self: Any, x: Tensor) -> Tensor:
+    return TinyRMSNorm.forward(self, x)
+
+
+def same_in_other_words(self: Any, hidden: Tensor) -> Tensor:
+    wide = hidden.float()
+    scale = torch.rsqrt(torch.mean(wide.pow(2), dim=-1, keepdim=True) + self.eps)
+    return torch.mul((scale * wide).type_as(hidden), self.weight)
+
+
+def without_weight(self: Any, x: Tensor) -> Tensor:
+    return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def test_finds_norms_that_nobody_has_heard_of() -> None:
+    assert find_norm(norm_of(llama_like)) == Norm("weight", 1e-6, "llama")
+    assert find_norm(norm_of(same_in_other_words)) == Norm("weight", 1e-6, "llama")
+    assert find_norm(nn.RMSNorm(HIDDEN, eps=1e-3, elementwise_affine=False)) == Norm(None, 1e-3, "none")
+
+
+def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj, self.gate_proj, self.w, self.nonlinearity = (*(nn.Linear(4, 4) for _ in range(3)), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w(self.gate_proj(x) * self.nonlinearity(self.up_proj(x)))
+
+    assert find_gated_mlp(Renamed()) == GatedMLP("up_proj", "gate_proj", "w", "nonlinearity")
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [
+        (nn.SiLU(), "silu"),
+        (transformers.activations.ACT2FN["silu"], "silu"),
+        (transformers.activations.ACT2FN["swish"], "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (transformers.activations.ACT2FN["gelu"], "gelu"),
+        (transformers.activations.ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
+        (nn.SiLU(inplace=True), None),
+        (transformers.activations.ACT2FN["quick_gelu"], None),
+        (nn.Sigmoid(), None),
+        (nn.Mish(), None),
+        (nn.Sequential(nn.SiLU(), nn.SiLU()), None),
+        (nn.Sequential(nn.SiLU(), nn.Dropout(0.1)), None),
+        (nn.Identity(), None),
+        (norm_of(lambda self, x: F.silu(x) * 2), None),
+        (norm_of(lambda self, x: F.silu(x * 2)), None),
+        (norm_of(lambda self, x: F.silu(x) if self.training else x), None),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, nn.Module) else "",
+)
+def test_an_activation_is_what_it_computes(activation: nn.Module, expected: str | None) -> None:
+    assert find_activation(activation) == expected
+
+
+class Busy(TinyRMSNorm):
+    """Counts, logs, remembers and draws as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
+        self.register_buffer("calls", torch.zeros(()))
+        self.count, self.log, self.last = 0, [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.count += 1
+        self.log.append(self.count)
+        self.last = x
+        noise = torch.rand(1).item()
+        return super().forward(x) if noise < 2 else x
+
+
+@pytest.mark.parametrize("find", [find_norm, find_gated_mlp, find_activation, find_pre_norm_layer])
+def test_looking_at_a_module_changes_nothing(find: Callable[[nn.Module], Any]) -> None:
+    module = Busy()
+    names, parameters = list(vars(module)), [*module.parameters(), *module.buffers()]
+    state = torch.get_rng_state()
+    assert not find(module)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (module.count, module.log, module.last) == (0, [], None)
+    assert module.calls == 0
+    assert [*module.parameters(), *module.buffers()] == parameters
+    assert list(vars(module)) == names
+
+
+CONSTANT, GENERATOR = torch.ones(HIDDEN), torch.Generator()
+
+
+class Constants(TinyRMSNorm):
+    """Uses what a trace makes attributes of its module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * CONSTANT + torch.rand(x.shape, generator=GENERATOR))
+
+
+def test_constants_of_a_trace_do_not_stay_on_the_module() -> None:
+    module = Constants(HIDDEN)
+    before = vars(module).keys() | set()
+    for find in (find_norm, find_gated_mlp, find_activation, find_pre_norm_layer):
+        assert not find(module)
+        assert vars(module).keys() == before
+
+
+@pytest.mark.parametrize(("cls", "casting"), NORMS)
+def test_a_module_found_to_be_a_norm_is_as_it_was(cls: type[nn.Module], casting: str) -> None:
+    module = make_norm(cls).eval()
+    module.register_forward_hook(lambda *_: pytest.fail("it has been run"))
+    before = {key: copy.copy(value) for key, value in vars(module).items()}
+    assert find_norm(module) is not None
+    assert vars(module) == before
+    assert not module.training

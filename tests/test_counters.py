@@ -1,0 +1,195 @@
+"""The clock moves, and the memory counters agree with tensors of known sizes to the byte."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from recompute import counters
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def kibibytes(count: int, device: torch.device = CPU) -> torch.Tensor:
+    return torch.empty(count * KIB, dtype=torch.uint8, device=device)
+
+
+def test_trace_counts_what_is_alive_at_each_mark_and_the_most_alive_at_once() -> None:
+    with counters.memory_trace(CPU) as trace:
+        first = kibibytes(3)
+        trace.mark("one")
+        second = kibibytes(5)
+        del first
+        trace.mark("two")
+        third = kibibytes(7)
+        del second, third
+        trace.mark("three")
+    assert trace.held_nbytes == {"one": 3 * KIB, "two": 5 * KIB, "three": 0}
+    assert trace.peak_nbytes == 12 * KIB
+
+
+def test_trace_starts_at_zero_whatever_was_allocated_before() -> None:
+    before = kibibytes(64)
+    for _ in range(2):
+        with counters.memory_trace(CPU) as trace:
+            inside = kibibytes(2)
+            trace.mark("end")
+        assert trace.held_nbytes == {"end": 2 * KIB}
+        assert trace.peak_nbytes == inside.nbytes < before.nbytes
+        del inside
+
+
+def test_freeing_what_was_there_before_does_not_count() -> None:
+    with counters.memory_trace(CPU):
+        garbage = kibibytes(64)  # and the garbage collector may come for it at any time
+    with counters.memory_trace(CPU) as trace:
+        inside = kibibytes(2)
+        del garbage
+        trace.mark("end")
+    assert trace.held_nbytes == {"end": inside.nbytes}
+
+
+def test_each_mark_ends_a_span_with_a_peak_of_its_own() -> None:
+    with counters.memory_trace(CPU) as trace:
+        first = kibibytes(3)
+        second = kibibytes(5)
+        del second
+        trace.mark("one")
+        del first
+        trace.mark("two")
+        third = kibibytes(2)
+        trace.mark("three")
+        del third
+        fourth = kibibytes(1)
+        trace.mark("four")
+        del fourth
+    assert trace.span_peak_nbytes == {"one": 8 * KIB, "two": 3 * KIB, "three": 2 * KIB, "four": 2 * KIB}
+    assert trace.peak_nbytes == 8 * KIB
+
+
+def test_trace_of_a_failed_block_reports_nothing_and_the_next_one_works() -> None:
+    failed = counters.memory_trace(CPU)
+
+    def fail() -> None:
+        with failed:
+            kibibytes(1)
+            failed.mark("before")
+            raise ValueError("out of ideas")
+
+    with pytest.raises(ValueError, match="out of ideas"):
+        fail()
+    assert (failed.held_nbytes, failed.span_peak_nbytes, failed.peak_nbytes) == ({}, {}, 0)
+    with counters.memory_trace(CPU) as trace:
+        kibibytes(1)
+    assert trace.peak_nbytes == KIB
+
+
+def test_step_memory_of_exp_is_its_output_then_its_gradient() -> None:
+    x = torch.zeros(1000, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    memory = counters.step_memory(lambda: x.exp().sum(), CPU)
+    # exp saves its output; the loss is one float. Backward adds the loss's gradient and then exp's, which is
+    # summed into the existing x.grad; the gradient of sum is expanded and takes no memory.
+    assert memory.activation_bytes_held == 4000 + 4
+    assert memory.peak_bytes == 4000 + 4 + 4 + 4000
+
+
+def test_step_memory_counts_a_gradient_only_where_there_was_none() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+    x = torch.ones(1000)
+
+    def forward() -> torch.Tensor:
+        return (weight * x).sum()
+
+    fresh = counters.step_memory(forward, CPU)
+    assert fresh.activation_bytes_held == 4  # x and weight are alive anyway; the product is not saved
+    again = counters.step_memory(forward, CPU)
+    assert again == fresh
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, 2 * x)
+
+
+def test_checkpoint_holds_its_input_and_regenerates_the_rest_in_backward() -> None:
+    x = torch.zeros(1000, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+
+    def forward() -> torch.Tensor:
+        y = x.neg()
+        y = checkpoint(lambda y: y.exp().sin().cos(), y, use_reentrant=False, preserve_rng_state=False)
+        return y.sum()
+
+    memory = counters.step_memory(forward, CPU)
+    assert memory.activation_bytes_held == 4000 + 4
+    assert memory.peak_bytes > 4 * 4000
+
+
+def test_wall_clock_is_monotonic_and_thread_clock_ignores_sleep() -> None:
+    wall, thread = counters.wall_seconds(CPU), counters.thread_seconds()
+    time.sleep(0.05)
+    assert counters.wall_seconds(CPU) - wall >= 0.05
+    assert counters.thread_seconds() - thread < 0.05
+
+
+def test_a_clock_gives_each_span_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "time", SimpleNamespace(perf_counter=iter([2.0, 2.5, 2.75]).__next__))
+    with counters.clock(CPU) as clock:
+        clock.mark("slow")
+        clock.mark("fast")
+    assert list(clock.seconds.items()) == [("slow", 0.5), ("fast", 0.25)]
+
+
+def test_machine_names_hardware_versions_and_date() -> None:
+    machine = counters.describe_machine(CPU)
+    assert machine["torch"] == torch.__version__
+    assert machine["gpu"] is None
+    assert machine["cpu"]
+    assert isinstance(machine["cores"], int)
+    assert machine["cores"] >= 1
+    assert {"python", "transformers", "triton", "date"} <= machine.keys()
+
+
+@pytest.mark.gpu
+def test_trace_on_cuda_counts_blocks_of_512_bytes() -> None:
+    device = torch.device("cuda")
+    kibibytes(1, device)
+    with counters.memory_trace(device) as trace:
+        first = kibibytes(4, device)
+        second = kibibytes(8, device)
+        del first
+        trace.mark("end")
+    assert trace.held_nbytes == {"end": second.nbytes}
+    assert trace.peak_nbytes == 12 * KIB
+
+
+@pytest.mark.gpu
+def test_wall_clock_waits_for_the_device() -> None:
+    device = torch.device("cuda")
+    start = counters.wall_seconds(device)
+    torch.cuda._sleep(int(1e8))  # about 50 ms of device cycles
+    launched = time.perf_counter()
+    assert counters.wall_seconds(device) - start > 2 * (launched - start)
+
+
+@pytest.mark.gpu
+def test_spans_on_cuda_have_peaks_and_seconds_of_their_own() -> None:
+    device = torch.device("cuda")
+    kibibytes(1, device)
+    with counters.memory_trace(device) as trace, counters.clock(device) as clock:
+        first = kibibytes(4, device)
+        second = kibibytes(8, device)
+        del first
+        torch.cuda._sleep(int(1e8))
+        trace.mark("one")
+        clock.mark("one")
+        del second
+        trace.mark("two")
+        clock.mark("two")
+    assert trace.span_peak_nbytes == {"one": 12 * KIB, "two": 8 * KIB}
+    assert trace.held_nbytes == {"one": 8 * KIB, "two": 0}
+    assert trace.peak_nbytes == 12 * KIB
+    assert clock.seconds["one"] > 10 * clock.seconds["two"]
