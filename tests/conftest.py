@@ -6,6 +6,7 @@ import importlib.util
 import os
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,18 @@ if not HAS_CUDA:
 torch.set_num_threads(1)  # the tensors are small, and threads of several workers get in each other's way
 
 CAN_INTERPRET = not HAS_CUDA and importlib.util.find_spec("triton") is not None
+
+
+hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
+hypothesis.settings.register_profile(
+    "ci", max_examples=200, deadline=None, derandomize=True, database=None, print_blob=True
+)
+hypothesis.settings.register_profile("exhaustive", max_examples=500, deadline=None)
+
+
+@pytest.hookimpl(tryfirst=True)  # hypothesis loads the profile that the command line names afterwards
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("quick" if config.option.markexpr else "exhaustive")
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest deselects by markers afterwards

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import recompute
-from recompute.planning.profiling import memory_trace
+from recompute.counters import memory_trace
 
 
 def each_layer(**rule: Any) -> dict[str, Any]:

@@ -242,11 +242,9 @@ THEMES: dict[str, list[str]] = {
 # it is edited. The blob that a failure prints makes the case again even then (@reproduce_failure). What is decided for
 # one case is there for the next, as it is for the layers of a model: a failure may take all cases to come again.
 reproducibly = settings(
-    max_examples=210,
     derandomize=True,
     database=None,
     print_blob=True,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
