@@ -28,7 +28,7 @@ def clean_thread() -> Iterator[None]:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from two_processes import TwoProcesses
 
