@@ -12,7 +12,7 @@ import pytest
 import torch
 from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, assert_as_without, governing
 from engine_testing import Stack, loss_of, tokens
-from tiers import of_slow, slow
+from tiers import by_default, slow
 from two_parts import Trained, disagreements, kept_nbytes, plans_of_this_rank, refusals, train, verified
 from two_processes import TwoProcesses
 
@@ -140,7 +140,7 @@ def test_ranks_with_other_models_or_plans_are_told_so(two_processes: TwoProcesse
         assert "rank 1 of the group has a plan with another budget than rank 0" in plans
 
 
-@pytest.mark.parametrize("name", of_slow({name: name for name in SETTINGS}, "recompute"))
+@pytest.mark.parametrize("name", by_default(list(SETTINGS), "recompute"))
 @pytest.mark.parametrize("stage", [3, *slow(1, 2)])
 def test_losses_under_deepspeed_are_as_without(two_processes: TwoProcesses, stage: int, name: str) -> None:
     pytest.importorskip("deepspeed")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from behaviour_testing import SETTINGS, assert_as_without, every_policy, governing
 from engine_testing import Stack, loss_of, replica_of, tokens
-from tiers import of_slow, slow
+from tiers import by_default, slow
 from torch import nn
 from two_decoders import kernels_train_as_without
 from two_processes import TwoProcesses, adapted, trains_as_without
 
 each_policy_in_processes = pytest.mark.parametrize(
     "rules",
-    of_slow({name: governing(setting) for name, setting in SETTINGS.items()}, "recompute", "checkpoint"),
+    by_default({name: governing(setting) for name, setting in SETTINGS.items()}, "recompute", "checkpoint"),
 )
 
 # 19. Accumulation, replicas, processes

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from random_modules import BLOCKS, Model, Program, Step, is_repeatable, parse
 from random_ops import MENUS, OPS, WIDTH
+from tiers import by_default
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -268,7 +269,7 @@ def test_any_module_is_bit_for_bit_what_it_is_without(
     compare(steps, rule, before=before, after=after, leaf=leaf, around=around, together=together)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", by_default(list(RULES), "checkpoint", "recompute"))
 @pytest.mark.parametrize("op", OPS)
 def test_each_op_alone(op: str, rule: str) -> None:
     dropped = compare((Step("exp"), Step("tanh"), Step(op), Step("sigmoid")), rule)

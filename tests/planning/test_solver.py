@@ -234,6 +234,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_80_layers_by_12_choices_take_no_time(pattern: list[int]) -> None:
     profile = random_profile(np.random.default_rng(0), pattern, 12, kinds=max(pattern) + 1)
