@@ -21,7 +21,7 @@ from recompute.attach.entries import module_entries
 from recompute.attach.explain import Attachment, Stats, explanation, stats
 from recompute.attach.runners import RootRunner, around, inside_of, region_of
 from recompute.attach.selection import choose
-from recompute.compiled.captured_region import CapturedRegion, Shared
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -136,7 +136,7 @@ class AppliedPolicy:
         return bool(heads)
 
     def remove(self) -> None:
-        """Take the policy off: the model is what it was. Graphs that were built under it still run backward."""
+        """Take the policy off: the model is what it was. GuardedGraphs that were built under it still run backward."""
         for attachment in self._attachments:
             _detach(attachment)
         if (model := self._model()) is not None and _policies.get(model) is self.policy:
@@ -156,7 +156,7 @@ def _attachments(
     model: nn.Module,
     policy: Policy,
     name: str | None = None,
-    shared: Shared | None = None,
+    shared: CaptureCache | None = None,
     *,
     strict: bool = True,
 ) -> list[Attachment]:
@@ -165,7 +165,7 @@ def _attachments(
     name: stands for the model's class's. shared: what regions like these share, if there are others.
     strict: as ``apply`` takes it.
     """
-    shared = Shared() if shared is None else shared
+    shared = CaptureCache() if shared is None else shared
     name = name or type(model).__name__
     entries, modules = module_entries(model, name)
     rules = assign(policy, entries)
@@ -359,7 +359,7 @@ _ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recomput
 
 def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     original = cls.forward
-    shared = Shared()  # of all instances
+    shared = CaptureCache()  # of all instances
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -388,7 +388,7 @@ class _Decorated:
     runner: Runner | None
 
 
-def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: Shared) -> None:
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: CaptureCache) -> None:
     vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
     try:
         attachments = _attachments(module, policy, cls.__name__, shared)
@@ -421,7 +421,7 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
         return function
     lowering = lowering_of(rule)
     if rule.action == "recompute" or rule.keep:
-        return _taped(function, region_of(Owner(name), rule, Shared()), lowering)
+        return _taped(function, region_of(Owner(name), rule, CaptureCache()), lowering)
     return _checkpointed(function, Region(Owner(name)), lowering)
 
 

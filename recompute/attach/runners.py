@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recompute.compiled.captured_region import CapturedRegion, Shared
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.lowering import CHECKPOINTS, KEEPS, is_lowered, lowering_of
 from recompute.compiled.runner import Forward, Runner, is_active
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -117,7 +117,7 @@ class CheckpointRunner:
 
     note = "its Python runs again from its inputs"
 
-    def __init__(self, owner: Owner, module: nn.Module, rule: Rule, shared: Shared):
+    def __init__(self, owner: Owner, module: nn.Module, rule: Rule, shared: CaptureCache):
         self.owner = owner
         self._checkpoint = Region(owner, beyond=surroundings(module.modules()))
         itself = weakref.ref(module)
@@ -143,7 +143,7 @@ class TapeRunner:
     inner: runs it there, as kernels do, in whose place their ops run again.
     """
 
-    def __init__(self, owner: Owner, rule: Rule, shared: Shared, inner: InnerRunner | None = None):
+    def __init__(self, owner: Owner, rule: Rule, shared: CaptureCache, inner: InnerRunner | None = None):
         self.owner = owner
         self.inner = inner
         self.lowering = lowering_of(rule)
@@ -169,7 +169,9 @@ class TapeRunner:
         return self.region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
 
 
-def region_of(owner: Owner, rule: Rule, shared: Shared, checkpoint: Callable[..., Any] | None = None) -> CapturedRegion:
+def region_of(
+    owner: Owner, rule: Rule, shared: CaptureCache, checkpoint: Callable[..., Any] | None = None
+) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
     tape = TapeRegion(setting_of(owner, rule, shared.openings))
     return CapturedRegion(tape, shared if rule.capture else None, checkpoint)
