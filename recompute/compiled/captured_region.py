@@ -25,7 +25,7 @@ from recompute.compiled.observation import GraphTape, Observation, RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reach import walk_references
+from recompute.engine.checkpoint.reachable_objects import walk_references
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
@@ -33,7 +33,7 @@ from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import is_verifying, local
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import RegionStatistics, top_hooks, unpack_saved
-from recompute.engine.tape.exposed import expose_arrays, is_shared
+from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
 from recompute.errors import warn
