@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from recompute.attach.effect import check_effect, listed
-from recompute.attach.entries import module_entries
+from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment, Stats, explanation, stats
+from recompute.attach.module_entries import module_entries
 from recompute.attach.runners import RootRunner, around, inside_of, region_of
 from recompute.attach.selection import choose
-from recompute.compiled.captured_region import CapturedRegion, Shared
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -157,7 +157,7 @@ def _attachments(
     model: nn.Module,
     policy: Policy,
     name: str | None = None,
-    shared: Shared | None = None,
+    shared: CaptureCache | None = None,
     *,
     strict: bool = True,
 ) -> list[Attachment]:
@@ -166,7 +166,7 @@ def _attachments(
     name: stands for the model's class's. shared: what regions like these share, if there are others.
     strict: as ``apply`` takes it.
     """
-    shared = Shared() if shared is None else shared
+    shared = CaptureCache() if shared is None else shared
     name = name or type(model).__name__
     entries, modules = module_entries(model, name)
     rules = assign(policy, entries)
@@ -360,7 +360,7 @@ _ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recomput
 
 def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     original = cls.forward
-    shared = Shared()  # of all instances
+    shared = CaptureCache()  # of all instances
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -389,7 +389,7 @@ class _Decorated:
     runner: Runner | None
 
 
-def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: Shared) -> None:
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: CaptureCache) -> None:
     vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
     try:
         attachments = _attachments(module, policy, cls.__name__, shared)
@@ -422,7 +422,7 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
         return function
     lowering = lowering_of(rule)
     if rule.action == "recompute" or rule.keep:
-        return _taped(function, region_of(RegionStatistics(name), rule, Shared()), lowering)
+        return _taped(function, region_of(RegionStatistics(name), rule, CaptureCache()), lowering)
     return _checkpointed(function, CheckpointRegion(RegionStatistics(name)), lowering)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recompute.compiled.captured_region import CapturedRegion, Shared
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.lowering import CHECKPOINTS, KEEPS, is_lowered, lowering_of
 from recompute.compiled.runner import Forward, Runner, is_active
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -118,7 +118,7 @@ class CheckpointRunner:
 
     note = "its Python runs again from its inputs"
 
-    def __init__(self, statistics: RegionStatistics, module: nn.Module, rule: Rule, shared: Shared):
+    def __init__(self, statistics: RegionStatistics, module: nn.Module, rule: Rule, shared: CaptureCache):
         self.statistics = statistics
         self._checkpoint = CheckpointRegion(statistics, beyond=references_of_modules(module.modules()))
         itself = weakref.ref(module)
@@ -144,7 +144,9 @@ class TapeRunner:
     inner: runs it there, as kernels do, in whose place their ops run again.
     """
 
-    def __init__(self, statistics: RegionStatistics, rule: Rule, shared: Shared, inner: InnerRunner | None = None):
+    def __init__(
+        self, statistics: RegionStatistics, rule: Rule, shared: CaptureCache, inner: InnerRunner | None = None
+    ):
         self.statistics = statistics
         self.inner = inner
         self.lowering = lowering_of(rule)
@@ -171,7 +173,7 @@ class TapeRunner:
 
 
 def region_of(
-    statistics: RegionStatistics, rule: Rule, shared: Shared, checkpoint: Callable[..., Any] | None = None
+    statistics: RegionStatistics, rule: Rule, shared: CaptureCache, checkpoint: Callable[..., Any] | None = None
 ) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
     tape = TapeRegion(setting_of(statistics, rule, shared.plan_cache))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recompute.attach.runners import CheckpointRunner, KeepRunner, PlainRunner, TapeRunner
-from recompute.compiled.captured_region import Shared
+from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.lowering import lowering_of
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import base_of
@@ -41,7 +41,7 @@ from recompute.substitution.rotary import find_rotary
 
 
 def choose(
-    path: str, module: nn.Module, rule: Rule, governed: Collection[str], shared: Shared
+    path: str, module: nn.Module, rule: Rule, governed: Collection[str], shared: CaptureCache
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
     """The modules, ``module`` itself or inside it, that ``rule`` makes run otherwise, and how.
 

@@ -347,10 +347,6 @@ class Observation:
             reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
             if reached != {position for position, _ in self._contributions}:
                 raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
-            # A node takes gradients only where these have gone when it was recorded.
-            reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
-            if reached != {position for position, _ in self._contributions}:
-                raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
             program = ProgramWriter(
                 self._plan,
                 self._recording,

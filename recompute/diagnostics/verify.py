@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
-from recompute.attach.effect import listed, means_to_drop
+from recompute.attach.check_effect import listed, means_to_drop
 from recompute.compiled.lowering import uncompiled
 from recompute.engine.recipes import count_different, verifying
 from recompute.engine.rng import RngState

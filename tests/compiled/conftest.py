@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for engine_testing, whose comparisons these tests share
 
 
 @pytest.fixture(autouse=True)
