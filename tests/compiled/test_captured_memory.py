@@ -48,7 +48,8 @@ def watched() -> Iterator[list[StorageWeakRef]]:
 
 
 def frames_alive() -> int:
-    return sum(isinstance(each, (captured_function.CapturedFrame, captured_function._Outputs)) for each in gc.get_objects())
+    kinds = captured_function.CapturedFrame, captured_function._Outputs
+    return sum(isinstance(each, kinds) for each in gc.get_objects())
 
 
 def alive(references: list[StorageWeakRef]) -> int:
