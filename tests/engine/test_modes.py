@@ -251,7 +251,7 @@ def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(
     def gradient(scope: bool) -> Tensor:
         torch.manual_seed(0)
         x = torch.randn(SIZE, requires_grad=True)
-        with region.Scope(saved_tensors.Owner("a test")) if scope else nullcontext(), kind():
+        with region.RecipeScope(saved_tensors.RegionStatistics("a test")) if scope else nullcontext(), kind():
             y = x.sin()
             if scope:
                 recipes.record(y, torch.sin, x)

@@ -12,6 +12,7 @@ import models
 import pytest
 import tiny
 import torch
+from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -19,9 +20,9 @@ from torch.optim import SGD, AdamW, Optimizer
 import recompute
 from recompute import counters
 from recompute.errors import AlreadyAppliedError, ModelError, PolicyWarning
-from recompute.profiling import candidates, profiles
+from recompute.profiling import candidates, measure_regions
 from recompute.profiling.cost_table import Choice, Profile
-from recompute.profiling.dry_run import rehearsal
+from recompute.profiling.dry_run import dry_run
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,7 @@ def profiled(layers: int = 4, **options: Any) -> Profile:
 
 
 def predicted_peak(profile: Profile, choices: Sequence[Choice]) -> int:
-    """By the time line that ``profile_table`` describes."""
+    """By the time line that ``cost_table`` describes."""
     held = [choice.held_nbytes for choice in choices]
     gradients = [profile.regions[place.region].gradient_nbytes for place in profile.places]
     moments = [sum(gradients) + profile.optimizer_peak_nbytes]
@@ -53,7 +54,7 @@ def predicted_peak(profile: Profile, choices: Sequence[Choice]) -> int:
 
 def measured_peak(profile: Profile, model: nn.Module, batch: Any, choices: Sequence[Choice], loss: Any = None) -> int:
     rules = {place.path: choice.rule for place, choice in zip(profile.places, choices, strict=True) if place.path}
-    with rehearsal(model, batch, loss=loss) as run, recompute.apply(model, candidates.policy_of(rules)):
+    with dry_run(model, batch, loss=loss) as run, recompute.apply(model, candidates.policy_of(rules)):
         regions = {place.path: model.get_submodule(place.path) for place in profile.places[1:-1]}
         for _ in range(2):
             run.step(regions)
@@ -82,7 +83,7 @@ def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> N
         assert predicted_peak(profile, choices) == measured_peak(profile, model, ids, choices, loss)
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [True, *slow(False)])
 def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
     model = models.make("llama", num_hidden_layers=5)
     model.config.use_cache = False
@@ -108,7 +109,7 @@ def test_regions_that_run_alike_are_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["wider", "frozen", "bias"])
+@pytest.mark.parametrize("how", ["frozen", *slow("wider", "bias")])
 def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
     model, ids, loss = decoder_and_loss()
     layer: Any = model.layers[2]
@@ -125,6 +126,7 @@ def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
     assert (other < plain) if how == "frozen" else (other > plain)
 
 
+@pytest.mark.slow
 def test_layers_that_alternate_are_told_apart() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = models.make("gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=8)
@@ -219,14 +221,14 @@ def test_progress_is_told() -> None:
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = profiles._Measuring._measure
+    measure = measure_regions._RegionMeasurer._measure
 
     def with_little_memory(self: Any, job: Sequence[Any]) -> None:
         if any(slot.candidate.name == "keep" and len(slot.places) > 1 for slot in job):
             raise torch.OutOfMemoryError("no room")
         measure(self, job)
 
-    monkeypatch.setattr(profiles._Measuring, "_measure", with_little_memory)
+    monkeypatch.setattr(measure_regions._RegionMeasurer, "_measure", with_little_memory)
     with pytest.warns(PolicyWarning, match="keep is left out for TinyDecoderLayer: no room"):
         profile = profiled(5)
     names = [choice.name for choice in profile.regions[1].choices]

@@ -248,7 +248,7 @@ def weak(tensor: Tensor) -> StorageWeakRef:
 
 def engine_objects() -> Counter[str]:
     """How many frames, recipes, handles and held tensors exist."""
-    kinds = (recipes.Recipe, saved_tensors.Saved, recipes.RecipeBook, region.Scope, recorder.Tape)
+    kinds = (recipes.Recipe, saved_tensors.PackedTensor, recipes.RecipeBook, region.RecipeScope, recorder.Tape)
     return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds))
 
 
