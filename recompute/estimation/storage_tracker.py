@@ -138,11 +138,11 @@ class _StorageMode(TorchDispatchMode):
         if op in IMPLEMENTATIONS:  # what it allocates inside is seen, each tensor as long as it lives
             with self:
                 return IMPLEMENTATIONS[op](*args, **kwargs)
-        if local.imagines_cuda and op is _aten.addmm.dtype_out:  # which the CPU has not
+        if local.simulates_cuda and op is _aten.addmm.dtype_out:  # which the CPU has not
             return kwargs["out"]
         output = op(*args, **kwargs)
-        extra = workspace_nbytes(op, args, output) if local.imagines_cuda else 0
-        replaces_input = op is _aten.add.Tensor and local.imagines_cuda and _is_called_by_autograd()
+        extra = workspace_nbytes(op, args, output) if local.simulates_cuda else 0
+        replaces_input = op is _aten.add.Tensor and local.simulates_cuda and _is_called_by_autograd()
         self._trace.made(output, (args, kwargs), extra, replaces_input=replaces_input)
         return output
 

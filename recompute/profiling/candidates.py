@@ -17,7 +17,7 @@ from recompute.attach.module_entries import module_entries
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.frontier import frontier
 from recompute.engine.cut.ops import facts
-from recompute.engine.cut.save_plan import Plan, solve
+from recompute.engine.cut.save_plan import SavePlan, solve
 from recompute.engine.tape.setting import PRICE
 from recompute.errors import ModelError, warn
 from recompute.policy.matching import assign
@@ -190,7 +190,7 @@ def _everything(via: str) -> dict[str, Any]:
     return {**_recomputing(via), "rerun": list(_RERUN), "price": 0.0}
 
 
-def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str, Plan]:
+def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str, SavePlan]:
     """What each region runs, where all may run again."""
     with apply(run.model, policy_of(dict.fromkeys(regions, _everything(via)))) as handle:
         for _ in range(2):  # kernels of a layer learn in the first forward which Linears read a norm
@@ -212,7 +212,7 @@ def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:
         yield attachment.path, getattr(attachment.runner, "inner", None) or attachment.runner
 
 
-def _likeness(module: nn.Module, plan: Plan | None) -> Any:
+def _likeness(module: nn.Module, plan: SavePlan | None) -> Any:
     """Equal for two modules that run alike."""
     parts = tuple([(base_of(part), *sorted(_attributes(part))) for part in module.modules()])
     parameters = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
@@ -232,7 +232,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, type(value).__name__ + (str(bool(value)) if isinstance(value, float) else "")
 
 
-def _candidates(by_hooks: Plan | None, by_kernels: Plan | None, via_kernels: str | None) -> list[Candidate]:
+def _candidates(by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None) -> list[Candidate]:
     """The ways to run a region whose ops these plans list."""
     plain = _Point(None, _saved_nbytes(by_hooks), 0.0)
     cheap = _cheap(by_hooks)
@@ -248,7 +248,7 @@ def _candidates(by_hooks: Plan | None, by_kernels: Plan | None, via_kernels: str
     return found
 
 
-def _saved_nbytes(plan: Plan | None) -> int:
+def _saved_nbytes(plan: SavePlan | None) -> int:
     """All that autograd saves and that does not live anyway: what is held if nothing is dropped."""
     known = () if plan is None else [plan.facts[number] for number in plan.demanded]
     return sum(each.nbytes for each in known if not each.alive)
@@ -262,17 +262,17 @@ class _Point(NamedTuple):
     rerun_seconds: float
 
 
-def _cheap(plan: Plan | None) -> _Point:
+def _cheap(plan: SavePlan | None) -> _Point:
     """The rule by which no costly op runs again."""
     rule = _recomputing(HOOK)
     if plan is None:
         return _Point(rule, 0, 0.0)
     steps = [step._replace(reason="costly") if step.is_costly else step for step in plan.steps]
-    least = solve(steps, plan.facts, plan.saves, plan.stale, (), PRICE)
+    least = solve(steps, plan.facts, plan.saves, plan.overwritten, (), PRICE)
     return _Point(rule, least.kept_nbytes, sum(steps[index].seconds for index in least.rerun))
 
 
-def _further(plan: Plan | None, via: str, how: str, others: Sequence[_Point]) -> Iterator[Candidate]:
+def _further(plan: SavePlan | None, via: str, how: str, others: Sequence[_Point]) -> Iterator[Candidate]:
     """The points of the frontier, or the most telling ones of it, that are unlike those that there are."""
     if plan is None:
         return

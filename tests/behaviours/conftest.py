@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for engine_testing, whose models these tests share
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,7 +28,7 @@ def clean_thread() -> Iterator[None]:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from two_processes import TwoProcesses
 

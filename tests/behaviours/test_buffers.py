@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from behaviour_testing import RECOMPUTE, Census, every_tape, governing, module_of
+from behaviour_testing import RECOMPUTE, TAPES, Census, Setting, governing, module_of
 from engine_testing import HIDDEN, bits, holding, tokens
+from tiers import by_default
 from torch import Tensor, nn
 
 import recompute
@@ -203,15 +204,15 @@ def assert_as_plain_or_refused_as_plain(
     return True
 
 
-@every_tape
+@pytest.mark.parametrize("tape", by_default(TAPES, "recompute"))
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_buffer_that_a_region_changes_does_what_it_does_in_plain_eager(
-    rules: dict[str, Any], update: Update, use: Callable[[Any, Tensor], Tensor]
+    tape: Setting, update: Update, use: Callable[[Any, Tensor], Tensor]
 ) -> None:
     for order in ("before", "after"):
         for step in STEPS.values():
-            assert_as_plain_or_refused_as_plain(_model(_forward(update, use, order)), rules, step)
+            assert_as_plain_or_refused_as_plain(_model(_forward(update, use, order)), governing(tape), step)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, assert_as_without, governing
 from engine_testing import Stack, loss_of, tokens
+from tiers import by_default, slow
 from two_parts import Trained, disagreements, kept_nbytes, plans_of_this_rank, refusals, train, verified
 from two_processes import TwoProcesses
 
 WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
 OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
 
-every_way = pytest.mark.parametrize("how", WAYS)
+ONCE = [
+    ("ddp", "recompute"),
+    ("fsdp", "recompute"),
+    ("sequence parallel", "recompute"),
+    ("tensor parallel", "checkpoint"),
+]
+"""Each way at least once, and each action."""
 every_policy = pytest.mark.parametrize("name", SETTINGS)
+
+
+def each_way(*ways: str, names: Iterable[str] = SETTINGS) -> Any:
+    """Of ``ways`` and the policies in ``names``: those in ``ONCE`` by default, the others are slow."""
+    cases = list(itertools.product(ways or WAYS, names))
+    default = [case for case in cases if case in ONCE]
+    assert default
+    return pytest.mark.parametrize(("how", "name"), [*default, *slow(*(case for case in cases if case not in ONCE))])
 
 
 @functools.cache
@@ -26,9 +43,8 @@ def trained(processes: TwoProcesses, how: str, name: str | None, first: str = "p
     return processes.run(train, how, rules, first)
 
 
-@every_policy
-@every_way
-@pytest.mark.parametrize("first", ["policy", "wrapper"])
+@each_way()
+@pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
 def test_losses_gradients_weights_and_random_numbers_are_as_without(
     two_processes: TwoProcesses, how: str, name: str, first: str
 ) -> None:
@@ -41,16 +57,14 @@ def test_losses_gradients_weights_and_random_numbers_are_as_without(
         assert found.dropped_nbytes > 0
 
 
-@every_policy
-@every_way
+@each_way()
 def test_memory_is_saved(two_processes: TwoProcesses, how: str, name: str) -> None:
     for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
         assert found.held_nbytes < 0.8 * plain.held_nbytes
         assert found.peak_nbytes < plain.peak_nbytes
 
 
-@every_policy
-@every_way
+@each_way()
 def test_collectives_run_as_often_as_without(two_processes: TwoProcesses, how: str, name: str) -> None:
     for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
         assert sum(plain.collectives[1].values()) > 0
@@ -61,22 +75,20 @@ def test_collectives_run_as_often_as_without(two_processes: TwoProcesses, how: s
             assert found.collectives[1] == plain.collectives[1]
 
 
-@every_policy
-@pytest.mark.parametrize("how", [way for way in WAYS if "fsdp" in way])
+@each_way(*(way for way in WAYS if "fsdp" in way))
 def test_gathered_weights_do_not_outlive_forward(two_processes: TwoProcesses, how: str, name: str) -> None:
     for first in ("policy", "wrapper"):
         assert [found.gathered_nbytes for found in trained(two_processes, how, name, first)] == [0, 0]
 
 
-@pytest.mark.parametrize("how", OF_WEIGHTS)
-def test_ranks_that_have_parts_of_one_model_draw_alike(two_processes: TwoProcesses, how: str) -> None:
-    for name in (*SETTINGS, None):
-        first, second = trained(two_processes, how, name)
+@each_way(*OF_WEIGHTS)
+def test_ranks_that_have_parts_of_one_model_draw_alike(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for rules in (name, None):
+        first, second = trained(two_processes, how, rules)
         assert first.random == second.random
 
 
-@every_way
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "checkpoint"])
+@each_way(names=[name for name in SETTINGS if name != "checkpoint"])
 def test_every_rank_has_the_same_plans(two_processes: TwoProcesses, how: str, name: str) -> None:
     first, second = trained(two_processes, how, name)
     assert first.plans.keys() == {"model.layers.0", "model.layers.1"}
@@ -110,7 +122,7 @@ def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_
     assert held[0] < held[1] == held[2]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["fsdp", *slow("ddp")])
 def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes: TwoProcesses, how: str) -> None:
     first, second = two_processes.run(verified, how)
     assert first.own_peaks[0] < first.budget_nbytes < second.own_peaks[0]  # alone, rank 0 would have been content
@@ -128,8 +140,8 @@ def test_ranks_with_other_models_or_plans_are_told_so(two_processes: TwoProcesse
         assert "rank 1 of the group has a plan with another budget than rank 0" in plans
 
 
-@every_policy
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", by_default(list(SETTINGS), "recompute"))
+@pytest.mark.parametrize("stage", [3, *slow(1, 2)])
 def test_losses_under_deepspeed_are_as_without(two_processes: TwoProcesses, stage: int, name: str) -> None:
     pytest.importorskip("deepspeed")
     from two_deepspeed import losses

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from behaviour_testing import assert_as_without, every_policy
+from behaviour_testing import SETTINGS, assert_as_without, every_policy, governing
 from engine_testing import Stack, loss_of, replica_of, tokens
+from tiers import by_default, slow
 from torch import nn
 from two_decoders import kernels_train_as_without
 from two_processes import TwoProcesses, adapted, trains_as_without
+
+each_policy_in_processes = pytest.mark.parametrize(
+    "rules",
+    by_default({name: governing(setting) for name, setting in SETTINGS.items()}, "recompute", "checkpoint"),
+)
 
 # 19. Accumulation, replicas, processes
 
@@ -61,27 +67,27 @@ def assert_trains_as_without(processes: TwoProcesses, *arguments: Any) -> None:
         assert dropped_nbytes > 0
 
 
-@every_policy
-@pytest.mark.parametrize("first", ["policy", "wrapper"])
-@pytest.mark.parametrize("how", ["ddp", "ddp, static graph", "ddp, unused parameters"])
+@each_policy_in_processes
+@pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
+@pytest.mark.parametrize("how", ["ddp", *slow("ddp, static graph", "ddp, unused parameters")])
 def test_19_ddp_with_gradient_accumulation_and_no_sync(
     two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
 ) -> None:
     assert_trains_as_without(two_processes, "full", how, rules, first)
 
 
-@every_policy
-@pytest.mark.parametrize("first", ["policy", "wrapper"])
-@pytest.mark.parametrize("how", ["fsdp", "fsdp, weights stay gathered", "fsdp, mixed precision"])
+@each_policy_in_processes
+@pytest.mark.parametrize("first", ["wrapper", *slow("policy")])
+@pytest.mark.parametrize("how", ["fsdp", *slow("fsdp, weights stay gathered", "fsdp, mixed precision")])
 def test_19_fsdp_with_gradient_accumulation_without_synchronization(
     two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
 ) -> None:
     assert_trains_as_without(two_processes, "full", how, rules, first)
 
 
-@pytest.mark.parametrize("first", ["policy", "wrapper"])
+@pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
 @pytest.mark.parametrize(
-    "how", ["ddp", "ddp, static graph", "ddp, unused parameters", "fsdp", "fsdp, weights stay gathered"]
+    "how", ["ddp", "fsdp", *slow("ddp, static graph", "ddp, unused parameters", "fsdp, weights stay gathered")]
 )
 def test_19_kernels_in_the_place_of_layers_under_ddp_and_fsdp(
     two_processes: TwoProcesses, how: str, first: str
@@ -102,8 +108,8 @@ def test_22_frozen_weights_and_adapters(rules: dict[str, Any]) -> None:
     assert_as_without(adapted(), rules, run)
 
 
-@every_policy
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, weights stay gathered", "fsdp, mixed precision"])
+@each_policy_in_processes
+@pytest.mark.parametrize("how", ["ddp", *slow("fsdp", "fsdp, weights stay gathered", "fsdp, mixed precision")])
 def test_22_frozen_weights_and_adapters_under_ddp_and_fsdp(
     two_processes: TwoProcesses, rules: dict[str, Any], how: str
 ) -> None:

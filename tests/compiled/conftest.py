@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for engine_testing, whose comparisons these tests share
 
 
 @pytest.fixture(autouse=True)
@@ -24,4 +20,4 @@ def clean_thread() -> Iterator[None]:
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() is torch.float32
     assert recipes.local.books == []
-    assert recipes.local.spans == []
+    assert recipes.local.active_frames == []

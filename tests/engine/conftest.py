@@ -17,10 +17,10 @@ _MODULE_CALL, _MODULE_GETATTR = nn.Module.__call__, nn.Module.__getattr__  # wha
 def clean_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    left = [*recipes.local.books, *recipes.local.spans]
+    left = [*recipes.local.books, *recipes.local.active_frames]
     is_patched = nn.Module.__call__ is not _MODULE_CALL or nn.Module.__getattr__ is not _MODULE_GETATTR
     recipes.local.books.clear()  # so that one test's failure is one failure
-    recipes.local.spans.clear()
+    recipes.local.active_frames.clear()
     nn.Module.__call__, nn.Module.__getattr__ = _MODULE_CALL, _MODULE_GETATTR  # type: ignore[method-assign]
     assert left == []
     assert not is_patched

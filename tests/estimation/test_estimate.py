@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 import transformers
+from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,8 +135,15 @@ def test_small_models_at_long_sequence_and_large_ones_get_different_advice() -> 
     assert large.advice[0].what.startswith("the optimizer's states")
 
 
-@pytest.mark.parametrize("policy", [None, "full", "elementwise", "auto", "kernel", "hook"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "tied"),
+    [
+        ("elementwise", False),
+        ("kernel", True),
+        *slow(*((policy, False) for policy in (None, "full", "auto", "kernel", "hook"))),
+        *slow(*((policy, True) for policy in (None, "full", "elementwise", "auto", "hook"))),
+    ],
+)
 def test_many_layers_from_few_are_all_of_them(policy: str | None, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(num_hidden_layers=26, tie_word_embeddings=tied)
     monkeypatch.setattr(model_estimator, "extrapolated_step", lambda *arguments: pytest.fail("must not be needed"))

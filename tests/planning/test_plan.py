@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tables
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -69,7 +69,6 @@ def governed(policy: Policy) -> dict[str, dict[str, Any]]:
     }
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data(), st.booleans())
 def test_a_policy_reaches_exactly_the_places_it_means(data: st.DataObject, lists_known: bool) -> None:
     chosen = data.draw(st.lists(st.sampled_from(BLOCKS), min_size=1, unique=True))

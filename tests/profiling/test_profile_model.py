@@ -12,6 +12,7 @@ import models
 import pytest
 import tiny
 import torch
+from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -82,7 +83,7 @@ def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> N
         assert predicted_peak(profile, choices) == measured_peak(profile, model, ids, choices, loss)
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [True, *slow(False)])
 def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
     model = models.make("llama", num_hidden_layers=5)
     model.config.use_cache = False
@@ -108,7 +109,7 @@ def test_regions_that_run_alike_are_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["wider", "frozen", "bias"])
+@pytest.mark.parametrize("how", ["frozen", *slow("wider", "bias")])
 def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
     model, ids, loss = decoder_and_loss()
     layer: Any = model.layers[2]
@@ -125,6 +126,7 @@ def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
     assert (other < plain) if how == "frozen" else (other > plain)
 
 
+@pytest.mark.slow
 def test_layers_that_alternate_are_told_apart() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = models.make("gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=8)
