@@ -42,11 +42,6 @@ class RegionKind:
     candidates: list[Candidate]
     """The first one is the region as it is."""
 
-    @property
-    def least(self) -> Candidate:
-        """The one that should hold least."""
-        return min(self.candidates, key=lambda candidate: candidate.predicted_nbytes)
-
 
 @dataclass(frozen=True)
 class StepLayout:
