@@ -1,4 +1,4 @@
-"""The ten invariants of ``recompute.engine``: a test of each, which fails where it is broken, or where it is."""
+"""The ten invariants of ``recompute/engine/README.md``: a test of each, which fails where it is broken."""
 
 from __future__ import annotations
 
