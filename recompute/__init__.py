@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from recompute.ablation.ablate import ablate
     from recompute.attach.apply import apply, recompute
     from recompute.diagnostics.verify import verify
-    from recompute.engine.checkpoint.region import keep
+    from recompute.engine.keeping import keep
     from recompute.estimation.estimate import estimate
     from recompute.planning.make_plan import plan
     from recompute.policy.loading import load_policy
@@ -37,7 +37,7 @@ _MODULES = {
     "ablate": "recompute.ablation.ablate",
     "apply": "recompute.attach.apply",
     "estimate": "recompute.estimation.estimate",
-    "keep": "recompute.engine.checkpoint.region",
+    "keep": "recompute.engine.keeping",
     "load_policy": "recompute.policy.loading",
     "plan": "recompute.planning.make_plan",
     "profile": "recompute.profiling.profile_model",

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
 from recompute.attach.explain import Stats
-from recompute.engine import recipes, saved_tensors
-from recompute.engine.checkpoint import region
+from recompute.engine import recipes, saved_tensors, scopes
 from recompute.engine.tape import recorder
 
 HIDDEN = 8
@@ -248,7 +247,7 @@ def weak(tensor: Tensor) -> StorageWeakRef:
 
 def engine_objects() -> Counter[str]:
     """How many frames, recipes, handles and held tensors exist."""
-    kinds = (recipes.Recipe, saved_tensors.PackedTensor, recipes.RecipeBook, region.RecipeScope, recorder.Tape)
+    kinds = (recipes.Recipe, saved_tensors.PackedTensor, recipes.RecipeBook, scopes.RecipeScope, recorder.Tape)
     return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds))
 
 

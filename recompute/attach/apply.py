@@ -25,10 +25,11 @@ from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reach import references_of_function
-from recompute.engine.checkpoint.region import CheckpointRegion, is_recording
+from recompute.engine.checkpoint.reachable_objects import references_of_function
+from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import is_recording
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.policy.loading import load_policy

@@ -17,10 +17,11 @@ from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.lowering import CHECKPOINTS, KEEPS, is_lowered, lowering_of
 from recompute.compiled.runner import Forward, Runner, is_active
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reach import references_of_modules
-from recompute.engine.checkpoint.region import CheckpointRegion, KeepScope, RecipeScope
+from recompute.engine.checkpoint.reachable_objects import references_of_modules
+from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.save_plan import PlanCache
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
 from recompute.policy.rules import FAMILIES, PRICE, Rule

@@ -20,7 +20,7 @@ from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import Recipe, RecipeGroup, nbytes_of, open_book
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import KeptTensor, PackedTensor, RegionStatistics, checked, pack_through, top_hooks
-from recompute.engine.tape.operands import copied
+from recompute.engine.tape.op_arguments import copied
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)

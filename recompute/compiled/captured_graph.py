@@ -28,7 +28,7 @@ from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import RegionStatistics
-from recompute.engine.tape.exposed import expose_arrays, is_shared
+from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
 

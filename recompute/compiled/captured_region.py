@@ -28,7 +28,7 @@ from recompute.compiled.guards import MISSED
 from recompute.compiled.observation import RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Recording
-from recompute.engine.checkpoint.reach import walk_references
+from recompute.engine.checkpoint.reachable_objects import walk_references
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.recipes import is_verifying, local

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recompute.engine.checkpoint.region import is_recording
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import is_recording
 
 Forward = Callable[..., Any]
 

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.sharded import has_layout, local_of
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import MutationError, UnsupportedError
 
@@ -279,28 +279,6 @@ def explain_transforms(error: BaseException | None, statistics: RegionStatistics
             "a policy, nor of a model in which one is, as they bear no saved-tensor hooks. Give the module that calls "
             "them a rule with `action: keep`; torch.autograd.grad works everywhere."
         ) from error
-
-
-class BypassScope:
-    """The span in which what autograd saves goes past a scope, to the hooks around it: about 3 µs less a tensor.
-
-    For what is known to save nothing that a scope could drop. Inside other regions it changes nothing.
-    """
-
-    __slots__ = ("_hooks",)
-
-    def __enter__(self) -> None:
-        self._hooks = top_hooks()
-        if self._hooks is not None:
-            pack, unpack = self._hooks
-            if unpack is unpack_saved and getattr(pack.__self__, "can_be_bypassed", False):  # type: ignore[attr-defined]
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-            else:
-                self._hooks = None
-
-    def __exit__(self, *error: object) -> None:
-        if self._hooks is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
 
 
 def is_inside_checkpoint() -> bool:

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recompute.engine.checkpoint.region import is_recording
 from recompute.engine.recipes import local, open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.scopes import is_recording
 
 Compute = Callable[[Tensor], Any]
 """Of a tensor of rows, what a module or the kernels in its place give."""

@@ -20,9 +20,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from recompute.compiled.lowering import Lowering, is_lowered
 from recompute.compiled.runner import Forward, Runner, is_active
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.dtensors import has_layout
 from recompute.engine.recipes import is_fake, local, open_book
-from recompute.engine.saved_tensors import BypassScope, RegionStatistics, is_inside_checkpoint
-from recompute.engine.sharded import has_layout
+from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.scopes import BypassScope
 from recompute.errors import warn
 from recompute.substitution.accounts import Accounts, Held
 from recompute.substitution.lazy_tensors import Activated, Linears, Logits, LossObserver, Normed, Operands

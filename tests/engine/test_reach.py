@@ -18,7 +18,7 @@ from numpy.random import rand as numpy_by_name
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.checkpoint.reach import find_generators
+from recompute.engine.checkpoint.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 
 OWN_RANDOM = random.Random(1)

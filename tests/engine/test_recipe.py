@@ -12,7 +12,6 @@ from engine_testing import ROW_NBYTES, bits, holding, no_garbage_collection, pol
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.checkpoint.region import KeepScope, RecipeScope
 from recompute.engine.cut.layout import Layout
 from recompute.engine.recipes import OpRecipe, RecipeBook, local, open_book, record
 from recompute.engine.saved_tensors import (
@@ -23,6 +22,7 @@ from recompute.engine.saved_tensors import (
     pack_tensor,
     storage_key,
 )
+from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.errors import MutationError, RegenerationError
 
 

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.checkpoint.region import RecipeScope
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import RecipeScope
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.rms_norm import rms_norm

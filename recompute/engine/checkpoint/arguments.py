@@ -28,7 +28,7 @@ from recompute.engine.saved_tensors import (
     top_hooks,
     version_of,
 )
-from recompute.engine.tape.exposed import is_shared
+from recompute.engine.tape.exposed_memory import is_shared
 from recompute.errors import MutationError
 
 

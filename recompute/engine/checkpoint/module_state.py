@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from recompute.engine.dtensors import has_layout
 from recompute.engine.saved_tensors import describe, storage_of, version_of
-from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -22,7 +22,6 @@ what lives anyway (7).
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -32,15 +31,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.checkpoint.arguments import HeldArguments
 from recompute.engine.checkpoint.module_state import AutocastState, Learned, ModuleState
-from recompute.engine.checkpoint.reach import walk_references
+from recompute.engine.checkpoint.reachable_objects import walk_references
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
-from recompute.engine.kept import kept
+from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import (
     ActiveModes,
     count_dispatch_modes,
@@ -52,16 +50,13 @@ from recompute.engine.modes import (
 from recompute.engine.recipes import (
     Handle,
     Recipe,
-    RecipeBook,
     count_different,
     is_fake,
     is_verifying,
     local,
-    open_book,
 )
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import (
-    Hooks,
     KeptTensor,
     PackedDTensor,
     PackedTensor,
@@ -76,95 +71,14 @@ from recompute.engine.saved_tensors import (
     unpack_saved,
     version_of,
 )
-from recompute.engine.sharded import has_layout, local_of
 from recompute.errors import RegenerationError, warn
-from recompute.policy.rules import is_tensor_name
 
 T = TypeVar("T")
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _strided = torch.strided
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-
-
-def is_recording() -> bool:
-    """Whether autograd records, by saved-tensor hooks if there are any, and plainly.
-
-    Not where a compiler, a functional transform or forward-mode differentiation is at work.
-    """
-    return (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and (_has_hooks() or _goes_without())
-    )
-
-
-@functools.cache
-def _goes_without() -> bool:
-    """False, and the first time a warning."""
-    warn(
-        "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and a policy needs "
-        "them: modules run as without it, and nothing is dropped. Take them out of the policy, or run them outside of "
-        "that context."
-    )
-    return False
-
-
-class RecipeScope:
-    """The span in which the outputs that recipes give back are dropped, wherever they are saved.
-
-    Innermost scopes share the book of the outermost one, so that a consumer in any of them finds the recipe.
-    """
-
-    is_checkpoint = False
-    can_be_bypassed = True
-
-    def __init__(self, statistics: RegionStatistics):
-        self._statistics = statistics
-        self.outer = top_hooks()
-        self._book: RecipeBook | None = open_book() or RecipeBook()
-
-    def __enter__(self) -> None:
-        _push_hooks(self._pack, unpack_saved)
-        local.books.append(self._book)
-
-    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
-        _pop_hooks()
-        local.books.pop()
-        explain_transforms(error, self._statistics)
-        self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
-
-    def _pack(self, tensor: Tensor) -> PackedTensor:
-        if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
-            with hidden_from_modes():
-                return self._pack(tensor)
-        handle = self._book.handle(local_of(tensor)) if self._book is not None else None
-        if handle is not None:
-            return PackedDTensor(tensor.detach(), handle, self._statistics.name) if has_layout(tensor) else handle
-        return pack_through(self.outer, tensor.detach(), self._statistics.name)
-
-
-class KeepScope:
-    """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops.
-
-    There are no hooks of ours in it, so that ``torch.func.grad``, which bears none, works there.
-    """
-
-    def __enter__(self) -> None:
-        self._hooks: list[Hooks] = []
-        while (top := top_hooks()) is not None and top[1] is unpack_saved:
-            self._hooks.append(top)
-            _pop_hooks()
-        local.books.append(None)
-
-    def __exit__(self, *error: object) -> None:
-        local.books.pop()
-        while self._hooks:
-            _push_hooks(*self._hooks.pop())
 
 
 class CheckpointRegion:
@@ -479,27 +393,3 @@ class _SubstituteValue(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def keep(tensor: Tensor, name: str | None = None) -> Tensor:
-    """Pin ``tensor``: it is kept, and what runs again in backward uses it instead of calculating it anew.
-
-    Call it inside a module's forward, on what must not come out differently the second time, such as a router's logits;
-    returns ``tensor``. Outside of every region it does nothing.
-
-    name: pin it only where the rule that governs the module lists this name in its ``keep``.
-    """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"recompute.keep takes a tensor, got {type(tensor).__name__}")
-    if name is not None and not is_tensor_name(name):
-        raise ValueError(
-            f"recompute.keep takes a name that a rule's keep can list, such as 'router_logits', got {name!r}"
-        )
-    if torch.compiler.is_compiling():
-        return kept(tensor, name) if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag else tensor
-    with hidden_from_any_modes():
-        for span in local.active_frames:
-            tensor = span.pin(tensor, name)
-    if name is None and (book := open_book()) is not None:
-        book.forget(tensor)
-    return tensor

@@ -26,7 +26,7 @@ class Point(NamedTuple):
     held_nbytes: int
     """Of what is kept and does not live anyway."""
     rerun_seconds: float
-    """Of running ops again, on the nominal accelerator of ``engine.ops``."""
+    """Of running ops again, on the nominal accelerator of ``engine.cut.ops``."""
 
 
 def frontier(plan: SavePlan) -> tuple[Point, ...]:

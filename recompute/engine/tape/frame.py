@@ -22,6 +22,7 @@ from recompute.engine.cut.save_plan import (
     ValueRef,
     solve,
 )
+from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import runs_hidden_from_modes
 from recompute.engine.recipes import (
     Handle,
@@ -49,8 +50,7 @@ from recompute.engine.saved_tensors import (
     unpack_saved,
     version_of,
 )
-from recompute.engine.sharded import has_layout, local_of
-from recompute.engine.tape.operands import copied, parameter_of
+from recompute.engine.tape.op_arguments import copied, parameter_of
 from recompute.engine.tape.setting import Setting
 
 HoldValue = Callable[[ValueRef], PackedTensor]

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, OpFacts, facts_of_call, seconds
 from recompute.engine.cut.save_plan import HAND_OUT, KEEP, SavePlan, StepInstruction, TapeStep, ValueRef
+from recompute.engine.dtensors import are_sharded, has_layout, local_of
 from recompute.engine.modes import (
     count_dispatch_modes,
     count_function_modes,
@@ -41,11 +42,10 @@ from recompute.engine.saved_tensors import (
     unpack_saved,
     version_of,
 )
-from recompute.engine.sharded import are_sharded, has_layout, local_of
 from recompute.engine.tape.autocast import in_force, left_out
-from recompute.engine.tape.exposed import bytes_of, expose, expose_arrays, is_exposed, watch
+from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, is_exposed, watch
 from recompute.engine.tape.frame import RecordedCall, TapeFrame, aliased
-from recompute.engine.tape.operands import (
+from recompute.engine.tape.op_arguments import (
     LISTS,
     PLAIN,
     NotRegenerable,
