@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -57,6 +59,13 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> N
     gone = [item for item in items if marker in item.keywords]
     items[:] = [item for item in items if marker not in item.keywords]
     config.hook.pytest_deselected(items=gone)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def thawed() -> Iterator[None]:
+    """What tests put out of the garbage collector's sight is in it again."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(
