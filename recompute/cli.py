@@ -32,7 +32,7 @@ from recompute.errors import (
 )
 
 if TYPE_CHECKING:
-    from recompute.planning.plans import Plan
+    from recompute.planning.plan import Plan
 
 _INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _UNLIMITED = 1000  # columns, where no terminal wraps the table
@@ -124,20 +124,20 @@ def ablate(
 
     Writes results.json, results.md and results.png. Exits with 1 if a policy failed or does not match.
     """
-    from recompute.ablation import comparison, configuration, report
+    from recompute.ablation import ablate, ablation_report, llama_ablation
     from recompute.policy.document import load_document, validate
 
     where = device.value if device else "auto"
     if model is not None and (config or text):
         raise AblationError("expected a configuration with its text, or --model; found both")
     base = (
-        load_document(configuration.AblationConfig, config, kind="configuration")
+        load_document(llama_ablation.AblationConfig, config, kind="configuration")
         if config
-        else configuration.default_config(where)
+        else llama_ablation.default_config(where)
     )
     given = {"policies": policy, "peers": peer, "text": text, "device": device and where, "steps": steps}
     changes = {key: value for key, value in given.items() if value}
-    settings = validate(configuration.AblationConfig, {**base.model_dump(), **changes}, label="command line")
+    settings = validate(llama_ablation.AblationConfig, {**base.model_dump(), **changes}, label="command line")
 
     command = shlex.join(["recompute", *sys.argv[1:]])
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -149,22 +149,22 @@ def ablate(
             progress.update(task, description=what, completed=done, total=total)
 
         def tell(row: Any) -> None:
-            stderr.print(report.line(asdict(row)))
+            stderr.print(ablation_report.line(asdict(row)))
 
         try:
             if model is not None:
-                comparison.of_named(model, policy, peer, steps, device=where, out=out, progress=show, on_row=tell)
+                ablate.of_named(model, policy, peer, steps, device=where, out=out, progress=show, on_row=tell)
             else:
-                for row in configuration.run(settings, out, command=command, progress=show):
+                for row in llama_ablation.run(settings, out, command=command, progress=show):
                     tell(row)
         except KeyboardInterrupt:
             interrupted = True
 
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    report.write(results, out)
-    Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(report.table(results["rows"]))
+    ablation_report.write(results, out)
+    Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(ablation_report.table(results["rows"]))
     typer.echo(f"results.json, results.md and results.png are in {out}")
-    problems = report.failures(results)
+    problems = ablation_report.failures(results)
     for problem in problems:
         typer.echo(problem, err=True)
     raise typer.Exit(_INTERRUPTED if interrupted else 1 if problems else 0)
@@ -179,10 +179,12 @@ class DType(str, Enum):
 
 
 def _dtype(name: str) -> DType:
-    from recompute.estimation.static_memory import chosen
+    from recompute.estimation.static_memory import read_option
 
     try:
-        return DType(chosen("dtype", name.value if isinstance(name, DType) else name, [each.value for each in DType]))
+        return DType(
+            read_option("dtype", name.value if isinstance(name, DType) else name, [each.value for each in DType])
+        )
     except RecomputeError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -219,10 +221,10 @@ def explain(
 
     rules = load_policy(policy)  # a mistake in it is told before anything heavy is imported
 
+    from recompute.estimation.build_model import build_fake
     from recompute.estimation.factories import call, describe
-    from recompute.estimation.models import imagined
 
-    with imagined(model, **_build_options(seq_len, batch_size, dtype, device)) as (network, batch):
+    with build_fake(model, **_build_options(seq_len, batch_size, dtype, device)) as (network, batch):
         handle = apply(network, rules)
         call(network, batch)
         typer.echo(f"{describe(network, batch)}\n\n{handle.explain()}")
@@ -259,15 +261,15 @@ def estimate(
     With --gpu or --gpu-memory it exits with 0 if the step fits, and with 1 if it does not; with 2 for a mistake.
     """
     from recompute.estimation.capacity import read_capacity
-    from recompute.estimation.estimate_request import EstimateRequest
-    from recompute.estimation.estimate_request import as_json as to_json
-    from recompute.estimation.options import Options
+    from recompute.estimation.estimate_command import EstimateRequest
+    from recompute.estimation.estimate_command import as_json as to_json
+    from recompute.estimation.estimate_options import EstimateOptions
 
     request = EstimateRequest.checked(
         model=model,
         batch_size=batch_size,
         seq_len=seq_len,
-        options=Options(dtype, optimizer, sharding, devices, loss),
+        options=EstimateOptions(dtype, optimizer, sharding, devices, loss),
         policy=policy,
         device=read_capacity(gpu, gpu_memory),
         sweep=sweep,
@@ -297,8 +299,8 @@ def verify(
 
     rules = recompute.load_policy(policy)
 
+    from recompute.estimation.build_model import build
     from recompute.estimation.factories import describe
-    from recompute.estimation.models import build
 
     network, batch = build(model, **_build_options(seq_len, batch_size, dtype, device))
     typer.echo(describe(network, batch))
@@ -353,7 +355,7 @@ def plan(
     Exits with 1 if --verify finds the plan over the budget.
     """
     from recompute.estimation.gpus import read_gpu
-    from recompute.planning.plan_request import PlanRequest
+    from recompute.planning.plan_command import PlanRequest
 
     request = PlanRequest(
         budget=budget,
@@ -409,17 +411,17 @@ class _Lines:
 
 def _show_plan(plan: Plan, *, out: Path | None, as_json: bool, frontier: bool) -> None:
     """Write the policy to ``out``, with the frontier's plot beside it, and print the plan."""
-    from recompute.planning import frontiers
+    from recompute.planning import frontier_report
 
     typer.echo(plan.to_json() if as_json else str(plan))
     if frontier and not as_json:
-        typer.echo(f"\n{frontiers.table(plan)}")
+        typer.echo(f"\n{frontier_report.table(plan)}")
     if out is not None:
         plan.save(out)
         typer.echo(f"written: {out}", err=True)
         if frontier:
             drawn = out.with_suffix(".png")
-            frontiers.plot(plan).savefig(drawn)
+            frontier_report.plot(plan).savefig(drawn)
             typer.echo(f"written: {drawn}", err=True)
 
 

@@ -135,7 +135,7 @@ def test_no_file_and_no_folder_has_the_name_of_another_or_of_a_public_function()
         "recompute.engine.cut.minimum_cut",
         "recompute.planning.solver",
         "recompute.estimation.gpus",
-        "recompute.estimation.sources",
+        "recompute.estimation.check_paths",
         "recompute.estimation.static_memory",
     ],
 )
@@ -297,8 +297,8 @@ def test_the_command_line_loads_torch_only_where_it_is_used() -> None:
     heavy = "torch transformers triton matplotlib"
     run(
         "import sys, recompute, recompute.cli;"
-        "from recompute.estimation import capacity, estimate_request, gpus;"
-        "from recompute.planning import plan_request;"
+        "from recompute.estimation import capacity, estimate_command, gpus;"
+        "from recompute.planning import plan_command;"
         "recompute.load_policy('hook'), recompute.Policy, recompute.estimate, recompute.plan;"
         "assert not set(sys.argv[1:]) & set(sys.modules), set(sys.argv[1:]) & set(sys.modules);"
         "assert set(recompute.__all__) <= set(dir(recompute));"
@@ -310,7 +310,7 @@ def test_the_command_line_loads_torch_only_where_it_is_used() -> None:
 
 def test_importing_does_nothing_else() -> None:
     heavy = "matplotlib networkx transformers typer rich triton.language"
-    heavy += " recompute.kernels.launch recompute.ablation.configuration recompute.ablation.comparison"
+    heavy += " recompute.kernels.launch recompute.ablation.llama_ablation recompute.ablation.ablate"
     run(
         "import sys, torch;"
         "before = set(sys.modules); state = torch.get_rng_state();"

@@ -16,7 +16,7 @@ from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.lowering import lowering_of
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
 from recompute.policy.rules import PRICE, Rule
 from recompute.substitution.kernel_runners import (
     MLP,
@@ -48,31 +48,31 @@ def choose(
     Kernels stand in for what is inside ``module`` and has no rule of its own (``governed``). ``shared``: what the
     modules under one policy share.
     """
-    owner = Owner(f"{path} ({type(module).__name__})" if path else type(module).__name__)
+    statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
     if rule.action == "keep":
-        yield path, module, KeepRunner(owner)
+        yield path, module, KeepRunner(statistics)
     elif rule.action == "checkpoint" and not rule.keep:
-        yield path, module, CheckpointRunner(owner, module, rule, shared)
+        yield path, module, CheckpointRunner(statistics, module, rule, shared)
     else:
-        tape = TapeRunner(owner, rule, shared)
+        tape = TapeRunner(statistics, rule, shared)
         if rule.via == "hook" or rule.action != "recompute":
             yield path, module, tape
             return
         needs_tape = bool(rule.rerun or rule.keep or rule.price != PRICE)  # what kernels save themselves is less then
         if needs_tape:
-            kernel = _find_kernel(owner, module, _on_tape(owner, rule), is_named=True)
+            kernel = _find_kernel(statistics, module, _on_tape(statistics, rule), is_named=True)
         else:
-            kernel = _find_kernel(owner, module, tape if rule.via == "auto" else None, is_named=True)
+            kernel = _find_kernel(statistics, module, tape if rule.via == "auto" else None, is_named=True)
             if kernel is not None:
                 kernel.lowering = lowering_of(rule)
-        yield path, module, TapeRunner(owner, rule, shared, kernel) if needs_tape else kernel or tape
+        yield path, module, TapeRunner(statistics, rule, shared, kernel) if needs_tape else kernel or tape
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(path, module, rule, governed)
 
 
-def _on_tape(owner: Owner, rule: Rule) -> PlainRunner | None:
+def _on_tape(statistics: RegionStatistics, rule: Rule) -> PlainRunner | None:
     """What runs in the place of a kernel that stands in on CUDA alone."""
-    return PlainRunner(owner) if rule.via == "auto" else None
+    return PlainRunner(statistics) if rule.via == "auto" else None
 
 
 def _kernels_inside(
@@ -82,34 +82,36 @@ def _kernels_inside(
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
-        owner = Owner(f"{child_path} ({type(child).__name__})")
-        kernel = _find_inner_kernel(owner, child, module, _on_tape(owner, rule))
+        statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
+        kernel = _find_inner_kernel(statistics, child, module, _on_tape(statistics, rule))
         if kernel is not None:
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(child_path, child, rule, governed)
 
 
-def _find_kernel(owner: Owner, module: nn.Module, fallback: Runner | None, *, is_named: bool) -> KernelRunner | None:
+def _find_kernel(
+    statistics: RegionStatistics, module: nn.Module, fallback: Runner | None, *, is_named: bool
+) -> KernelRunner | None:
     """The runner of the kernels that compute what ``module`` does, if there are any.
 
     is_named: whether a rule names this very module, and not one around it.
     """
     if is_named and is_plain_linear(module):
-        return KernelHeadRunner(owner, fallback and PlainRunner(owner, "it runs as it is"))
+        return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"))
     if (mlp := _find_mlp(module)) is not None:
-        return _checked(KernelMLPRunner(owner, fallback, mlp), module, (mlp.parts, mlp.activation))
+        return _checked(KernelMLPRunner(statistics, fallback, mlp), module, (mlp.parts, mlp.activation))
     if not any(module.children()):
         norm = find_norm(module)
-        return None if norm is None else _checked(KernelNormRunner(owner, fallback, norm), module, norm)
+        return None if norm is None else _checked(KernelNormRunner(statistics, fallback, norm), module, norm)
     if (layer := find_pre_norm_layer(module)) is not None:
         parts = layer.computed(module)
         norm, mlp_norm = map(find_norm, parts[:2])
         if norm is not None and mlp_norm is not None:
             references = tuple(map(weakref.ref, parts))
-            return KernelLayerRunner(owner, fallback, layer, (norm, mlp_norm), _find_mlp(parts[2]), references)
+            return KernelLayerRunner(statistics, fallback, layer, (norm, mlp_norm), _find_mlp(parts[2]), references)
     rotary = find_rotary(module, on_cuda_only=fallback is not None)
-    return None if rotary is None else KernelRotaryRunner(owner, fallback, rotary)
+    return None if rotary is None else KernelRotaryRunner(statistics, fallback, rotary)
 
 
 _agree: dict[Any, bool] = {}
@@ -138,13 +140,13 @@ def _checked(runner: KernelRunner, module: nn.Module, found: Any) -> KernelRunne
 
 
 def _find_inner_kernel(
-    owner: Owner, module: nn.Module, parent: nn.Module, fallback: Runner | None
+    statistics: RegionStatistics, module: nn.Module, parent: nn.Module, fallback: Runner | None
 ) -> KernelRunner | None:
     """As ``find_kernel``, for what is inside of a module that a rule names."""
     is_stack_of_experts = any(parameter.dim() == 3 for parameter in parent.parameters(recurse=False))
     if is_stack_of_experts and (activation := find_activation(module)) is not None:
-        return KernelActivationRunner(owner, fallback, activation)
-    return _find_kernel(owner, module, fallback, is_named=False)
+        return KernelActivationRunner(statistics, fallback, activation)
+    return _find_kernel(statistics, module, fallback, is_named=False)
 
 
 def _find_mlp(module: nn.Module) -> MLP | None:

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from recompute.compiled.captured_function import CapturedFunction, Frame
+from recompute.compiled.captured_function import CapturedFrame, CapturedFunction
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.save_plan import Plan
+from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.rng import RngState
-from recompute.engine.saved_tensors import Owner
-from recompute.engine.tape.exposed import expose_arrays, is_shared
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
 
@@ -40,14 +40,14 @@ class GraphCaller(Protocol):
     """What a graph asks of the region that calls it."""
 
     tape: TapeRegion
-    owner: Owner
+    statistics: RegionStatistics
     is_checkpoint: bool
     settings: dict[Any, Setting]
     recording: Recording | None
 
     def can_run(self, program: Program) -> bool: ...
-    def knows(self, plan: Plan) -> bool: ...
-    def count(self, plan: Plan | None) -> None: ...
+    def knows(self, plan: SavePlan) -> bool: ...
+    def count(self, plan: SavePlan | None) -> None: ...
     def count_kernels(self) -> None: ...
     def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
 
@@ -198,10 +198,10 @@ class CapturedGraph:
                 raise Refusal
         _running.has_begun = True
         region.count_kernels()
-        frame = Frame(
+        frame = CapturedFrame(
             program,
             self._graph,
-            region.owner,
+            region.statistics,
             given,
             numerics,
             region.count_replay,
@@ -269,7 +269,7 @@ class CapturedGraph:
 
 
 class _GlobalState:
-    """What code that is left in its middle may leave behind: random states, and switches of torch."""
+    """What code that is left in its middle may leave walk_references: random states, and switches of torch."""
 
     def __init__(self) -> None:
         self._rng = RngState()
@@ -309,7 +309,7 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
     """What runs the modules inside of the one whose forward ``function`` is, or is given."""
     for inside in modules_in(function, args):
         runner = vars(inside).get(RUNNER)
-        while getattr(runner, "owner", None) is not None:
+        while getattr(runner, "statistics", None) is not None:
             yield runner
             runner = getattr(runner, "inner", None)
 

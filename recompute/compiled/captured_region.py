@@ -28,12 +28,12 @@ from recompute.compiled.guards import MISSED
 from recompute.compiled.observation import RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Recording
-from recompute.engine.checkpoint.reach import behind
-from recompute.engine.cut.save_plan import LARGEST_COPY, Plan, PlanCache
+from recompute.engine.checkpoint.reachable_objects import walk_references
+from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.recipes import is_verifying, local
-from recompute.engine.rng import RngState, is_source
-from recompute.engine.saved_tensors import Owner, top_hooks, unpack_saved
+from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.saved_tensors import RegionStatistics, top_hooks, unpack_saved
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
 from recompute.errors import warn
@@ -58,7 +58,7 @@ class CaptureCache:
     """What the regions under one policy share: plans of the cut, and captured graphs."""
 
     def __init__(self) -> None:
-        self.openings = PlanCache()
+        self.plan_cache = PlanCache()
         self._graphs: dict[Hashable, CachedGraphs] = {}
 
     def graphs_of(self, function: Hashable, rule: Hashable) -> CachedGraphs:
@@ -80,10 +80,10 @@ class CapturedRegion:
         checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
         """
         self.tape = tape
-        self.owner = tape.setting.owner
+        self.statistics = tape.setting.statistics
         self.is_checkpoint = checkpoint is not None
         if checkpoint is not None:
-            tape.setting.owner = Owner(self.owner.name)  # whose totals are a tape's, and concern nobody
+            tape.setting.statistics = RegionStatistics(self.statistics.name)  # of the tape: nobody asks for them
         self._checkpoint = checkpoint
         self._frames = 0
         self.settings: dict[Any, Setting] = {tape.setting.key: tape.setting}
@@ -93,7 +93,7 @@ class CapturedRegion:
         self._cached: CachedGraphs | None = None
         self._own_graphs: GuardedGraphs | None = None
         """Graphs of this region alone, if none of those that it shares fits."""
-        self._plans: dict[int, tuple[Plan, int]] = {}
+        self._plans: dict[int, tuple[SavePlan, int]] = {}
         """The plans that its frames by the tape have had, by their ``id``, and how many frames had each."""
         self._misses = 0
         """Calls in a row for which there was no graph."""
@@ -111,27 +111,27 @@ class CapturedRegion:
         """Programs with such backwards: in which frame that happened first, and how often it has."""
         self._replayed: set[Program] = set()
         """Programs whose backward is not as recorded as a rule: they are of an equal region, but not for this one."""
-        self._kernel_nbytes: list[tuple[Owner, int]] = []
+        self._kernel_nbytes: list[tuple[RegionStatistics, int]] = []
         """Of the kernels inside, the bytes that each counts in a frame beside what the tape counts."""
 
-    def count(self, plan: Plan | None) -> None:
+    def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""
         self.count_kernels()
         if not self.is_checkpoint:
-            self.owner.frames += 1
+            self.statistics.frames += 1
         elif plan is not None:
-            Counts.of(plan, is_checkpoint=True).add_to(self.owner)
+            Counts.of(plan, is_checkpoint=True).add_to(self.statistics)
 
     def count_kernels(self) -> None:
         """Count what kernels inside hold in a frame, as they do not run by themselves in captured code."""
-        for owner, nbytes in self._kernel_nbytes:
-            owner.eager_nbytes += nbytes
+        for statistics, nbytes in self._kernel_nbytes:
+            statistics.eager_nbytes += nbytes
 
     def can_run(self, program: Program) -> bool:
         """Whether it does what frames of the region by the tape did, and its backward is mostly as recorded here."""
         return program not in self._replayed and self.knows(program.plan)
 
-    def knows(self, plan: Plan) -> bool:
+    def knows(self, plan: SavePlan) -> bool:
         """Whether the region's own frames have had this plan."""
         return id(plan) in self._plans
 
@@ -157,14 +157,14 @@ class CapturedRegion:
         as one node it adds up gradients of gradients in another order than plain PyTorch, and rounds otherwise.
         """
         if is_differentiated and self._replays < MAX_REPLAYS:
-            _warn_of_rounding(self.owner.name)
+            _warn_of_rounding(self.statistics.name)
         self._replays += MAX_REPLAYS if is_differentiated else 1
         if self._replays >= MAX_REPLAYS:
             self.deoptimize("its backward is differentiated in its turn, or differs from time to time")
             return
-        first, count = self._first_replays.get(program, (self.owner.frames, 0))
+        first, count = self._first_replays.get(program, (self.statistics.frames, 0))
         self._first_replays[program] = first, count + 1
-        is_the_rule = self.owner.frames - first < 2 * MAX_FAILURES
+        is_the_rule = self.statistics.frames - first < 2 * MAX_FAILURES
         if count + 1 == MAX_FAILURES and is_the_rule:
             self._replayed.add(program)
             self._recordings = self._unused = 0
@@ -238,14 +238,14 @@ class CapturedRegion:
                 del self._plans[next(iter(self._plans))]
         return result
 
-    def _has_settled(self, plan: Plan | None) -> bool:
+    def _has_settled(self, plan: SavePlan | None) -> bool:
         """Whether enough frames have had this plan; any plan, if there is none yet."""
         counts = [count for known, count in self._plans.values() if plan is None or known is plan]
         return max(counts, default=0) >= WARMUP_FRAMES - 1
 
     def _checkpoint_by_tape(self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         assert self._checkpoint is not None
-        if any(runner.owner is not self.owner for runner in runners_in(function, args)):
+        if any(runner.statistics is not self.statistics for runner in runners_in(function, args)):
             self._refusal, self._recordings = "modules inside of it have rules of their own", MAX_FAILURES
             return self._checkpoint(function, args, kwargs)
         result = self._by_recording_tape(cache, function, args, kwargs, None)
@@ -269,10 +269,10 @@ class CapturedRegion:
     ) -> Any:
         """Run once more by the tape, which also records the calls that a graph of the region must make."""
         self._recordings += 1
-        reached = behind((function, *modules_in(function, args), *tree_leaves((args, kwargs))))
-        generators = RngState({id(value): value for value in reached if is_source(value)}.values())
-        owners = [runner.owner for runner in runners_in(function, args)]
-        before = [owner.eager_nbytes for owner in owners]
+        reached = walk_references((function, *modules_in(function, args), *tree_leaves((args, kwargs))))
+        generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
+        inner = [runner.statistics for runner in runners_in(function, args)]
+        before = [each.eager_nbytes for each in inner]
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
@@ -280,8 +280,8 @@ class CapturedRegion:
             return tapes[0]
 
         result = self.tape.run(function, args, kwargs, variant, start)
-        counted = [(owner, owner.eager_nbytes - start) for owner, start in zip(owners, before, strict=True)]
-        self._kernel_nbytes = [(owner, nbytes) for owner, nbytes in counted if nbytes and owner is not self.owner]
+        counted = [(each, each.eager_nbytes - start) for each, start in zip(inner, before, strict=True)]
+        self._kernel_nbytes = [(each, nbytes) for each, nbytes in counted if nbytes and each is not self.statistics]
         plan = self.tape.plan
         if tapes and plan is not None and (self.is_checkpoint or self._has_settled(plan)):
             self.recording, self._not_recorded = tapes[0].recording, tapes[0].reason
@@ -307,7 +307,13 @@ def _warn_of_rounding(name: str) -> None:
 
 def is_undisturbed() -> bool:
     """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
-    if local.spans or count_dispatch_modes() or count_function_modes() or is_verifying() or _has_any_global_hook():
+    if (
+        local.active_frames
+        or count_dispatch_modes()
+        or count_function_modes()
+        or is_verifying()
+        or _has_any_global_hook()
+    ):
         return False
     hooks = top_hooks()
     while hooks is not None and hooks[1] is unpack_saved:

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
-from recompute.engine.tape.operands import LISTS, at, is_plain, tensors_in
+from recompute.engine.tape.op_arguments import LISTS, at, is_plain, tensors_in
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}

@@ -30,7 +30,7 @@ class ModuleActivations(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class EstimateSettings:
     """What was estimated."""
 
     model: str
@@ -47,7 +47,7 @@ class Settings:
 class Estimate:
     """Bytes that a training step takes on each device."""
 
-    settings: Settings
+    settings: EstimateSettings
     static_bytes: StaticBytes
     activation_bytes: int
     """Held after forward."""

@@ -185,7 +185,7 @@ def step_memory(forward: Callable[[], Tensor]) -> tuple[int, int]:
 def _structure(plan: Any) -> Any:
     """A plan as what can be sent to another process."""
     steps = [(step.name, step.inputs, step.made, step.reason) for step in plan.steps]
-    return steps, plan.facts, plan.saves, plan.kept, plan.rerun, plan.outputs, plan.stale
+    return steps, plan.facts, plan.saves, plan.kept, plan.rerun, plan.outputs, plan.overwritten
 
 
 def _gathered_nbytes(model: Any) -> int:

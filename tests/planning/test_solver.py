@@ -59,7 +59,7 @@ def test_the_prediction_is_what_a_step_acted_out_takes(profile: Profile, data: s
     assignment = data.draw(st.sampled_from(every(profile)))
     prediction = predict(profile, assignment)
     assert prediction.peak_nbytes == peak_by_running(profile, assignment)
-    ways = solver.chosen(profile, assignment)
+    ways = solver.choices_of(profile, assignment)
     assert prediction.held_nbytes == sum(way.held_nbytes for way in ways)
     assert prediction.step_seconds == pytest.approx(0.5 + sum(w.forward_seconds + w.backward_seconds for w in ways))
 

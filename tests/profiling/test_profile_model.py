@@ -20,9 +20,9 @@ from torch.optim import SGD, AdamW, Optimizer
 import recompute
 from recompute import counters
 from recompute.errors import AlreadyAppliedError, ModelError, PolicyWarning
-from recompute.profiling import candidates, profiles
+from recompute.profiling import candidates, measure_regions
 from recompute.profiling.cost_table import Choice, Profile
-from recompute.profiling.dry_run import rehearsal
+from recompute.profiling.dry_run import dry_run
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def profiled(layers: int = 4, **options: Any) -> Profile:
 
 
 def predicted_peak(profile: Profile, choices: Sequence[Choice]) -> int:
-    """By the time line that ``profile_table`` describes."""
+    """By the time line that ``cost_table`` describes."""
     held = [choice.held_nbytes for choice in choices]
     gradients = [profile.regions[place.region].gradient_nbytes for place in profile.places]
     moments = [sum(gradients) + profile.optimizer_peak_nbytes]
@@ -54,7 +54,7 @@ def predicted_peak(profile: Profile, choices: Sequence[Choice]) -> int:
 
 def measured_peak(profile: Profile, model: nn.Module, batch: Any, choices: Sequence[Choice], loss: Any = None) -> int:
     rules = {place.path: choice.rule for place, choice in zip(profile.places, choices, strict=True) if place.path}
-    with rehearsal(model, batch, loss=loss) as run, recompute.apply(model, candidates.policy_of(rules)):
+    with dry_run(model, batch, loss=loss) as run, recompute.apply(model, candidates.policy_of(rules)):
         regions = {place.path: model.get_submodule(place.path) for place in profile.places[1:-1]}
         for _ in range(2):
             run.step(regions)
@@ -221,14 +221,14 @@ def test_progress_is_told() -> None:
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = profiles._Measuring._measure
+    measure = measure_regions._RegionMeasurer._measure
 
     def with_little_memory(self: Any, job: Sequence[Any]) -> None:
         if any(slot.candidate.name == "keep" and len(slot.places) > 1 for slot in job):
             raise torch.OutOfMemoryError("no room")
         measure(self, job)
 
-    monkeypatch.setattr(profiles._Measuring, "_measure", with_little_memory)
+    monkeypatch.setattr(measure_regions._RegionMeasurer, "_measure", with_little_memory)
     with pytest.warns(PolicyWarning, match="keep is left out for TinyDecoderLayer: no room"):
         profile = profiled(5)
     names = [choice.name for choice in profile.regions[1].choices]

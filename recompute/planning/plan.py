@@ -26,7 +26,7 @@ ALLOWED = ("keep", "hook", "kernel", "checkpoint")
 """The ways to run a region that a plan may be asked to make do with. All but "kernel" leave gradients bit for bit."""
 
 
-class Round(NamedTuple):
+class VerificationRound(NamedTuple):
     """What was predicted of a policy, and what running it took."""
 
     predicted_peak_nbytes: int
@@ -74,7 +74,7 @@ class Plan:
     """For each place of the profile, the index of its choice."""
     frontier: tuple[Solution, ...] = ()
     """The best that other budgets give, from the fastest to the smallest; empty unless asked for."""
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[VerificationRound, ...] = ()
     """Of ``verify``: each policy that was run, the last one this plan's."""
 
     def to_yaml(self) -> str:
@@ -97,7 +97,9 @@ class Plan:
             "policy": _document(self.policy),
             "choices": [
                 {"path": place.path, "region": self.profile.regions[place.region].name, "choice": choice.name}
-                for place, choice in zip(self.profile.places, solver.chosen(self.profile, self.assignment), strict=True)
+                for place, choice in zip(
+                    self.profile.places, solver.choices_of(self.profile, self.assignment), strict=True
+                )
             ],
             "uniform": uniform
             and {
@@ -113,7 +115,7 @@ class Plan:
                     "peak_bytes": prediction.peak_nbytes,
                     "step_seconds": prediction.step_seconds,
                     "peak_moment": prediction.peak_moment,
-                    "choices": [choice.name for choice in solver.chosen(self.profile, assignment)],
+                    "choices": [choice.name for choice in solver.choices_of(self.profile, assignment)],
                 }
                 for assignment, prediction in self.frontier
             ]
@@ -152,12 +154,12 @@ def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None =
     return replace(plan, frontier=tuple(solver.frontier(plan.profile, progress=tell)))
 
 
-def planned(profile: Profile, budget_nbytes: int) -> Plan:
+def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
     """The plan for a profile and a budget. Raises ``BudgetError``."""
-    return plan_of(profile, budget_nbytes, solver.solve(profile, budget_nbytes))
+    return plan_from_solution(profile, budget_nbytes, solver.solve(profile, budget_nbytes))
 
 
-def plan_of(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
+def plan_from_solution(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
     """The plan that does what ``solution`` says."""
 
     def policy(of: Solution, name: str) -> Policy:
@@ -183,7 +185,7 @@ def plan_of(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
     )
 
 
-def restricted(profile: Profile, allowed: Collection[str] | None) -> Profile:
+def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
     """The profile without the choices that are not allowed; a region that has no other keeps its first.
 
     Raises ``PlanError`` for a word that is none of ``ALLOWED``.
@@ -205,7 +207,7 @@ def policy_of(profile: Profile, assignment: Assignment, description: str = "", n
     Where the places are known to be in one ModuleList, the rule names it and their ``layers``; else their paths.
     """
     groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
-    for place, choice in zip(profile.places, solver.chosen(profile, assignment), strict=True):
+    for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
         if choice.rule is not None:
             pattern = None if place.layer is None else _pattern(place.path, place.layer)
             key = json.dumps(choice.rule, sort_keys=True), pattern or ""
@@ -285,7 +287,7 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
 def _table(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, str, int, str]]:
     """Of each region and choice in use: their names, the number of places, and which they are."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for place, choice in zip(profile.places, solver.chosen(profile, assignment), strict=True):
+    for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
         groups.setdefault((profile.regions[place.region].name, choice.name), []).append(place.path)
     for (name, way), paths in groups.items():
         yield name, way, len(paths), _compact(paths)

@@ -18,11 +18,11 @@ from transformers import LlamaForCausalLM
 
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, Peer
-from recompute.ablation.trials import Experiment, Progress, Row, recorded
+from recompute.ablation.trials import AblationRow, Experiment, Progress, recorded
 from recompute.counters import resolve_device
 from recompute.errors import AblationError
+from recompute.estimation.check_paths import check_writable
 from recompute.estimation.llama import ModelShape, build_llama
-from recompute.estimation.sources import check_writable
 
 _TEXT_NBYTES = 4 << 20  # of the standard library: more than a run's batches can visit
 
@@ -82,7 +82,7 @@ def default_config(device: str = "auto") -> AblationConfig:
     return config.model_copy(update={"device": device})
 
 
-def run(config: AblationConfig, out: Path, *, command: str, progress: Progress) -> Iterator[Row]:
+def run(config: AblationConfig, out: Path, *, command: str, progress: Progress) -> Iterator[AblationRow]:
     """Train under each policy at each sequence length, and yield each row once ``out/results.json`` holds it.
 
     Beside its ``rows`` it has ``machine``, ``config``, ``text`` and the `command` that led to it.
@@ -119,7 +119,7 @@ def load_text(path: Path | None) -> tuple[str, bytes]:
     return f"standard library of Python {sys.version.split()[0]}", bytes(text[:_TEXT_NBYTES])
 
 
-def _rows(config: AblationConfig, text: bytes, device: torch.device, progress: Progress) -> Iterator[Row]:
+def _rows(config: AblationConfig, text: bytes, device: torch.device, progress: Progress) -> Iterator[AblationRow]:
     for length in config.sequence_lengths:
         experiment = Experiment(
             make=lambda: build_model(config, device),

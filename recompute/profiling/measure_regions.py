@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from recompute.attach.apply import apply
-from recompute.attach.entries import module_entries
+from recompute.attach.module_entries import module_entries
 from recompute.errors import ModelError, RecomputeError, warn
-from recompute.profiling.candidates import Candidate, Group, Layout, discover, policy_of
+from recompute.profiling.candidates import Candidate, RegionKind, StepLayout, discover_layout, policy_of
 from recompute.profiling.cost_table import Choice, Place, RegionCosts
-from recompute.profiling.dry_run import Rehearsal
-from recompute.profiling.step_trace import Part, StepSpans
+from recompute.profiling.dry_run import DryRun
+from recompute.profiling.step_trace import StepPart, StepTrace
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, the training steps done, and the steps in all, as far as is known."""
@@ -27,15 +27,15 @@ Progress = Callable[[str, int, int], None]
 _WARMUP = 2  # steps: the first makes plans and compiles kernels, the second follows what kernels learned in it
 
 
-def measured(
-    run: Rehearsal, match: str | Sequence[str] | None, kernels: bool, steps: int, progress: Progress | None
+def measure_regions(
+    run: DryRun, match: str | Sequence[str] | None, kernels: bool, steps: int, progress: Progress | None
 ) -> dict[str, Any]:
     """The fields of a profile that steps of ``run`` tell."""
     report = progress or _silent
     report("looking at what runs", 0, 0)
     with _complains_of_memory(run.model):
-        layout = discover(run, match, kernels=kernels)
-    measuring = _Measuring(run, layout, steps, report)
+        layout = discover_layout(run, match, kernels=kernels)
+    measuring = _RegionMeasurer(run, layout, steps, report)
     static_nbytes = measuring.run_base()
     measuring.run_all()
     return {"static_nbytes": static_nbytes, **measuring.table()}
@@ -57,14 +57,14 @@ def _complains_of_memory(model: nn.Module) -> Iterator[None]:
         ) from None
 
 
-class _Slot(NamedTuple):
+class _Placement(NamedTuple):
     """A way to be measured at a place, and the one before it, whose output it is given, under the same way."""
 
     candidate: Candidate
     places: tuple[int, ...]
 
 
-class _Bytes(NamedTuple):
+class _PlaceBytes(NamedTuple):
     """Of a part of a step, above what was alive when its forward began."""
 
     held: int
@@ -76,18 +76,18 @@ class _Bytes(NamedTuple):
 
 
 @dataclass
-class _Measuring:
-    run: Rehearsal
-    layout: Layout
+class _RegionMeasurer:
+    run: DryRun
+    layout: StepLayout
     steps: int
     report: Progress
     done: int = 0
     ahead: int = 0
     """Steps that are still to run."""
-    counted: list[tuple[list[Candidate], StepSpans]] = field(default_factory=list)
+    counted: list[tuple[list[Candidate], StepTrace]] = field(default_factory=list)
     """What ran in which way, and its bytes."""
-    seconds_of: dict[tuple[int, str], list[Part]] = field(default_factory=dict)
-    """By group (its ``id``) and candidate."""
+    seconds_of: dict[tuple[int, str], list[StepPart]] = field(default_factory=dict)
+    """By kind (its ``id``) and candidate."""
     optimizer_seconds: list[float] = field(default_factory=list)
     fillers: dict[int, Candidate] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ class _Measuring:
 
         Returns the bytes that are alive between steps.
         """
-        ranked = {id(group): sorted(group.candidates, key=_nbytes) for group in self.layout.groups}
+        ranked = {id(kind): sorted(kind.candidates, key=_nbytes) for kind in self.layout.kinds}
         tries = max(map(len, ranked.values()))
         for rank in range(tries):
             self.fillers = {key: ways[min(rank, len(ways) - 1)] for key, ways in ranked.items()}
@@ -126,20 +126,20 @@ class _Measuring:
 
     @property
     def _steps_of_a_job(self) -> int:
-        return _WARMUP + (self.steps if self.run.is_imagined else 1 + 2 * self.steps)
+        return _WARMUP + (self.steps if self.run.is_calculated else 1 + 2 * self.steps)
 
-    def _names(self, slot: _Slot) -> str:
-        return self.layout.groups[slot.places[-1]].name
+    def _names(self, placement: _Placement) -> str:
+        return self.layout.kinds[placement.places[-1]].name
 
-    def _jobs(self) -> list[list[_Slot]]:
-        """Slots, packed into as few assignments as are needed: no place is in two slots of one."""
-        groups = self.layout.groups
-        jobs: list[list[_Slot]] = []
+    def _jobs(self) -> list[list[_Placement]]:
+        """Placements, packed into as few assignments as are needed: no place is in two placements of one."""
+        kinds = self.layout.kinds
+        jobs: list[list[_Placement]] = []
         taken: list[set[int]] = []
-        for group in {id(group): group for group in groups}.values():
-            targets = self._targets(group)
-            for candidate in group.candidates:
-                if (id(group), candidate.name) in self.seconds_of:
+        for kind in {id(kind): kind for kind in kinds}.values():
+            targets = self._targets(kind)
+            for candidate in kind.candidates:
+                if (id(kind), candidate.name) in self.seconds_of:
                     continue
                 for number in range(len(jobs) + 1):
                     if number == len(jobs):
@@ -147,34 +147,34 @@ class _Measuring:
                         taken.append(set())
                     places = next((places for places in targets if taken[number].isdisjoint(places)), None)
                     if places is not None:
-                        jobs[number].append(_Slot(candidate, places))
+                        jobs[number].append(_Placement(candidate, places))
                         taken[number].update(places)
                         break
         return jobs
 
-    def _targets(self, group: Group) -> list[tuple[int, ...]]:
-        """The places where a group may be measured, each with the one before it: best those of two that are alike."""
-        groups = self.layout.groups
-        places = [place for place, other in enumerate(groups) if other is group]
+    def _targets(self, kind: RegionKind) -> list[tuple[int, ...]]:
+        """The places where a kind may be measured, each with the one before it: best those of two that are alike."""
+        kinds = self.layout.kinds
+        places = [place for place, other in enumerate(kinds) if other is kind]
         alike: list[tuple[int, ...]] = []
         others: list[tuple[int, ...]] = []
         for place in places:
-            if 1 < place < len(groups) - 1:
-                (alike if groups[place - 1] is group else others).append((place - 1, place))
+            if 1 < place < len(kinds) - 1:
+                (alike if kinds[place - 1] is kind else others).append((place - 1, place))
         return alike or others or [(place,) for place in places]
 
-    def _chosen(self, job: Sequence[_Slot]) -> list[Candidate]:
+    def _chosen(self, job: Sequence[_Placement]) -> list[Candidate]:
         """One candidate a place."""
-        groups = self.layout.groups
-        chosen = [self.fillers[id(group)] for group in groups]
-        for slot in job:
-            for place in slot.places:
-                namesake = (one for one in groups[place].candidates if one.name == slot.candidate.name)
-                chosen[place] = slot.candidate if place == slot.places[-1] else next(namesake, chosen[place])
+        kinds = self.layout.kinds
+        chosen = [self.fillers[id(kind)] for kind in kinds]
+        for placement in job:
+            for place in placement.places:
+                namesake = (one for one in kinds[place].candidates if one.name == placement.candidate.name)
+                chosen[place] = placement.candidate if place == placement.places[-1] else next(namesake, chosen[place])
         return chosen
 
-    def _try(self, job: Sequence[_Slot]) -> Exception | None:
-        """Measure the slots of a job. What went wrong, if the device's memory or what may be used does not allow it."""
+    def _try(self, job: Sequence[_Placement]) -> Exception | None:
+        """Measure a job. Returns what went wrong: out of memory, or a way that may not be used here; else None."""
         done = self.done
         try:
             self._measure(job)
@@ -188,31 +188,31 @@ class _Measuring:
             torch.cuda.empty_cache()
         return failure
 
-    def _measure(self, job: Sequence[_Slot]) -> None:
-        groups, regions = self.layout.groups, self.layout.regions
+    def _measure(self, job: Sequence[_Placement]) -> None:
+        kinds, regions = self.layout.kinds, self.layout.regions
         chosen = self._chosen(job)
         rules = self.layout.rules(chosen)
         with apply(self.run.model, policy_of(rules)):
             for _ in range(_WARMUP):
                 self.run.warm_up(regions)
                 self._tell()
-            at_once = self.run.is_imagined
+            at_once = self.run.is_calculated
             clock = self.run.clock() if at_once else None
             counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
             self._tell()
             timed = [counted] if at_once else []
             whole = list(timed)
             while len(timed) < self.steps:
-                for spans, parts in ((timed, regions), (whole, None)):
-                    spans.append(self.run.step(parts, clock=self.run.clock()))
+                for traces, parts in ((timed, regions), (whole, None)):
+                    traces.append(self.run.step(parts, clock=self.run.clock()))
                     self._tell()
         self.counted.append((chosen, counted))
         # Where the host sets the pace, marks and hooks slow a step down.
         factor = statistics.median(one.seconds for one in whole) / statistics.median(one.seconds for one in timed)
         self.optimizer_seconds += [factor * one.optimizer_seconds for one in timed]
-        for place, (group, candidate) in enumerate(zip(groups, chosen, strict=True)):
+        for place, (kind, candidate) in enumerate(zip(kinds, chosen, strict=True)):
             found = [one.parts[place].slowed(factor) for one in timed]
-            self.seconds_of.setdefault((id(group), candidate.name), []).extend(found)
+            self.seconds_of.setdefault((id(kind), candidate.name), []).extend(found)
 
     def _tell(self) -> None:
         self.done += 1
@@ -221,18 +221,18 @@ class _Measuring:
 
     def table(self) -> dict[str, Any]:
         """The fields of a profile that are measured by steps."""
-        groups = list({id(group): group for group in self.layout.groups}.values())
-        numbers = {id(group): number for number, group in enumerate(groups)}
+        kinds = list({id(kind): kind for kind in self.layout.kinds}.values())
+        numbers = {id(kind): number for number, kind in enumerate(kinds)}
         layers = {entry.path: entry.layer for entry in module_entries(self.run.model, "")[0]}
         places = [
-            Place(path=path, region=numbers[id(group)], layer=layers.get(path))
-            for path, group in zip(self.layout.paths, self.layout.groups, strict=True)
+            Place(path=path, region=numbers[id(kind)], layer=layers.get(path))
+            for path, kind in zip(self.layout.paths, self.layout.kinds, strict=True)
         ]
         places[-1] = places[-1].model_copy(update={"also": self.layout.also})
         gradients = self._gradients()
-        regions = [self._costs(group, gradients) for group in groups]
-        above = sum(gradients[id(group)] for group in self.layout.groups)
-        optimizer_peaks = [spans.optimizer_peak_nbytes + _gradients_above(spans, -1) for _, spans in self.counted]
+        regions = [self._costs(kind, gradients) for kind in kinds]
+        above = sum(gradients[id(kind)] for kind in self.layout.kinds)
+        optimizer_peaks = [trace.optimizer_peak_nbytes + _gradients_above(trace, -1) for _, trace in self.counted]
         return {
             "regions": (self._with_first_input(regions, numbers), *regions[1:]),
             "places": tuple(places),
@@ -241,25 +241,25 @@ class _Measuring:
         }
 
     def _gradients(self) -> dict[int, int]:
-        """What a region of each group leaves behind: mostly, as at borders bytes may belong to either side."""
+        """What a region of each kind leaves behind: mostly, as at borders bytes may belong to either side."""
         found: dict[int, list[int]] = {}
-        for _, spans in self.counted:
-            for group, part in zip(self.layout.groups, spans.parts, strict=True):
-                found.setdefault(id(group), []).append(part.gradient_nbytes)
+        for _, trace in self.counted:
+            for kind, part in zip(self.layout.kinds, trace.parts, strict=True):
+                found.setdefault(id(kind), []).append(part.gradient_nbytes)
         return {key: statistics.median_low(nbytes) for key, nbytes in found.items()}
 
-    def _costs(self, group: Group, gradients: dict[int, int]) -> RegionCosts:
-        measured = [one for one in group.candidates if (id(group), one.name) in self.seconds_of]
+    def _costs(self, kind: RegionKind, gradients: dict[int, int]) -> RegionCosts:
+        usable = [one for one in kind.candidates if (id(kind), one.name) in self.seconds_of]
         return RegionCosts(
-            name=group.name,
-            choices=tuple([self._choice(group, candidate, gradients) for candidate in measured]),
-            gradient_nbytes=gradients[id(group)],
+            name=kind.name,
+            choices=tuple([self._choice(kind, candidate, gradients) for candidate in usable]),
+            gradient_nbytes=gradients[id(kind)],
         )
 
-    def _choice(self, group: Group, candidate: Candidate, gradients: dict[int, int]) -> Choice:
-        samples = list(self._bytes(group, candidate, gradients))
+    def _choice(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Choice:
+        samples = list(self._bytes(kind, candidate, gradients))
         samples = [sample for sample in samples if sample.is_settled] or samples
-        timed = self.seconds_of[id(group), candidate.name]
+        timed = self.seconds_of[id(kind), candidate.name]
         return Choice(
             name=candidate.name,
             rule=None if candidate.rule is None else dict(candidate.rule),
@@ -270,29 +270,29 @@ class _Measuring:
             backward_peak_nbytes=max(sample.backward_peak for sample in samples),
         )
 
-    def _bytes(self, group: Group, candidate: Candidate, gradients: dict[int, int]) -> Iterator[_Bytes]:
-        """Of each place and step where the group ran in that way."""
-        groups = self.layout.groups
-        for chosen, spans in self.counted:
-            for place, part in enumerate(spans.parts):
-                if groups[place] is group and chosen[place] is candidate:
-                    above = sum(gradients[id(other)] for other in groups[place + 1 :])
-                    peak = max(0, part.backward_peak_nbytes + _gradients_above(spans, place) - above)
+    def _bytes(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Iterator[_PlaceBytes]:
+        """Of each place and step where the kind ran in that way."""
+        kinds = self.layout.kinds
+        for chosen, trace in self.counted:
+            for place, part in enumerate(trace.parts):
+                if kinds[place] is kind and chosen[place] is candidate:
+                    above = sum(gradients[id(other)] for other in kinds[place + 1 :])
+                    peak = max(0, part.backward_peak_nbytes + _gradients_above(trace, place) - above)
                     is_settled = place > 1 and chosen[place - 1].name == candidate.name
-                    yield _Bytes(part.held_nbytes, part.forward_peak_nbytes, peak, is_settled)
+                    yield _PlaceBytes(part.held_nbytes, part.forward_peak_nbytes, peak, is_settled)
 
     def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
         """What is before the first region, with what that one holds more than others like it: its input, say."""
-        number = numbers[id(self.layout.groups[1])]
+        number = numbers[id(self.layout.kinds[1])]
         usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
-        more = max(spans.parts[1].held_nbytes - usual[chosen[1].name] for chosen, spans in self.counted)
+        more = max(trace.parts[1].held_nbytes - usual[chosen[1].name] for chosen, trace in self.counted)
         (choice,) = regions[0].choices
         choice = choice.model_copy(update={"held_nbytes": choice.held_nbytes + max(0, more)})
         return regions[0].model_copy(update={"choices": (choice,)})
 
 
-def _gradients_above(spans: StepSpans, place: int) -> int:
-    return sum(part.gradient_nbytes for part in spans.parts[place + 1 :])
+def _gradients_above(trace: StepTrace, place: int) -> int:
+    return sum(part.gradient_nbytes for part in trace.parts[place + 1 :])
 
 
 def _nbytes(candidate: Candidate) -> int:

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import recompute
-from recompute.attach.entries import module_entries
+from recompute.attach.module_entries import module_entries
 
 
 class Through(nn.Module):

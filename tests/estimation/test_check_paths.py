@@ -12,7 +12,7 @@ import transformers
 from test_cli import recompute
 
 from recompute.errors import ModelError, PlanError
-from recompute.estimation.sources import check_source, check_writable
+from recompute.estimation.check_paths import check_source, check_writable
 
 
 def written(folder: Path, text: str | bytes, name: str = "config.json") -> Path:

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.engine.rng import is_source
+from recompute.engine.rng import is_random_source
 
 
-def reachable(function: Callable[..., Any]) -> list[Any]:
+def references_of_function(function: Callable[..., Any]) -> list[Any]:
     """What ``function`` can use without being passed it: bound arguments, closure, defaults and named globals."""
     found: list[Any] = []
     pending: list[Any] = [function]
@@ -41,20 +41,20 @@ def reachable(function: Callable[..., Any]) -> list[Any]:
     return found
 
 
-def surroundings(modules: Iterable[nn.Module]) -> list[Any]:
+def references_of_modules(modules: Iterable[nn.Module]) -> list[Any]:
     """What the forwards of ``modules`` reach besides arguments, parameters and buffers, by attribute or name."""
     found: list[Any] = []
     for module in modules:
-        found += [*reachable(type(module).forward), *_attributes_of(module)]
+        found += [*references_of_function(type(module).forward), *_attributes_of(module)]
     return found
 
 
-def sources_behind(roots: Iterable[Any]) -> list[Any]:
+def find_generators(roots: Iterable[Any]) -> list[Any]:
     """The random generators among what is behind ``roots``."""
-    return list({id(value): value for value in behind(roots) if is_source(value)}.values())
+    return list({id(value): value for value in walk_references(roots) if is_random_source(value)}.values())
 
 
-def behind(roots: Iterable[Any]) -> Iterator[Any]:
+def walk_references(roots: Iterable[Any]) -> Iterator[Any]:
     """What ``roots``, which are functions, modules or any objects, may use; some of it more than once.
 
     Follows the names in their code through helpers, methods, Python modules, objects and containers, as far as it is

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from recompute.errors import PlanError
+from recompute.estimation.check_paths import check_source, check_writable
 from recompute.estimation.gpus import Gpu
-from recompute.estimation.sources import check_source, check_writable
-from recompute.estimation.static_memory import check_sharding, chosen
-from recompute.planning.plan_model import check_request, plan
-from recompute.planning.plans import Plan
+from recompute.estimation.static_memory import check_sharding, read_option
+from recompute.planning.make_plan import check_request, plan
+from recompute.planning.plan import Plan
 from recompute.profiling.cost_table import Profile
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,7 +63,7 @@ class PlanRequest:
             )
         named = replace(
             self,
-            optimizer=chosen("optimizer", self.optimizer, OPTIMIZERS),
+            optimizer=read_option("optimizer", self.optimizer, OPTIMIZERS),
             sharding=check_sharding(self.sharding, self.devices),
         )
         if named.sharding != "none" and self.gpu is None:
@@ -91,8 +91,8 @@ class PlanRequest:
         import torch
 
         from recompute.counters import resolve_device
-        from recompute.estimation.models import build, imagined
-        from recompute.profiling.profiles import profile
+        from recompute.estimation.build_model import build, build_fake
+        from recompute.profiling.profile_model import profile
 
         progress("building the model", 0, 0)
         name, options = OPTIMIZERS[self.optimizer]
@@ -103,7 +103,7 @@ class PlanRequest:
         shape: dict[str, Any] = {"sequence_length": self.seq_len, "batch_size": self.batch_size}
         shape["dtype"] = getattr(torch, self.dtype)
         if self.gpu is not None:
-            with imagined(self.model, device=torch.device("cpu"), **shape) as (network, batch):
+            with build_fake(self.model, device=torch.device("cpu"), **shape) as (network, batch):
                 shared: dict[str, Any] = {"device": self.gpu, "sharding": self.sharding, "devices": self.devices}
                 table = profile(network, batch, **shared, **training)
         else:

@@ -15,35 +15,35 @@ from torch import Tensor, nn
 
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.errors import ModelError
-from recompute.estimation.simulation import Moment, Step
+from recompute.estimation.simulation import MomentMemory, SimulatedStep
 from recompute.policy.rules import Policy
 
 _FEW = 3, 4, 5
 _WORTH_IT = 2 * sum(_FEW)
 
-Alive = list[tuple[int, int]]
-"""``Moment.alive``, sorted: bytes of gradients, and the most alive beside them."""
+AliveNBytes = list[tuple[int, int]]
+"""``MomentMemory.alive``, sorted: bytes of gradients, and the most alive beside them."""
 
 
-class Stack(NamedTuple):
+class LayerStack(NamedTuple):
     """Layers that are equal but for their place."""
 
     path: str
     layers: nn.ModuleList
 
 
-def find_stack(model: nn.Module, policy: Policy | None) -> Stack | None:
+def find_stack(model: nn.Module, policy: Policy | None) -> LayerStack | None:
     """The longest list of equal layers that a policy treats alike; None where there is none worth it."""
     if policy is not None and any(_tells_layers_apart(rule) for rule in policy.rules):
         return None
-    lists = [Stack(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [LayerStack(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     for stack in sorted(lists, key=lambda stack: -len(stack.layers)):
-        if len(stack.layers) >= _WORTH_IT and len({looks(layer) for layer in stack.layers}) == 1:
+        if len(stack.layers) >= _WORTH_IT and len({structure_of(layer) for layer in stack.layers}) == 1:
             return stack
     return None
 
 
-def step_of_many(stack: Stack, simulate: Callable[[], Step]) -> Step | None:
+def extrapolated_step(stack: LayerStack, simulate: Callable[[], SimulatedStep]) -> SimulatedStep | None:
     """What ``simulate()`` would give, from runs of it with few layers; None where they are not on a line."""
     steps = []
     for count in _FEW:
@@ -69,7 +69,7 @@ def _tells_layers_apart(rule: Any) -> bool:
     return rule.layers is not None or any(re.search(r"\d", glob) for glob in rule.match)
 
 
-def looks(module: nn.Module) -> Any:
+def structure_of(module: nn.Module) -> Any:
     """Equal for modules that run the same on tensors of the same shapes, as far as can be seen."""
     plain = (bool, int, float, str, type(None))
     attributes = [
@@ -82,7 +82,7 @@ def looks(module: nn.Module) -> Any:
         for name, each in (*module._parameters.items(), *module._buffers.items())
         if each is None or isinstance(each, Tensor)
     ]
-    children = [(name, None if child is None else looks(child)) for name, child in module._modules.items()]
+    children = [(name, None if child is None else structure_of(child)) for name, child in module._modules.items()]
     return base_of(module), tuple(attributes), tuple(tensors), tuple(children)
 
 
@@ -97,7 +97,7 @@ def shortened_list(layers: nn.Module, count: int) -> Iterator[None]:
         layers._modules = whole
 
 
-def _continued(path: str, less: Step, more: Step, count: int) -> Step:
+def _continued(path: str, less: SimulatedStep, more: SimulatedStep, count: int) -> SimulatedStep:
     """The step with ``count`` layers, from one with three and one with four."""
     old = {moment.name: sorted(moment.alive.items()) for moment in less.moments}
     new = {moment.name: sorted(moment.alive.items()) for moment in more.moments}
@@ -105,7 +105,7 @@ def _continued(path: str, less: Step, more: Step, count: int) -> Step:
         raise _NotLinear
     steps = count - _FEW[1]
 
-    def line(before: Alive, after: Alive, times: int) -> Alive:
+    def line(before: AliveNBytes, after: AliveNBytes, times: int) -> AliveNBytes:
         if len(before) != len(after):
             raise _NotLinear
         return [
@@ -113,12 +113,12 @@ def _continued(path: str, less: Step, more: Step, count: int) -> Step:
             for first, second in zip(before, after, strict=True)
         ]
 
-    def find(table: dict[str, Alive], name: str) -> Alive:
+    def find(table: dict[str, AliveNBytes], name: str) -> AliveNBytes:
         if name not in table:
             raise _NotLinear
         return table[name]
 
-    def of_layer(kind: str, index: int) -> Alive:
+    def of_layer(kind: str, index: int) -> AliveNBytes:
         def named(number: int) -> str:
             return f"{kind}{path}.{number}"
 
@@ -133,21 +133,21 @@ def _continued(path: str, less: Step, more: Step, count: int) -> Step:
             for rows in zip(second, *along, strict=True)
         ]
 
-    moments: list[Moment] = []
+    moments: list[MomentMemory] = []
     done: set[str] = set()
     for name in new:
         kind, is_layer, _ = name.partition(f"{path}.")
         if not is_layer:
-            moments.append(Moment(name, dict(line(find(old, name), new[name], steps))))
+            moments.append(MomentMemory(name, dict(line(find(old, name), new[name], steps))))
         elif kind not in done:
             done.add(kind)
             order = range(count) if kind.startswith("forward") else reversed(range(count))
-            moments += [Moment(f"{kind}{path}.{index}", dict(of_layer(kind, index))) for index in order]
+            moments += [MomentMemory(f"{kind}{path}.{index}", dict(of_layer(kind, index))) for index in order]
     logits = more.logits_peak_nbytes + steps * (more.logits_peak_nbytes - less.logits_peak_nbytes)
-    return Step(tuple(moments), _held(path, less, more, count), logits)
+    return SimulatedStep(tuple(moments), _held(path, less, more, count), logits)
 
 
-def _held(path: str, less: Step, more: Step, count: int) -> dict[str, int]:
+def _held(path: str, less: SimulatedStep, more: SimulatedStep, count: int) -> dict[str, int]:
     """By module: each layer but the first and the last holds what the second does."""
     found: dict[str, int] = {}
     for name, nbytes in more.held.items():

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from recompute.errors import PlanError
 from recompute.estimation.gpus import Gpu
+from recompute.planning.plan import Plan, check_allowed, only_allowed, solve_plan, with_frontier
 from recompute.planning.plan_verification import verify_plan
-from recompute.planning.plans import Plan, check_allowed, planned, restricted, with_frontier
 from recompute.policy.document import show
 from recompute.profiling.cost_table import Profile
 from recompute.units import parse_budget
@@ -69,8 +69,8 @@ def plan(
         options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
         shared = {"device": device, "sharding": sharding, "devices": devices}
         table = profile or _measured(model, example_batch, allowed, **options, **shared)
-    table = restricted(table, allowed)
-    found = planned(table, parse_budget(budget, table.capacity_nbytes))
+    table = only_allowed(table, allowed)
+    found = solve_plan(table, parse_budget(budget, table.capacity_nbytes))
     if not isinstance(model, Profile) and (verify or table.source == "measured"):
         found = verify_plan(
             found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress, replan=verify
@@ -79,7 +79,7 @@ def plan(
 
 
 def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **options: Any) -> Profile:
-    from recompute.profiling.profiles import profile  # which needs what a plan from a table does not
+    from recompute.profiling.profile_model import profile  # which needs what a plan from a table does not
 
     kernels = None if allowed is None or "kernel" in allowed else False
     return profile(model, batch, kernels=kernels, **options)

@@ -11,10 +11,10 @@ from typing import Any
 
 from recompute.errors import EstimateError
 from recompute.estimation.capacity import Fit, fit
+from recompute.estimation.check_paths import check_source, check_writable
 from recompute.estimation.estimate import estimate
+from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
-from recompute.estimation.options import Options
-from recompute.estimation.sources import check_source, check_writable
 from recompute.policy.loading import load_policy
 from recompute.policy.rules import Policy
 
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Answer:
+class EstimateAnswer:
     """What was found, as text and as plain data."""
 
     text: str
@@ -37,7 +37,7 @@ class EstimateRequest:
     model: str
     batch_size: int
     seq_len: int
-    options: Options
+    options: EstimateOptions
     policy: Policy | None = None
     device: tuple[str, int] | None = None
     """What to call the device that it is to fit, and its bytes; None: that is not asked."""
@@ -46,7 +46,7 @@ class EstimateRequest:
     """The folder for a sweep's plot."""
 
     @staticmethod
-    def checked(*, options: Options, policy: str | None, **fields: Any) -> EstimateRequest:
+    def checked(*, options: EstimateOptions, policy: str | None, **fields: Any) -> EstimateRequest:
         """A request by the names that are meant.
 
         Raises ``EstimateError``, ``PolicyError`` or ``ModelError`` for what can be told to be wrong without torch.
@@ -58,7 +58,7 @@ class EstimateRequest:
             check_writable(request.out, error=EstimateError, is_folder=True)
         return request
 
-    def run(self, progress: Progress) -> Answer:
+    def run(self, progress: Progress) -> EstimateAnswer:
         """Estimate, and look for what fits the device, if there is one. A sweep's plot is written."""
         progress("loading torch and transformers", 0, 0)
         answer = self._sweep(progress) if self.sweep else self._single()
@@ -66,7 +66,7 @@ class EstimateRequest:
             return answer
         fitting = fit(self._peak_nbytes, self.device, self.batch_size, self.seq_len, progress)
         data = answer.data if self.sweep else answer.data | {"fit": fitting.as_dict()}
-        return Answer(f"{answer.text}\n\n{fitting}", data, fitting)
+        return EstimateAnswer(f"{answer.text}\n\n{fitting}", data, fitting)
 
     def _estimate(self, batch_size: int, seq_len: int, advise: bool = True) -> Estimate:
         options: dict[str, Any] = {**self.options._asdict(), "policy": self.policy, "advise": advise}
@@ -75,11 +75,11 @@ class EstimateRequest:
     def _peak_nbytes(self, batch_size: int, seq_len: int) -> int:
         return self._estimate(batch_size, seq_len, advise=False).peak_bytes
 
-    def _single(self) -> Answer:
+    def _single(self) -> EstimateAnswer:
         found = self._estimate(self.batch_size, self.seq_len)
-        return Answer(str(found), found.as_dict(), None)
+        return EstimateAnswer(str(found), found.as_dict(), None)
 
-    def _sweep(self, progress: Progress) -> Answer:
+    def _sweep(self, progress: Progress) -> EstimateAnswer:
         """1, 2 and 4 times the batch by 1/2, 1, 2 and 4 times the length."""
         from recompute.estimation import estimate_report
 
@@ -91,8 +91,8 @@ class EstimateRequest:
             points.append((size, length, self._estimate(size, length)))
         estimate_report.sweep_plot(points).savefig(self.out / "estimate.png")
         rows = [{"batch_size": size, "seq_len": length, **each.as_dict()} for size, length, each in points]
-        return Answer(f"{estimate_report.sweep_table(points)}\n\nestimate.png is in {self.out}", rows, None)
+        return EstimateAnswer(f"{estimate_report.sweep_table(points)}\n\nestimate.png is in {self.out}", rows, None)
 
 
-def as_json(answer: Answer) -> str:
+def as_json(answer: EstimateAnswer) -> str:
     return json.dumps(answer.data, indent=2)

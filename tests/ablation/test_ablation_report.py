@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recompute.ablation import report
+from recompute.ablation import ablation_report
 
 MIB = 2**20
 BITWISE = {
@@ -88,11 +88,11 @@ def cells(markdown: str) -> list[list[str]]:
     ],
 )
 def test_bytes_are_shown_in_the_largest_unit_that_they_fill(nbytes: int, text: str) -> None:
-    assert report.humanize(nbytes) == text
+    assert ablation_report.humanize(nbytes) == text
 
 
 def test_table_gives_ratios_to_the_baseline_and_what_matches() -> None:
-    assert cells(report.markdown(results(NONE, FULL, KERNEL))) == [
+    assert cells(ablation_report.markdown(results(NONE, FULL, KERNEL))) == [
         ["policy", "held after forward", "peak", "ms a step", "losses", "gradients"],
         ["none", "8.0 MiB", "10.0 MiB", "100.0", "✓ bitwise", "✓ bitwise"],
         ["full", "2.0 MiB (0.25x)", "4.0 MiB (0.40x)", "130.0 (1.30x)", "✓ bitwise", "✓ bitwise"],
@@ -102,14 +102,14 @@ def test_table_gives_ratios_to_the_baseline_and_what_matches() -> None:
 
 def test_ratios_are_to_the_baseline_of_the_same_length() -> None:
     longer = [row("none", held=40 * MIB, sequence_length=128), row("full", held=4 * MIB, sequence_length=128)]
-    table = cells(report.markdown(results(NONE, FULL, *longer)))
+    table = cells(ablation_report.markdown(results(NONE, FULL, *longer)))
     assert [line[1] for line in table] == ["sequence", "64", "64", "128", "128"]
     assert [line[2] for line in table[1:]] == ["8.0 MiB", "2.0 MiB (0.25x)", "40.0 MiB", "4.0 MiB (0.10x)"]
 
 
 def test_cpu_time_of_forward_is_shown_where_it_was_measured() -> None:
     gpu_rows = [row("none", forward_cpu_seconds=0.01), row("full", forward_cpu_seconds=0.02)]
-    table = cells(report.markdown(results(*gpu_rows)))
+    table = cells(ablation_report.markdown(results(*gpu_rows)))
     assert [line[4] for line in table] == ["CPU ms a forward", "10.0", "20.0 (2.00x)"]
 
 
@@ -118,13 +118,13 @@ def test_what_differs_is_marked_and_told() -> None:
     other_gradients = row("full", grads_match=False, grad_error=0.0, grad_error_last=2e-3)
     too_far = {**KERNEL, "grads_match": False, "grad_error": 6e-7}
     found = results(NONE, other_losses, other_gradients, too_far)
-    table = cells(report.markdown(found))
+    table = cells(ablation_report.markdown(found))
     assert [line[4:] for line in table[2:]] == [
         ["✗ 1.0e-03", "✓ bitwise"],
         ["✓ bitwise", "✗ 2.0e-03"],
         ["1.2e-07", "✗ 6.0e-07"],
     ]
-    assert report.failures(found) == [
+    assert ablation_report.failures(found) == [
         "hook, sequence 64: relative error 1.0e-03 of the losses, above 0",
         "full, sequence 64: relative error 2.0e-03 of the gradients, above 0.0e+00",
         "kernel, sequence 64: relative error 6.0e-07 of the gradients, above 5.0e-07",
@@ -133,29 +133,29 @@ def test_what_differs_is_marked_and_told() -> None:
 
 def test_a_failed_row_stays_in_the_table_and_its_error_stands_below() -> None:
     found = results(NONE, BROKEN, FULL)
-    text = report.markdown(found)
+    text = ablation_report.markdown(found)
     assert [line[0] for line in cells(text)[1:]] == ["none", "broken", "full"]
     assert cells(text)[2][1:] == ["-"] * 5
-    assert report.failures(found) == ["broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB"]
+    assert ablation_report.failures(found) == ["broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB"]
     assert "- broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB\n" in text
 
 
 def test_without_a_baseline_numbers_have_no_ratio() -> None:
     incomparable = dict.fromkeys(BITWISE)
-    table = cells(report.markdown(results(failed("none", "no room"), {**FULL, **incomparable})))
+    table = cells(ablation_report.markdown(results(failed("none", "no room"), {**FULL, **incomparable})))
     assert table[2] == ["full", "2.0 MiB", "4.0 MiB", "130.0", "-", "-"]
 
 
 def test_an_interrupted_run_says_that_rows_are_missing() -> None:
     found = results(NONE, complete=False)
-    assert report.failures(found) == ["interrupted: the rows still to come are missing"]
-    assert "- interrupted" in report.markdown(found)
-    assert report.failures(results(NONE)) == []
-    assert len(cells(report.markdown(results(complete=False)))) == 1
+    assert ablation_report.failures(found) == ["interrupted: the rows still to come are missing"]
+    assert "- interrupted" in ablation_report.markdown(found)
+    assert ablation_report.failures(results(NONE)) == []
+    assert len(cells(ablation_report.markdown(results(complete=False)))) == 1
 
 
 def test_markdown_names_shape_machine_versions_date_and_command() -> None:
-    text = report.markdown(results(NONE))
+    text = ablation_report.markdown(results(NONE))
     for part in (
         "2 layers",
         "hidden size 64",
@@ -173,20 +173,20 @@ def test_markdown_names_shape_machine_versions_date_and_command() -> None:
 def test_terminal_table_holds_the_same_texts() -> None:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(report.table([NONE, FULL, KERNEL, BROKEN]))
-    for line in cells(report.markdown(results(NONE, FULL, KERNEL, BROKEN))):
+        console.print(ablation_report.table([NONE, FULL, KERNEL, BROKEN]))
+    for line in cells(ablation_report.markdown(results(NONE, FULL, KERNEL, BROKEN))):
         assert all(text in capture.get() for text in line)
 
 
 def test_line_says_what_was_measured_or_what_is_wrong() -> None:
-    assert report.line(FULL) == "full, sequence 64: 2.0 MiB held, 4.0 MiB peak, 130.0 ms a step"
-    assert report.line(BROKEN) == "broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB"
+    assert ablation_report.line(FULL) == "full, sequence 64: 2.0 MiB held, 4.0 MiB peak, 130.0 ms a step"
+    assert ablation_report.line(BROKEN) == "broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB"
 
 
 def test_plot_labels_each_policy_once_inside_and_no_label_covers_another() -> None:
     near = [row(f"policy-{index}", peak=10 * MIB + index, seconds=0.1 + index * 1e-6) for index in range(6)]
     last = row("the-last-one-to-the-right", seconds=0.14)
-    figure = report.plot([NONE, FULL, BROKEN, *near, last])
+    figure = ablation_report.plot([NONE, FULL, BROKEN, *near, last])
     labels = figure.axes[0].texts
     names = ["none", "full", *(row["policy"] for row in near), "the-last-one-to-the-right"]
     assert [label.get_text() for label in labels] == names
@@ -202,7 +202,7 @@ def test_plot_goes_from_held_to_peak(scale: int, unit: str) -> None:
         {**row, "activation_bytes_held": held * scale * MIB, "peak_bytes": peak * scale * MIB}
         for row, held, peak in ((NONE, 8, 10), (FULL, 2, 4))
     ]
-    axes = report.plot(rows).axes[0]
+    axes = ablation_report.plot(rows).axes[0]
     bars = [line.get_xydata().tolist() for line in axes.lines if len(line.get_xdata()) == 2]
     assert bars == [[[100, 8], [100, 10]], [[130, 2], [130, 4]]]
     assert axes.get_ylabel() == f"{unit} above static memory"
@@ -210,11 +210,13 @@ def test_plot_goes_from_held_to_peak(scale: int, unit: str) -> None:
 
 
 def test_files_are_written(tmp_path: Path) -> None:
-    report.write(results(NONE, FULL, BROKEN), tmp_path)
-    assert (tmp_path / "results.md").read_text(encoding="utf-8") == report.markdown(results(NONE, FULL, BROKEN))
+    ablation_report.write(results(NONE, FULL, BROKEN), tmp_path)
+    assert (tmp_path / "results.md").read_text(encoding="utf-8") == ablation_report.markdown(
+        results(NONE, FULL, BROKEN)
+    )
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_at_all_can_be_plotted(tmp_path: Path) -> None:
-    report.write(results(complete=False), tmp_path)
+    ablation_report.write(results(complete=False), tmp_path)
     assert (tmp_path / "results.png").stat().st_size > 1000

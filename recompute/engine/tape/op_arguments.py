@@ -21,12 +21,12 @@ PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 LISTS = frozenset((list, tuple))
 
 
-class Unfit(Exception):
+class NotRegenerable(Exception):
     """Why an op's outputs cannot be regenerated."""
 
 
-def unfit(tensor: Tensor) -> Unfit:
-    return Unfit(f"it reads a {type(tensor).__name__} that is more, or less, than a view of a storage")
+def not_regenerable(tensor: Tensor) -> NotRegenerable:
+    return NotRegenerable(f"it reads a {type(tensor).__name__} that is more, or less, than a view of a storage")
 
 
 def parameter_of(tensor: Tensor) -> Tensor | None:
@@ -95,18 +95,18 @@ def copied(tensor: Tensor) -> Tensor:
     return memory.clone().as_strided(layout.shape, layout.stride, layout.offset)
 
 
-_IN_SIGHT = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
+_OBSERVED = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
 """Modules whose custom Functions do nothing but ops that the dispatcher sees."""
 
 
-def is_in_the_dark(outermost: CodeType) -> bool:
+def is_unobserved(outermost: CodeType) -> bool:
     """Whether a custom ``autograd.Function`` runs, whose kernels may write to memory unseen, or backward does."""
     if in_backward():
         return True
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not outermost:
         if (function := _function_of(frame.f_code)) is not None:
-            return not (getattr(function, "seen_by_dispatcher", False) or function.__module__.startswith(_IN_SIGHT))
+            return not (getattr(function, "seen_by_dispatcher", False) or function.__module__.startswith(_OBSERVED))
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
@@ -142,4 +142,4 @@ def capture(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> RngState 
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return RngState.of(torch.cuda.default_generators[index], name)
-    raise Unfit(f"it draws from the generator of a {device.type} device")
+    raise NotRegenerable(f"it draws from the generator of a {device.type} device")

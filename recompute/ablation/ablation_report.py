@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from recompute.units import humanize
 
-Row = Mapping[str, Any]
+RowDict = Mapping[str, Any]
 """One of the ``rows`` of `results.json`; `recompute.ablation.trials.Row` documents the keys."""
 
 _BASELINE = "none"
@@ -30,7 +30,7 @@ def write(results: Mapping[str, Any], out: Path) -> None:
     plot(results["rows"]).savefig(out / "results.png")
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[RowDict]) -> Table:
     """The rows for a terminal."""
     columns, *lines = _cells(rows)
     result = Table()
@@ -42,7 +42,7 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[RowDict]) -> str:
     """The rows as plain text, with what failed below."""
     columns, *lines = _cells(rows)
     align = ["left", *["right"] * (len(columns) - 1)]
@@ -67,7 +67,7 @@ def failures(results: Mapping[str, Any]) -> list[str]:
     return lines if results["complete"] else [*lines, "interrupted: the rows still to come are missing"]
 
 
-def line(row: Row) -> str:
+def line(row: RowDict) -> str:
     """A row in one line: what it measured, or what is wrong with it."""
     text = _problem(row)
     if text is None:
@@ -95,7 +95,7 @@ def describe(results: Mapping[str, Any]) -> str:
     )
 
 
-def plot(rows: Sequence[Row]) -> Figure:
+def plot(rows: Sequence[RowDict]) -> Figure:
     """Memory against step time, with a point for each row that did not fail.
 
     A point is a bar from what is held after forward (open marker) up to the peak (filled); the baseline's are
@@ -150,11 +150,11 @@ def _spread(labels: Sequence[Annotation], frame: BboxBase, taken: list[BboxBase]
         taken.append(label.get_window_extent())
 
 
-Cell = Callable[[Row, Row], str]
+Cell = Callable[[RowDict, RowDict], str]
 """The text of a cell, from its row and the baseline's at the same sequence length."""
 
 
-def _cells(rows: Sequence[Row]) -> list[list[str]]:
+def _cells(rows: Sequence[RowDict]) -> list[list[str]]:
     """The names of the columns, then the texts of each row."""
     columns: dict[str, Cell] = {
         "policy": lambda row, _: row["policy"],
@@ -176,7 +176,7 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _measure(key: str, show: Callable[[Any], str]) -> Cell:
-    def cell(row: Row, baseline: Row) -> str:
+    def cell(row: RowDict, baseline: RowDict) -> str:
         if row[key] is None:
             return _NOTHING
         if row is baseline or not baseline[key]:
@@ -190,7 +190,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def _losses(row: Row, baseline: Row) -> str:
+def _losses(row: RowDict, baseline: RowDict) -> str:
     if row["losses_match"] is None:
         return _NOTHING
     if row["losses_match"]:
@@ -198,19 +198,19 @@ def _losses(row: Row, baseline: Row) -> str:
     return f"{'✗ ' if row['exact'] else ''}{row['loss_error']:.1e}"
 
 
-def _gradients(row: Row, baseline: Row) -> str:
+def _gradients(row: RowDict, baseline: RowDict) -> str:
     if row["grads_match"] is None:
         return _NOTHING
     error = _grad_error(row)
     return f"{'✓' if row['grads_match'] else '✗'} {f'{error:.1e}' if error else 'bitwise'}"
 
 
-def _grad_error(row: Row) -> float:
+def _grad_error(row: RowDict) -> float:
     """The error that `grads_match` judges."""
     return max(row["grad_error"], row["grad_error_last"]) if row["exact"] else row["grad_error"]
 
 
-def _problem(row: Row) -> str | None:
+def _problem(row: RowDict) -> str | None:
     if row["error"] is not None:
         return row["error"].partition("\n")[0]
     if row["grads_match"] is False:

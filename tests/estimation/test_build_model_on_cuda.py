@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from recompute.estimation.models import build, imagined
+from recompute.estimation.build_model import build, build_fake
 
 SMALL: dict[str, Any] = {
     "vocab_size": 100,
@@ -28,6 +28,6 @@ SMALL: dict[str, Any] = {
 def test_weights_are_shared_on_fake_tensors_where_they_are_on_real_ones(config: PretrainedConfig) -> None:
     options: dict[str, Any] = {"sequence_length": 8, "batch_size": 1, "dtype": torch.float32}
     real, _ = build(config, device=torch.device("cpu"), **options)
-    with imagined(config, device=torch.device("cpu"), **options) as (fake, _):
+    with build_fake(config, device=torch.device("cpu"), **options) as (fake, _):
         shapes = {name: parameter.shape for name, parameter in fake.named_parameters()}
     assert shapes == {name: parameter.shape for name, parameter in real.named_parameters()}

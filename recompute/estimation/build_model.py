@@ -18,10 +18,10 @@ from transformers import masking_utils
 from transformers.initialization import no_init_weights
 
 from recompute.errors import ModelError
+from recompute.estimation.check_paths import check_source
 from recompute.estimation.factories import load_factory, make, names_factory, placed
 from recompute.estimation.fake_tensors import move
 from recompute.estimation.llama import ModelFile, build_llama
-from recompute.estimation.sources import check_source
 from recompute.policy.document import load_document
 
 _PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
@@ -64,7 +64,7 @@ def build(
 
 
 @contextmanager
-def imagined(source: Source, *, device: torch.device, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
+def build_fake(source: Source, *, device: torch.device, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
     """What ``build`` returns, on fake tensors: inside, the model runs, computes nothing and needs no memory.
 
     Raises ``ModelError`` where the model asks inside for the value of a tensor.

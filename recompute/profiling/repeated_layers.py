@@ -17,14 +17,14 @@ from typing import NamedTuple
 from torch import nn
 
 from recompute.errors import ModelError
-from recompute.estimation.layers import looks, shortened_list
+from recompute.estimation.layer_extrapolation import shortened_list, structure_of
 from recompute.profiling.candidates import find_regions
 from recompute.profiling.cost_table import Place
-from recompute.profiling.dry_run import Rehearsal
-from recompute.profiling.step_trace import Part
+from recompute.profiling.dry_run import DryRun
+from recompute.profiling.step_trace import StepPart
 
 
-class Repeated(NamedTuple):
+class RepeatedLayers(NamedTuple):
     """A list of layers of which the kinds repeat, and how few of them show all that there is to see.
 
     The first ``few`` layers run. The last period of them stands for the last one of all, and the period before that
@@ -47,20 +47,20 @@ class Repeated(NamedTuple):
         return cut - self.period + (index - cut) % self.period
 
 
-def find_repeated(model: nn.Module) -> list[Repeated]:
+def find_repeated(model: nn.Module) -> list[RepeatedLayers]:
     """The lists of layers, none inside of another, of which less than half need to run."""
-    found: list[Repeated] = []
+    found: list[RepeatedLayers] = []
     lists: list[str] = []
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{each}.") for each in lists):
             continue
         lists.append(path)
         numbers: dict[object, int] = {}
-        kinds = [numbers.setdefault(looks(layer), len(numbers)) for layer in module]
+        kinds = [numbers.setdefault(structure_of(layer), len(numbers)) for layer in module]
         if path and kinds:
             few, period = min(map(_few(kinds), range(1, len(kinds) + 1)))
             if 2 * few < len(kinds):
-                found.append(Repeated(path, module, len(kinds), few, period))
+                found.append(RepeatedLayers(path, module, len(kinds), few, period))
     return found
 
 
@@ -80,7 +80,7 @@ def _few(kinds: Sequence[int]) -> Callable[[int], tuple[int, int]]:
 
 
 @contextmanager
-def shortened(repeated: Iterable[Repeated], *, periods: int = 0) -> Iterator[None]:
+def shortened(repeated: Iterable[RepeatedLayers], *, periods: int = 0) -> Iterator[None]:
     """With the few layers alone, and so many periods more."""
     with ExitStack() as stack:
         for each in repeated:
@@ -88,7 +88,7 @@ def shortened(repeated: Iterable[Repeated], *, periods: int = 0) -> Iterator[Non
         yield
 
 
-def representative(run: Rehearsal, match: str | Sequence[str] | None) -> list[Repeated]:
+def representative(run: DryRun, match: str | Sequence[str] | None) -> list[RepeatedLayers]:
     """The lists of layers of which a few stand for all in the steps of ``run``; none where that cannot be shown.
 
     match: which modules are regions, as ``recompute.profile`` takes it.
@@ -103,13 +103,13 @@ def representative(run: Rehearsal, match: str | Sequence[str] | None) -> list[Re
     except (ModelError, _Irregular):  # it is single layers that match
         return []
 
-    def step() -> Sequence[Part]:
+    def step() -> Sequence[StepPart]:
         return run.step(find_regions(run.model, match), memory=run.memory_trace(), clock=run.clock()).parts
 
     return repeated if _is_linear(repeated, step) else []
 
 
-def _is_linear(repeated: Sequence[Repeated], step: Callable[[], Sequence[Part]]) -> bool:
+def _is_linear(repeated: Sequence[RepeatedLayers], step: Callable[[], Sequence[StepPart]]) -> bool:
     """Whether a step with a period more costs those layers more, and nothing else.
 
     step: runs the model as it then is, and returns the parts of the step.
@@ -127,7 +127,9 @@ def _is_linear(repeated: Sequence[Repeated], step: Callable[[], Sequence[Part]])
     return [replace(few[index], path=path) for path, index in rows] == list(more)
 
 
-def continued(places: Sequence[Place], repeated: Sequence[Repeated], layers: Mapping[str, int | None]) -> list[Place]:
+def continued(
+    places: Sequence[Place], repeated: Sequence[RepeatedLayers], layers: Mapping[str, int | None]
+) -> list[Place]:
     """The places of all layers, from those of the few. layers: the index of each module's layer, by path.
 
     Raises ``ValueError`` where the layers did not run in their order.
@@ -142,7 +144,7 @@ class _Irregular(ValueError):
     """Layers do not run one after the other."""
 
 
-def _continued(paths: Sequence[str], repeated: Sequence[Repeated]) -> list[tuple[str, int]]:
+def _continued(paths: Sequence[str], repeated: Sequence[RepeatedLayers]) -> list[tuple[str, int]]:
     """The paths for all layers in the order in which they run, each with the index of the one that stands for it."""
     rows = list(zip(paths, range(len(paths)), strict=True))
     for each in repeated:

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer
-from recompute.ablation.trials import Experiment, Progress, Row, recorded, seeded
+from recompute.ablation.trials import AblationRow, Experiment, Progress, recorded, seeded
 from recompute.attach.apply import PolicyLike
 from recompute.counters import resolve_device
 from recompute.errors import AblationError, ModelError
@@ -45,44 +45,44 @@ PEERS = ("torch-checkpoint",)
 class Ablation:
     """What each policy and peer did. Printed, it is a table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[AblationRow, ...]
     """The baseline ``none`` first. One that failed has an ``error``."""
     results: Mapping[str, Any]
     """The same as ``results.json`` has it, with ``machine`` and ``config``: what was run where."""
 
-    def row(self, policy: str) -> Row:
+    def row(self, policy: str) -> AblationRow:
         """That of a policy or peer. Raises ``KeyError`` if there is none."""
         found = {row.policy: row for row in self.rows}
         return found[policy]
 
     def table(self) -> str:
         """The rows as text: bytes held and at the peak, milliseconds, and whether losses and gradients match."""
-        from recompute.ablation import report
+        from recompute.ablation import ablation_report
 
-        return report.text(self.results["rows"])
+        return ablation_report.text(self.results["rows"])
 
     __str__ = table
 
     def markdown(self) -> str:
         """The rows as a table in Markdown, what failed, and below it what was run, and on what."""
-        from recompute.ablation import report
+        from recompute.ablation import ablation_report
 
-        return report.markdown(self.results)
+        return ablation_report.markdown(self.results)
 
     def plot(self) -> Figure:
         """Memory against the time of a step, as a matplotlib figure."""
-        from recompute.ablation import report
+        from recompute.ablation import ablation_report
 
-        return report.plot(self.results["rows"])
+        return ablation_report.plot(self.results["rows"])
 
     def save(self, folder: str | Path) -> None:
         """Write ``results.json``, ``results.md`` and ``results.png`` into ``folder``, which is made."""
-        from recompute.ablation import report
+        from recompute.ablation import ablation_report
 
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         (path / "results.json").write_text(json.dumps(self.results, indent=2) + "\n", encoding="utf-8")
-        report.write(self.results, path)
+        ablation_report.write(self.results, path)
 
 
 def ablate(
@@ -102,7 +102,7 @@ def ablate(
     device: str | torch.device = "auto",
     out: str | Path | None = None,
     progress: Progress | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    on_row: Callable[[AblationRow], None] | None = None,
 ) -> Ablation:
     """Train a model under each of several policies; compare memory, time, losses and gradients.
 
@@ -127,8 +127,10 @@ def ablate(
     progress: called after each step with what runs, the steps done, and the steps in all. on_row: with each row.
 
     A policy that fails is a row with an ``error``, and the others go on. Memory is in bytes above what is there before
-    a step, times are in seconds: see ``Row``. Raises before anything is trained: ``AblationError`` for an option that
-    cannot be, ``ModelError`` where the factory gives no model, ``PolicyError`` for a bad policy.
+    a step, times are in seconds: see ``AblationRow``.
+
+    Raises before anything is trained: ``AblationError`` for an option that cannot be, ``ModelError`` where the factory
+    gives no model, ``PolicyError`` for a bad policy.
     """
     given = {"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}
     _check(given, dtype, peers)

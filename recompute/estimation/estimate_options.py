@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from recompute.estimation.static_memory import OPTIMIZERS, RECIPES, check_sharding, chosen
+from recompute.estimation.static_memory import DTYPE_RECIPES, OPTIMIZERS, check_sharding, read_option
 
 LOSSES = ("full", "chunked")
 
 
-class Options(NamedTuple):
+class EstimateOptions(NamedTuple):
     """A dtype recipe, an optimizer, a sharding and a loss, by their names in ``static_memory`` and ``LOSSES``."""
 
     dtype: str
@@ -18,12 +18,12 @@ class Options(NamedTuple):
     devices: int
     loss: str
 
-    def read(self) -> Options:
+    def read(self) -> EstimateOptions:
         """The same by the names that are meant ("bf16" is "bfloat16"). Raises ``EstimateError`` for what is none."""
-        return Options(
-            chosen("dtype", self.dtype, RECIPES),
-            chosen("optimizer", self.optimizer, OPTIMIZERS),
+        return EstimateOptions(
+            read_option("dtype", self.dtype, DTYPE_RECIPES),
+            read_option("optimizer", self.optimizer, OPTIMIZERS),
             check_sharding(self.sharding, self.devices),
             self.devices,
-            chosen("loss", self.loss, LOSSES),
+            read_option("loss", self.loss, LOSSES),
         )

@@ -14,8 +14,8 @@ from recompute.estimation.factories import describe
 from recompute.estimation.gpus import Gpu
 from recompute.estimation.static_memory import check_sharding
 from recompute.profiling.cost_table import Profile
-from recompute.profiling.dry_run import OptimizerFactory, rehearsal
-from recompute.profiling.measuring import Progress, measured
+from recompute.profiling.dry_run import OptimizerFactory, dry_run
+from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, named
 
 
@@ -47,8 +47,8 @@ def profile(
     optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. Its step is part of the profile.
     match: globs over the paths of the modules to choose for; by default those of layers and blocks, the outermost ones.
     kernels: whether to consider them; by default on CUDA alone.
-    device: a GPU that is not here ("H200"; see ``planning.gpus``): nothing is measured then, but each op takes what
-        its arithmetic or its traffic takes there, and bytes are those of tensors without values. The profile's
+    device: a GPU that is not here ("H200"; see ``recompute.estimation.gpus``). Nothing is measured then: each op takes
+        what its arithmetic or its traffic takes there, and bytes are those of tensors without values. The profile's
         ``source`` says so.
     sharding, devices: beside ``device``, as ``recompute.estimate`` takes them: how so many of it share the model.
     steps: timed training steps of each assignment of ways to regions, after warm-up and one that counts bytes; as many
@@ -64,8 +64,8 @@ def profile(
     if device is not None:
         from recompute.profiling.roofline import roofline  # which imports transformers
 
-        imagined = kernels is None or kernels
-        options: dict[str, Any] = {"match": match, "kernels": imagined, "sharding": sharding, "devices": devices}
+        offered = kernels is None or kernels
+        options: dict[str, Any] = {"match": match, "kernels": offered, "sharding": sharding, "devices": devices}
         return roofline(model, batch, device, loss=loss, optimizer=optimizer, progress=progress, **options)
     sharding = check_sharding(sharding, devices)
     if sharding != "none":
@@ -73,9 +73,9 @@ def profile(
             f"sharding: {sharding} can be calculated, for a device that is named, but is not measured in one process: "
             "there, on all ranks, agree() of recompute.integrations.distributed makes one profile of what each measures"
         )
-    with rehearsal(model, batch, loss=loss, optimizer=optimizer) as run:
+    with dry_run(model, batch, loss=loss, optimizer=optimizer) as run:
         on_cuda = run.device.type == "cuda"
-        table = measured(run, match, on_cuda if kernels is None else kernels, steps, progress)
+        table = measure_regions(run, match, on_cuda if kernels is None else kernels, steps, progress)
         return Profile(
             model=_described(model, batch),
             machine=counters.describe_machine(run.device),

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import recompute
 from recompute.ablation import trials
-from recompute.ablation.comparison import Ablation
-from recompute.ablation.trials import Row
+from recompute.ablation.ablate import Ablation
+from recompute.ablation.trials import AblationRow
 from recompute.cli import app
 from recompute.errors import AblationError, ModelError, PolicyError, RecomputeError
 
@@ -120,7 +120,7 @@ def test_a_cnn_with_a_batch_a_step_and_peers_on_its_stages() -> None:
 
 def test_what_is_returned_shows_and_saves_itself(tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
-    seen: list[Row] = []
+    seen: list[AblationRow] = []
     found = ablate(
         mlp, policies=["elementwise"], out=tmp_path, progress=lambda *step: steps.append(step), on_row=seen.append
     )

@@ -15,9 +15,9 @@ from torch import nn
 from recompute import load_policy
 from recompute.attach.apply import module_entries
 from recompute.errors import BudgetError, PlanError, PolicyError
-from recompute.planning import frontiers, solver
-from recompute.planning.plan_model import plan
-from recompute.planning.plans import planned, policy_of, restricted
+from recompute.planning import frontier_report, solver
+from recompute.planning.make_plan import plan
+from recompute.planning.plan import only_allowed, policy_of, solve_plan
 from recompute.policy.document import parse_document
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy, Rule
@@ -76,7 +76,7 @@ def test_a_policy_reaches_exactly_the_places_it_means(data: st.DataObject, lists
     policy = policy_of(profile, assignment)
     expected = {
         place.path: dict(choice.rule)
-        for place, choice in zip(places, solver.chosen(profile, assignment), strict=True)
+        for place, choice in zip(places, solver.choices_of(profile, assignment), strict=True)
         if choice.rule is not None
     }
     assert governed(policy) == expected
@@ -122,7 +122,7 @@ def test_a_plan_is_a_policy_with_predictions(tmp_path: Path) -> None:
 def test_a_plan_is_never_slower_than_the_best_uniform_policy() -> None:
     profile = tables.transformer(6)
     for point in solver.frontier(profile, 50):
-        found = planned(profile, point.prediction.peak_nbytes)
+        found = solve_plan(profile, point.prediction.peak_nbytes)
         if found.uniform is not None:
             assert found.uniform.predicted_step_seconds >= found.predicted_step_seconds
             assert found.uniform.predicted_peak_bytes <= found.budget_nbytes
@@ -138,7 +138,7 @@ def test_a_plan_shows_itself() -> None:
     ):
         assert line in text, text
     assert found.note == ""
-    rows = frontiers.table(found).splitlines()
+    rows = frontier_report.table(found).splitlines()
     assert len(rows) == 2 + len(found.frontier)
     assert "1.00x" in rows[2]
     assert len(json.loads(found.to_json())["frontier"]) == len(found.frontier)
@@ -176,7 +176,7 @@ def test_no_uniform_policy_may_fit() -> None:
     ],
 )
 def test_only_what_is_allowed_is_chosen_from(allowed: Any, names: list[list[str]]) -> None:
-    profile = restricted(tables.transformer(2), allowed)
+    profile = only_allowed(tables.transformer(2), allowed)
     assert [[choice.name for choice in region.choices] for region in profile.regions] == names
 
 
@@ -184,8 +184,8 @@ def test_via_auto_counts_as_a_kernel() -> None:
     rules = [{"action": "recompute"}, {"action": "recompute", "via": "auto"}, {"action": "keep"}]
     region = tables.region("r", *(tables.choice(str(i), rule, 1.0, 1, 1, 1) for i, rule in enumerate(rules)))
     profile = tables.profile([region], [Place(path="r", region=0)])
-    assert [choice.name for choice in restricted(profile, ["kernel"]).regions[0].choices] == ["0", "1"]
-    assert [choice.name for choice in restricted(profile, ["keep", "hook"]).regions[0].choices] == ["2"]
+    assert [choice.name for choice in only_allowed(profile, ["kernel"]).regions[0].choices] == ["0", "1"]
+    assert [choice.name for choice in only_allowed(profile, ["keep", "hook"]).regions[0].choices] == ["2"]
 
 
 @pytest.mark.parametrize(

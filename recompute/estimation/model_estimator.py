@@ -16,18 +16,18 @@ from transformers import PretrainedConfig
 
 from recompute.attach.apply import apply
 from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
-from recompute.estimation.estimate_result import Advice, Estimate, ModuleActivations, Settings
+from recompute.estimation.build_model import batch_of, build_fake, without_packing
+from recompute.estimation.estimate_options import EstimateOptions
+from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
 from recompute.estimation.factories import describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
-from recompute.estimation.layers import find_stack, step_of_many
-from recompute.estimation.models import batch_of, imagined, without_packing
+from recompute.estimation.layer_extrapolation import extrapolated_step, find_stack
 from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
-from recompute.estimation.options import Options
-from recompute.estimation.simulation import Step, fake_mode, optimizer_peak_nbytes, simulate
+from recompute.estimation.simulation import SimulatedStep, fake_mode, optimizer_peak_nbytes, simulate
 from recompute.estimation.static_memory import (
+    DTYPE_RECIPES,
     OPTIMIZERS,
-    RECIPES,
-    Buffer,
+    ExtraBuffer,
     StaticBytes,
     shard_shapes,
     share_of,
@@ -43,7 +43,7 @@ _WORTH_TELLING = 1e-3  # of the peak
 _ADVISED = ("elementwise", "auto", "full")
 
 
-class Subject(NamedTuple):
+class ModelAndBatch(NamedTuple):
     """A model and a batch, both on fake tensors."""
 
     model: nn.Module
@@ -66,17 +66,19 @@ class Subject(NamedTuple):
 
 
 @contextmanager
-def imagined_subject(model: Any, options: Options, batch_size: int, length: int, batch: Any) -> Iterator[Subject]:
-    dtype = torch.float32 if RECIPES[options.dtype].parameter == 4 else torch.bfloat16
+def fake_model_and_batch(
+    model: Any, options: EstimateOptions, batch_size: int, length: int, batch: Any
+) -> Iterator[ModelAndBatch]:
+    dtype = torch.float32 if DTYPE_RECIPES[options.dtype].parameter == 4 else torch.bfloat16
     if isinstance(model, nn.Module):
         name = type(model).__name__
         with without_packing(name), fake_mode():
             fake = fake_copy(model, dtype)
             if batch is not None:
-                yield Subject(fake, fake_batch(batch), name)
+                yield ModelAndBatch(fake, fake_batch(batch), name)
             elif hasattr(model, "config") and hasattr(model, "main_input_name"):
                 given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
-                yield Subject(fake, given, describe(fake, given))
+                yield ModelAndBatch(fake, given, describe(fake, given))
             else:
                 raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
         return
@@ -88,28 +90,28 @@ def imagined_subject(model: Any, options: Options, batch_size: int, length: int,
             f"found {type(model).__name__}: {model!r}"
         )
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
-    with imagined(model, device=torch.device("cpu"), stretches=True, **sizes) as (network, given):
-        yield Subject(network, given if batch is None else fake_batch(batch), describe(network, given))
+    with build_fake(model, device=torch.device("cpu"), stretches=True, **sizes) as (network, given):
+        yield ModelAndBatch(network, given if batch is None else fake_batch(batch), describe(network, given))
 
 
-class Study:
+class ModelEstimator:
     """Estimates of one model with different options, of which those that take time are made once."""
 
-    def __init__(self, subject: Subject, *, on_cuda: bool = True, strict: bool = True):
+    def __init__(self, subject: ModelAndBatch, *, on_cuda: bool = True, strict: bool = True):
         """on_cuda: count as on CUDA; else as the CPU runs it. strict: as ``recompute.apply`` takes it."""
         self._strict = strict
         self._subject = subject
         self._on_cuda = on_cuda
-        self._steps: dict[Any, Step] = {}
+        self._steps: dict[Any, SimulatedStep] = {}
         self._optimizer_peaks: dict[Any, int] = {}
         self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
 
-    def estimate(self, options: Options, policy: Policy | None, *, offloads: bool = False) -> Estimate:
+    def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
         governing = self._with_chunked_loss(policy) if options.loss == "chunked" else policy
-        step = self.step(governing, RECIPES[options.dtype].autocast)
+        step = self.step(governing, DTYPE_RECIPES[options.dtype].autocast)
         optimizer_peak = self._optimizer_peak(options)
         if offloads:
             static, optimizer_peak = replace(static, optimizer=0), 0
@@ -132,17 +134,19 @@ class Study:
         )
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
-    def advice(self, options: Options, policy: Policy | None, now: Estimate) -> Iterator[Advice]:
+    def advice(self, options: EstimateOptions, policy: Policy | None, now: Estimate) -> Iterator[Advice]:
         """Of each change that lowers the peak, by how much. Of two together, if that is more than either alone does."""
         found: dict[str, int] = {}
 
-        def try_out(what: str, changed: Options, under: Policy | None = policy, *, offloads: bool = False) -> None:
+        def try_out(
+            what: str, changed: EstimateOptions, under: Policy | None = policy, *, offloads: bool = False
+        ) -> None:
             try:
                 found[what] = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
             except NoEffectError:  # nothing for that preset to govern
                 return
 
-        def with_fused(what: str, changed: Options, under: Policy | None = policy) -> None:
+        def with_fused(what: str, changed: EstimateOptions, under: Policy | None = policy) -> None:
             try_out(what, changed, under)
             if can_fuse and what in found:
                 both = f"{what} and {_FUSED}"
@@ -165,11 +169,11 @@ class Study:
         told = [Advice(what, saved) for what, saved in found.items() if saved >= _WORTH_TELLING * now.peak_bytes]
         return iter(sorted(told, key=lambda each: -each.saves_nbytes))
 
-    def _settings(self, options: Options, policy: Policy | None) -> Settings:
+    def _settings(self, options: EstimateOptions, policy: Policy | None) -> EstimateSettings:
         batch = self._subject.batch
         named = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
         shapes = [f"{name} {'x'.join(map(str, each.shape))}" for name, each in named if isinstance(each, Tensor)]
-        return Settings(
+        return EstimateSettings(
             self._subject.name.partition(";")[0].removesuffix(" on cpu"),
             ", ".join(shapes),
             *options[:4],
@@ -177,29 +181,29 @@ class Study:
             options.loss,
         )
 
-    def _static(self, options: Options) -> StaticBytes:
-        recipe, optimizer = RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
+    def _static(self, options: EstimateOptions) -> StaticBytes:
+        recipe, optimizer = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
         found = static_nbytes(
             self._parameters, recipe=recipe, optimizer=optimizer, sharding=options.sharding, devices=options.devices
         )
         given = sum(each.nbytes for each in tree_leaves(self._subject.batch) if isinstance(each, Tensor))
         buffers = {
             **found.buffers,
-            "the model's buffers": Buffer(sum(each.nbytes for each in self._subject.model.buffers())),
-            "the batch": Buffer(given),
-            "cuBLAS workspaces": Buffer(WORKSPACE_NBYTES),
+            "the model's buffers": ExtraBuffer(sum(each.nbytes for each in self._subject.model.buffers())),
+            "the batch": ExtraBuffer(given),
+            "cuBLAS workspaces": ExtraBuffer(WORKSPACE_NBYTES),
         }
         return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
 
-    def step(self, policy: Policy | None, autocast: bool) -> Step:
+    def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
         """What a step takes under ``policy``. autocast: forward and loss run under bfloat16's."""
         if (policy, autocast) not in self._steps:
             stack = find_stack(self._subject.model, policy)
-            step = None if stack is None else step_of_many(stack, lambda: self._simulate(policy, autocast))
+            step = None if stack is None else extrapolated_step(stack, lambda: self._simulate(policy, autocast))
             self._steps[policy, autocast] = step or self._simulate(policy, autocast)
         return self._steps[policy, autocast]
 
-    def _simulate(self, policy: Policy | None, autocast: bool) -> Step:
+    def _simulate(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
         subject = self._subject
         with warnings.catch_warnings():
             if policy is not None and policy.name == _CHUNKED:  # whose rule for the head goes before any other
@@ -219,8 +223,8 @@ class Study:
             if handle is not None:
                 handle.remove()
 
-    def _optimizer_peak(self, options: Options) -> int:
-        recipe = RECIPES[options.dtype]
+    def _optimizer_peak(self, options: EstimateOptions) -> int:
+        recipe = DTYPE_RECIPES[options.dtype]
         make = _MAKERS[options.optimizer]
         shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
         key = options.optimizer, shapes, recipe
@@ -297,7 +301,7 @@ def _per_layer(held: Mapping[str, int]) -> int:
     return max(layers.values(), default=0)
 
 
-def _parts(found: Estimate, step: Step, share: Callable[[int], int], optimizer_peak: int) -> dict[str, int]:
+def _parts(found: Estimate, step: SimulatedStep, share: Callable[[int], int], optimizer_peak: int) -> dict[str, int]:
     """What is alive at the peak, by what it is."""
     static, name = found.static_bytes, found.peak_moment
     parts = {"parameters": static.parameters, "optimizer states": static.optimizer}

@@ -13,7 +13,7 @@ import recompute
 from recompute.planning import solver
 from recompute.profiling import roofline
 from recompute.profiling.cost_table import Profile
-from recompute.profiling.shortening import find_repeated
+from recompute.profiling.repeated_layers import find_repeated
 
 
 class Block(nn.Module):
