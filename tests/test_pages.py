@@ -144,6 +144,15 @@ def test_the_readme_has_the_public_names_and_the_presets() -> None:
     assert set(re.findall("^[|] `([^`]*)`", table, re.MULTILINE)) == set(preset_names())
 
 
+def test_the_words_are_those_of_the_code() -> None:
+    section = (ROOT / "recompute" / "README.md").read_text(encoding="utf-8").partition("## Words")[2]
+    words = set(re.findall("`([A-Z][A-Za-z]+)`", section.partition("\n## ")[0]))
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "recompute").rglob("*.py")]
+    classes = {name for source in sources for name in re.findall(r"^class (\w+)", source, re.MULTILINE)}
+    assert words
+    assert words <= classes
+
+
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the code blocks take for granted, in a folder of their own.
@@ -172,6 +181,17 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("block", of_kind("python"))
 def test_code_runs(block: Block, given: dict[str, Any]) -> None:
     exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec"), {"__name__": "page", **given})
+
+
+def test_the_words_of_explain_are_explained(given: dict[str, Any]) -> None:
+    guide = (ROOT / "policies" / "README.md").read_text(encoding="utf-8")
+    section = guide.partition("## How to read explain")[2].partition("\n## ")[0]
+    words = re.findall(r"^\| `([^`]*)` \|", section, re.MULTILINE)
+    assert {"rule", "made by", "alive"} <= set(words)
+    handle = recompute.apply(given["model"])
+    given["model"](**given["batch"]).loss.backward()
+    explained = handle.explain()
+    assert [word for word in words if word not in explained] == []
 
 
 @pytest.mark.parametrize("block", of_kind("python no-run"))

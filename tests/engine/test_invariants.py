@@ -1,4 +1,4 @@
-"""The ten invariants of ``recompute.engine``: of each, the tests that say it shortest. The other files hold more.
+"""The ten invariants of ``recompute/engine/README.md``: of each, the shortest tests. The other files hold more.
 
 1. Exact: test_random_models, test_ops, test_autocast, test_backwards, test_modes, test_arguments, test_views.
 2. Never written: test_offloading.
