@@ -4,16 +4,16 @@ Attention calls the function that rotates queries and keys by a global name. For
 with other globals: a mapping that asks the module's own globals at each look-up, and answers with ours where it finds
 the very function that was recognized.
 
-Why not simply rebind the name in the module while attention runs, as one would with ``unittest.mock.patch``?
+Why is the name not rebound in the module while attention runs, as ``unittest.mock.patch`` would?
 
-1. All threads share a module's globals, so another thread's attention, perhaps under no policy, would call ours.
-2. ``torch.compile`` guards the globals that compiled code reads, and so do captured regions: whatever another thread
-   runs meanwhile would miss its guards and be compiled again.
-3. Two spans that overlap in time would restore each other's function, or lose a rebinding that the user makes inside.
+1. All threads share a module's globals: another thread, whose attention may be under no policy, would call ours.
+2. ``torch.compile`` and captured regions guard the globals that their graphs read: calls in other threads would miss
+   these guards in the meantime, and be traced again.
+3. Where two calls overlap in time, the first to end would take ours away from the other, and change its values.
 
-The copy shares nothing that changes, so it has none of these problems, and needs no lock. Its limits: it relies on
-CPython, which looks up globals by ``__getitem__`` where they are not exactly a dict. And a forward that assigns globals
-or asks for all of them, or calls a helper that rotates, is left alone.
+The copy shares nothing that changes. Its limits: it relies on CPython, which looks globals up by ``__getitem__`` where
+they are not exactly a dict. And a forward that assigns globals, asks for all of them, or has a helper rotate is left
+alone.
 """
 
 from __future__ import annotations
@@ -127,9 +127,6 @@ class _GlobalsButOne(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = self._namespace[name]
         return self._stand_in if value is self._original else value
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self._namespace else default
 
 
 @functools.lru_cache(1024)
