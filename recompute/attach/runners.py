@@ -13,14 +13,15 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recompute.compiled.captured_region import CapturedRegion, Shared
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.lowering import CHECKPOINTS, KEEPS, is_lowered, lowering_of
 from recompute.compiled.runner import Forward, Runner, is_active
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reach import surroundings
-from recompute.engine.checkpoint.region import KeepSpan, Region, Scope
+from recompute.engine.checkpoint.reachable_objects import references_of_modules
+from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.save_plan import PlanCache
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
 from recompute.policy.rules import FAMILIES, PRICE, Rule
@@ -38,7 +39,7 @@ class InnerRunner(Runner, Protocol):
 class RootRunner:
     """Opens the scope in which outputs are dropped, around the model or around what its own rule says."""
 
-    owner: Owner
+    statistics: RegionStatistics
     inner: Runner | None = None
     note: str = field(init=False)
 
@@ -49,7 +50,7 @@ class RootRunner:
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not is_active(module):
             return self._inside(module, forward, args, kwargs)
-        with Scope(self.owner):
+        with RecipeScope(self.statistics):
             return self._inside(module, forward, args, kwargs)
 
     def _inside(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -60,12 +61,12 @@ class RootRunner:
 
 def around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
     """The forward that a model bears on the instance, run by ``runner`` as long as that is the model's."""
-    owner = weakref.ref(module)
+    bearer = weakref.ref(module)
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         of_self = inner
-        if isinstance(inner, MethodType) and inner.__self__ is owner() and self is not owner():  # a copy of the model
+        if isinstance(inner, MethodType) and inner.__self__ is bearer() and self is not bearer():  # a copy
             of_self = MethodType(inner.__func__, self)
         if self.__dict__.get(RUNNER) is not runner:
             return of_self(*args, **kwargs)
@@ -89,7 +90,7 @@ def inside_of(forward: Any) -> Callable[..., Any] | None:
 class PlainRunner:
     """Runs forward as it is: where a kernel stands in on CUDA alone, and a tape around sees the ops elsewhere."""
 
-    owner: Owner
+    statistics: RegionStatistics
     note: str = "its ops are on the tape around it"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -100,7 +101,7 @@ class PlainRunner:
 class KeepRunner:
     """``action: keep``: what autograd saves is kept, also inside a region that drops."""
 
-    owner: Owner
+    statistics: RegionStatistics
     note: str = "everything is kept"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -108,7 +109,7 @@ class KeepRunner:
             return KEEPS.run(forward, args, kwargs)
         if not is_active(module):
             return forward(*args, **kwargs)
-        with KeepSpan():
+        with KeepScope():
             return forward(*args, **kwargs)
 
 
@@ -117,9 +118,9 @@ class CheckpointRunner:
 
     note = "its Python runs again from its inputs"
 
-    def __init__(self, owner: Owner, module: nn.Module, rule: Rule, shared: Shared):
-        self.owner = owner
-        self._checkpoint = Region(owner, beyond=surroundings(module.modules()))
+    def __init__(self, statistics: RegionStatistics, module: nn.Module, rule: Rule, shared: CaptureCache):
+        self.statistics = statistics
+        self._checkpoint = CheckpointRegion(statistics, beyond=references_of_modules(module.modules()))
         itself = weakref.ref(module)
 
         def run(forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -127,7 +128,7 @@ class CheckpointRunner:
             assert module is not None
             return self._checkpoint.run(forward, (module,), args, kwargs)
 
-        self.region = region_of(owner, rule, shared, run)
+        self.region = region_of(statistics, rule, shared, run)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if is_lowered(module):
@@ -143,11 +144,13 @@ class TapeRunner:
     inner: runs it there, as kernels do, in whose place their ops run again.
     """
 
-    def __init__(self, owner: Owner, rule: Rule, shared: Shared, inner: InnerRunner | None = None):
-        self.owner = owner
+    def __init__(
+        self, statistics: RegionStatistics, rule: Rule, shared: CaptureCache, inner: InnerRunner | None = None
+    ):
+        self.statistics = statistics
         self.inner = inner
         self.lowering = lowering_of(rule)
-        self.region = region_of(owner, rule, shared)
+        self.region = region_of(statistics, rule, shared)
         what = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
         if rule.rerun:
             what += f" and {', '.join(rule.rerun)}"
@@ -169,9 +172,11 @@ class TapeRunner:
         return self.region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
 
 
-def region_of(owner: Owner, rule: Rule, shared: Shared, checkpoint: Callable[..., Any] | None = None) -> CapturedRegion:
+def region_of(
+    statistics: RegionStatistics, rule: Rule, shared: CaptureCache, checkpoint: Callable[..., Any] | None = None
+) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
-    tape = TapeRegion(setting_of(owner, rule, shared.openings))
+    tape = TapeRegion(setting_of(statistics, rule, shared.plan_cache))
     return CapturedRegion(tape, shared if rule.capture else None, checkpoint)
 
 
@@ -182,8 +187,8 @@ def region_in(runner: Runner | None) -> CapturedRegion | None:
     return None if runner is None else runner.region
 
 
-def setting_of(owner: Owner, rule: Rule, openings: PlanCache | None = None) -> Setting:
+def setting_of(statistics: RegionStatistics, rule: Rule, plan_cache: PlanCache | None = None) -> Setting:
     """What a rule says of each op."""
     if rule.action == "checkpoint":  # fewest bytes, whatever it costs
-        return Setting(owner, rerun=set(FAMILIES) - {"collective"}, keep=rule.keep, price=0, openings=openings)
-    return Setting(owner, rerun=rule.rerun, keep=rule.keep, price=rule.price, openings=openings)
+        return Setting(statistics, rerun=set(FAMILIES) - {"collective"}, keep=rule.keep, price=0, plan_cache=plan_cache)
+    return Setting(statistics, rerun=rule.rerun, keep=rule.keep, price=rule.price, plan_cache=plan_cache)

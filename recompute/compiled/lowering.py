@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from recompute.compiled.guards import is_tracing
 from recompute.compiled.traced_region import Again, Traced, join
 from recompute.engine.cut.ops import FACTORY, STATISTICS, Kind, facts_of_call
-from recompute.engine.kept import kept
+from recompute.engine.keeping import keep_op
 from recompute.errors import UnsupportedError
 from recompute.policy.rules import FAMILIES, PRICE, Rule
 
@@ -107,7 +107,7 @@ class _Judge:
         return self.action != "keep" and not self.runs_all_again
 
     def lets_run_again(self, op: Any, args: tuple, kwargs: dict) -> bool:
-        if op is kept:
+        if op is keep_op:
             name = args[1]
             return name is not None and name not in self.keep
         if self.runs_all_again:

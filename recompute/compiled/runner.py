@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recompute.engine.checkpoint.region import is_recording
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import is_recording
 
 Forward = Callable[..., Any]
 
@@ -16,7 +16,7 @@ Forward = Callable[..., Any]
 class Runner(Protocol):
     """Runs ``forward(*args, **kwargs)``, the module's own, or what stands in for it."""
 
-    owner: Owner
+    statistics: RegionStatistics
     note: str
     """What it does, for ``explain``."""
 

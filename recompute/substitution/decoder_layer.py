@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_flatten
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.recipes import open_book
-from recompute.engine.saved_tensors import Owner, PassingBy, is_under_a_checkpoint
+from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.scopes import BypassScope
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
 from recompute.substitution.mlp import KernelMLP, find_kernel_mlp
 from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
@@ -224,7 +225,9 @@ class KernelLayerRunner(KernelRunner):
     """Whether anything inside can be dropped by the scope around: not known before the first run."""
 
     @classmethod
-    def for_module(cls, owner: Owner, fallback: Runner | None, module: nn.Module) -> KernelLayerRunner | None:
+    def for_module(
+        cls, statistics: RegionStatistics, fallback: Runner | None, module: nn.Module
+    ) -> KernelLayerRunner | None:
         """What runs ``module``, if that is a layer of norms that the kernels compute."""
         layer = find_pre_norm_layer(module)
         if layer is None:
@@ -234,7 +237,7 @@ class KernelLayerRunner(KernelRunner):
         if norm is None or mlp_norm is None:
             return None
         references = tuple(map(weakref.ref, parts))
-        return cls(owner, fallback, layer, (norm, mlp_norm), find_kernel_mlp(parts[2]), references)
+        return cls(statistics, fallback, layer, (norm, mlp_norm), find_kernel_mlp(parts[2]), references)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -253,7 +256,7 @@ class KernelLayerRunner(KernelRunner):
             return self._run(module, forward, args, kwargs)
         before = book.entered
         is_given = isinstance(args[0] if args else None, Tensor) and book.knows(args[0])
-        with _NOTHING if self._records or is_given or not args else PassingBy():
+        with _NOTHING if self._records or is_given or not args else BypassScope():
             result = self._run(module, forward, args, kwargs)
         self._records = book.entered > before
         return result
@@ -265,7 +268,7 @@ class KernelLayerRunner(KernelRunner):
             return forward(*args, **kwargs)
         weight, mlp_weight = weights
         # What is run again must save what it saved: there nothing is learned in between.
-        linears = LearnedLinears() if is_under_a_checkpoint() else self._linears
+        linears = LearnedLinears() if is_inside_checkpoint() else self._linears
         normed = self._normed(x, weight, linears)
         attended = attend(_child(module, self.layer.attention), normed)
         linears.learn(normed)

@@ -43,9 +43,9 @@ class KernelHeadRunner(KernelRunner):
         from recompute.kernels.linears import autocast
 
         if is_lowered(module):
-            _warn_of_logits(self.owner.name)
+            _warn_of_logits(self.statistics.name)
             return forward(*args, **kwargs)
-        if not is_active(module) or (is_fake() and not local.imagines_cuda) or not is_plain_linear(module):
+        if not is_active(module) or (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         x = only_argument(args, kwargs)
         given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}

@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recompute.engine.checkpoint.region import is_recording
 from recompute.engine.recipes import local, open_book
-from recompute.engine.saved_tensors import Owner, is_under_a_checkpoint
+from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.scopes import is_recording
 
 Compute = Callable[..., Any]
 """What a module, or the kernels in its place, give for tensors of rows."""
@@ -53,10 +53,10 @@ class KernelAndEager(NamedTuple):
 
 
 class HeldMemoryCounter:
-    """Adds what the kernels of one runner hold, and what the module's own code would, to its owner's statistics."""
+    """Adds what a runner's kernels hold, and what the module's own code would, to the statistics of the region."""
 
-    def __init__(self, owner: Owner):
-        self._owner = owner
+    def __init__(self, statistics: RegionStatistics):
+        self._statistics = statistics
         self._known: dict[Hashable, KernelAndEager | None] = {}
 
     def count(
@@ -92,8 +92,8 @@ class HeldMemoryCounter:
 
     def count_run(self) -> None:
         """Count a run of kernels that hold what the module's own code would."""
-        if _is_counted() and not local.spans:
-            self._owner.frames += 1
+        if _is_counted() and not local.active_frames:
+            self._statistics.frames += 1
 
     def count_known(self, x: Tensor, kernels: HeldMemory, eager: HeldMemory) -> None:
         """Count a run on ``x`` of which it is known what is held."""
@@ -107,12 +107,12 @@ class HeldMemoryCounter:
         if book is not None and book.is_given_to_a_kernel(x, is_eager=held.eager.holds_input):
             nbytes = 0  # whoever gave it counts it
         kept_nbytes = held.kernels.nbytes(rows, nbytes)
-        self._owner.eager_nbytes += held.eager.nbytes(rows, nbytes)
-        if local.spans:  # a tape or a checkpoint around counts what is saved, in both ways
-            self._owner.eager_nbytes -= kept_nbytes
+        self._statistics.eager_nbytes += held.eager.nbytes(rows, nbytes)
+        if local.active_frames:  # a tape or a checkpoint around counts what is saved, in both ways
+            self._statistics.eager_nbytes -= kept_nbytes
         else:
-            self._owner.kept_nbytes += kept_nbytes
-            self._owner.frames += is_frame
+            self._statistics.kept_nbytes += kept_nbytes
+            self._statistics.frames += is_frame
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -122,8 +122,9 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def _is_counted() -> bool:
     """Whether autograd records something, and not for the second time, as a checkpoint has it do."""
-    is_eager = not torch.compiler.is_compiling() and is_recording() and not local.regenerating
-    return is_eager and (bool(local.spans) or not is_under_a_checkpoint())  # torch's, which does not say which time
+    if torch.compiler.is_compiling() or not is_recording() or local.regenerating:
+        return False
+    return bool(local.active_frames) or not is_inside_checkpoint()  # torch's, which does not say which time
 
 
 _measurements: dict[Hashable, KernelAndEager | None] = {}

@@ -16,9 +16,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from recompute.compiled.lowering import Lowering, is_lowered
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.dtensors import has_layout
 from recompute.engine.recipes import local
-from recompute.engine.saved_tensors import Owner
-from recompute.engine.sharded import has_layout
+from recompute.engine.saved_tensors import RegionStatistics
 from recompute.errors import warn
 from recompute.substitution.held_memory import Compute, HeldMemoryCounter
 
@@ -30,7 +30,7 @@ class KernelRunner(ABC):
     They run also where no gradients are wanted, so that training and inference compute the same function.
     """
 
-    owner: Owner
+    statistics: RegionStatistics
     fallback: Runner | None
     """Runs instead where the input is not on CUDA; None: the kernel's reference does."""
     note: str = field(init=False)
@@ -46,7 +46,7 @@ class KernelRunner(ABC):
         return None
 
     def __post_init__(self) -> None:
-        self.held = HeldMemoryCounter(self.owner)
+        self.held = HeldMemoryCounter(self.statistics)
         self.note = f"kernel: {self._what()}"
         if self.fallback is not None:
             self.note += f" on CUDA, else {self.fallback.note}"
@@ -71,7 +71,7 @@ class KernelRunner(ABC):
             if self.lowering is not None and is_lowered(module):
                 return self.lowering.run(self.run_kernel, (module, forward, args, kwargs), {})
             if not is_compiling:
-                self.owner.outside = []
+                self.statistics.dropped_outputs = []
             return self.run_kernel(module, forward, args, kwargs)
         return self.fallback.run(module, forward, args, kwargs)
 
@@ -79,13 +79,13 @@ class KernelRunner(ABC):
         """On DTensors, whose layout over the ranks no kernel knows: as without kernels."""
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
-        name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
+        name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
         warn(f"{name} is given DTensors, which no kernel takes: it runs as it is written.")
         return forward(*args, **kwargs)
 
     def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        return first is not None and (first.is_cuda or local.imagines_cuda)
+        return first is not None and (first.is_cuda or local.simulates_cuda)
 
     def compute(
         self,
@@ -99,25 +99,25 @@ class KernelRunner(ABC):
     ) -> Any:
         """``kernels(*inputs)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``."""
         self.held.count(kind, inputs, weights, kernels, as_written, is_frame=is_frame)
-        with RecipesOwnedBy(self.owner):
+        with CreditedTo(self.statistics):
             return kernels(*inputs)
 
 
-class RecipesOwnedBy:
-    """The span in which kernels record their recipes for ``owner``."""
+class CreditedTo:
+    """The span in which kernels record their recipes for ``statistics``."""
 
-    __slots__ = ("_outer", "_owner")
+    __slots__ = ("_outer", "_statistics")
 
-    def __init__(self, owner: Owner):
-        self._owner = owner
+    def __init__(self, statistics: RegionStatistics):
+        self._statistics = statistics
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():  # which records nothing
-            self._outer, local.owner = local.owner, self._owner
+            self._outer, local.statistics = local.statistics, self._statistics
 
     def __exit__(self, *error: object) -> None:
         if not torch.compiler.is_compiling():
-            local.owner = self._outer
+            local.statistics = self._outer
 
 
 def _is_transformed() -> bool:

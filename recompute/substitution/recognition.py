@@ -11,7 +11,7 @@ from torch import nn
 
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
 from recompute.substitution.decoder_layer import KernelLayerRunner
 from recompute.substitution.experts import KernelActivationRunner, has_stacked_experts
 from recompute.substitution.kernel_runner import KernelRunner
@@ -20,29 +20,29 @@ from recompute.substitution.norm import KernelNormRunner, find_norm
 from recompute.substitution.rotary import KernelRotaryRunner, find_rotary
 
 
-def find_kernel(owner: Owner, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:
+def find_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:
     """The runner of the kernels that compute what ``module`` does, if there are any.
 
     fallback: as ``KernelRunner`` has it.
     """
     if (mlp := find_kernel_mlp(module)) is not None:
-        return _compared(KernelMLPRunner(owner, fallback, mlp), module, (mlp.parts, mlp.activation))
+        return _compared(KernelMLPRunner(statistics, fallback, mlp), module, (mlp.parts, mlp.activation))
     if not any(module.children()):
         norm = find_norm(module)
-        return None if norm is None else _compared(KernelNormRunner(owner, fallback, norm), module, norm)
-    if (layer := KernelLayerRunner.for_module(owner, fallback, module)) is not None:
+        return None if norm is None else _compared(KernelNormRunner(statistics, fallback, norm), module, norm)
+    if (layer := KernelLayerRunner.for_module(statistics, fallback, module)) is not None:
         return layer
     rotary = find_rotary(module, on_cuda_only=fallback is not None)
-    return None if rotary is None else KernelRotaryRunner(owner, fallback, rotary)
+    return None if rotary is None else KernelRotaryRunner(statistics, fallback, rotary)
 
 
 def find_inner_kernel(
-    owner: Owner, module: nn.Module, parent: nn.Module, fallback: Runner | None
+    statistics: RegionStatistics, module: nn.Module, parent: nn.Module, fallback: Runner | None
 ) -> KernelRunner | None:
     """As ``find_kernel``, for a module inside of one that a rule names, whose ``parent`` may be stacked experts."""
     if has_stacked_experts(parent) and (activation := find_activation(module)) is not None:
-        return KernelActivationRunner(owner, fallback, activation)
-    return find_kernel(owner, module, fallback)
+        return KernelActivationRunner(statistics, fallback, activation)
+    return find_kernel(statistics, module, fallback)
 
 
 _agree: dict[Any, bool] = {}

@@ -36,7 +36,7 @@ from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.recipes import local
 from recompute.engine.rng import RngState
 from recompute.errors import KernelError
-from recompute.substitution.kernel_runner import KernelRunner, RecipesOwnedBy
+from recompute.substitution.kernel_runner import CreditedTo, KernelRunner
 from recompute.substitution.module_formula import is_decorated
 
 
@@ -105,7 +105,7 @@ class KernelRotaryRunner(KernelRunner):
         return True  # the function asks where its queries are
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        with RecipesOwnedBy(self.owner):
+        with CreditedTo(self.statistics):
             output = self.rotary.bind(module, forward)(*args, **kwargs)
         self.held.count_run()
         return output
@@ -175,7 +175,7 @@ def _stand_in(original: Any, is_partial: bool, on_cuda_only: bool) -> Callable[.
         from recompute.kernels.rope import rope
 
         takes_width = is_partial or cos.shape[-1] == q.shape[-1]
-        if takes_width and (q.is_cuda or local.imagines_cuda or not on_cuda_only) and _is_as_written(original):
+        if takes_width and (q.is_cuda or local.simulates_cuda or not on_cuda_only) and _is_as_written(original):
             try:
                 return rope(q, k, cos, sin, *args, **kwargs)
             except KernelError:

@@ -16,7 +16,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.tape.setting import Setting
 from recompute.errors import UnsupportedError
@@ -67,7 +67,11 @@ def outcome(function: Callable[..., Any], args: Any, kwargs: Any, around: str, t
             return function(*args, **kwargs)
 
     try:
-        result = TapeRegion(Setting(Owner("the sample"))).run(inside, args, kwargs) if tape else inside(*args, **kwargs)
+        result = (
+            TapeRegion(Setting(RegionStatistics("the sample"))).run(inside, args, kwargs)
+            if tape
+            else inside(*args, **kwargs)
+        )
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         found = [bits(leaf) for leaf in results]
         ends = [leaf for leaf in results if leaf.requires_grad and "inference" not in around]

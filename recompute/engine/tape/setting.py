@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from recompute.engine.cut.ops import OpFacts, facts
 from recompute.engine.cut.save_plan import PlanCache
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
 from recompute.policy.rules import PRICE
 
 
@@ -31,15 +31,15 @@ class Setting:
 
     def __init__(
         self,
-        owner: Owner,
+        statistics: RegionStatistics,
         *,
         rerun: Collection[str] = (),
         keep: Collection[str] = (),
         price: float = PRICE,
-        openings: PlanCache | None = None,
+        plan_cache: PlanCache | None = None,
     ):
-        self.owner = owner
-        self.openings = PlanCache() if openings is None else openings
+        self.statistics = statistics
+        self.plan_cache = PlanCache() if plan_cache is None else plan_cache
         self.rerun = frozenset(rerun)
         self.keep = frozenset(keep)
         self.price = price
