@@ -21,8 +21,8 @@ import recompute
 from recompute.engine.cut.frontier import Point, frontier
 from recompute.errors import PolicyError
 from recompute.estimation.build_model import build, build_fake
-from recompute.substitution.kernel_runners import KernelLayerRunner
-from recompute.substitution.lazy_tensors import Logits
+from recompute.substitution.decoder_layer import KernelLayerRunner
+from recompute.substitution.head import LazyLogits
 
 TOKENS = BATCH * LENGTH
 EVERYTHING = ["gemm", "convolution", "attention"]
@@ -255,7 +255,7 @@ def test_a_head_makes_no_logits_on_a_tape_either() -> None:
     model, plain = models.make("llama"), models.make("llama")
     recompute.apply(model, rules({"match": "lm_head", "action": "recompute", "via": "kernel", "rerun": "gemm"}))
     output = model(**models.batch("llama"))
-    assert type(output.logits) is Logits
+    assert type(output.logits) is LazyLogits
     torch.testing.assert_close(output.loss, plain(**models.batch("llama")).loss)
 
 
