@@ -153,7 +153,9 @@ class Regenerates(Protocol):
 
 
 class RecipeGroup:
-    """The recipes of one frame: one lock, as backward runs on one thread a device (9), and one end of a backward.
+    """The recipes of one frame. They share a lock, as each device has its thread in backward (invariant 9).
+
+    They also share one callback at the end of a backward, which frees what nobody came for.
 
     numerics: torch's settings in that frame, under which its ops run again.
     """

@@ -367,7 +367,7 @@ class RngState:
         return drawn
 
     def __enter__(self) -> None:
-        """Leave the generators alone: their captured states are put back at the end, also after an error (6)."""
+        """Leave the generators alone now. At the end their captured states are put back (invariant 6)."""
 
     def __exit__(self, *error: object) -> None:
         if (drawn := self.drawn()) is not None:

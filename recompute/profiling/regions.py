@@ -27,8 +27,8 @@ from recompute.profiling.candidates import (
     rerunning_rule,
 )
 from recompute.profiling.dry_run import DryRun
-from recompute.substitution.kernel_runners import KernelRunner, is_plain_linear
-from recompute.substitution.recognize import find_norm
+from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
+from recompute.substitution.norm import find_norm
 
 LAYERS = (BLOCK, "*Layer", "*Block")
 """The types of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""

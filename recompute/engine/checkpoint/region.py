@@ -1,23 +1,8 @@
-"""Regions: spans of forward whose saved tensors are dropped, and how one run of such a span, a frame, is run again.
+"""Checkpoints: regions whose Python runs again in backward, whatever it does.
 
-The invariants of the engine; code that depends on one cites its number.
-
-1. Exact: gradients equal those without the policy, bit for bit.
-2. A saved tensor is never written into, nor is any buffer this code did not allocate.
-3. A storage is known by its StorageImpl, held weakly, never by an address or an id that can be reused.
-4. What is not provably regenerable is kept.
-5. Versions are checked: a tensor mutated after it was saved is kept as it was, or refused with an error that names it.
-6. Random state is captured when, and only when, a region draws, for every generator it draws from, and put back.
-7. Parameters, buffers and inputs that live anyway are neither copied nor counted as savings. But a tape copies what is
-   small and takes no gradients, since buffers may change before backward (``plan.LARGEST_COPY``).
-8. Memory is released by reference count: nothing here forms a cycle.
-9. Regions compose: nested, inside or around other saved-tensor hooks and torch's checkpoint, on several threads.
-10. The cost is bounded: microseconds a region and a saved tensor.
-
-Of two kinds of region this module has one: a checkpoint, whose Python is run again, whatever it does, kernels that no
-dispatcher sees included; ``tape.py`` has the other. A checkpoint's frame keeps everything until it ends. Then it is
-decided: if it changed its own inputs it stays as it is (4, 5); otherwise what autograd saved in it is dropped, but for
-what lives anyway (7).
+So kernels that no dispatcher sees run again, too. A frame, which is one run of a region, keeps everything to its end.
+Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4 and 5).
+Otherwise it drops what autograd saved in it, but for what lives anyway (invariant 7).
 """
 
 from __future__ import annotations
@@ -293,7 +278,7 @@ class CheckpointFrame(Recipe):
         self.statistics.eager_nbytes += sum(savings)
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> PackedTensor:
-        """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
+        """What holds a tensor as it is, without its graph: the node that saved it may be part of that (invariant 8)."""
         if parameter is not None:
             now = version_of(parameter)
             # One that is at another version counts for itself, as ``parameter.data`` does.

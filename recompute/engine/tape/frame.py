@@ -507,7 +507,7 @@ class TapeFrame:
         self.statistics.eager_nbytes += plan.eager_nbytes
 
     def _clear(self) -> None:
-        """Let go of everything: autograd keeps the pack hook, and with it this, as long as the graph lives (8)."""
+        """Let go of everything: autograd holds the pack hook, and so this, as long as the graph lives (invariant 8)."""
         for reference in self.weak:
             torch.UntypedStorage._free_weak_ref(reference)
         self.weak, self.plan = [], None
