@@ -19,20 +19,20 @@ from torch.nn.parameter import is_lazy
 from recompute.attach.effect import check_effect, listed
 from recompute.attach.entries import module_entries
 from recompute.attach.explain import Attachment, Stats, explanation, stats
-from recompute.attach.runners import RootRunner, around, inside_of, region_of
+from recompute.attach.runners import FunctionCheckpointRunner, RootRunner, TapeRunner, around, inside_of
 from recompute.attach.selection import choose
-from recompute.compiled.captured_region import CapturedRegion, Shared
-from recompute.compiled.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
+from recompute.compiled.captured_region import Shared
 from recompute.compiled.runner import Forward, Runner
+from recompute.compiled.under_torch_compile import refuse_first_run
+from recompute.compiled.unwrap import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reach import reachable
-from recompute.engine.checkpoint.region import Region, is_recording
 from recompute.engine.cut.save_plan import Plan
 from recompute.engine.saved_tensors import Owner
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign
+from recompute.policy.meaning import Kernels, Mechanism, meaning_of
 from recompute.policy.rules import Policy, Rule
 from recompute.substitution.kernel_runners import KernelHeadRunner, kernel_of
 from recompute.substitution.lazy_tensors import LossObserver
@@ -172,24 +172,23 @@ def _attachments(
     check_effect(policy, name, entries, rules, strict=strict)
     without_kernel: dict[int, dict[str, None]] = {}
     chosen: dict[int, Attachment] = {}
-    joined = {
-        path for path, i in rules.items() if policy.rules[i].action == "recompute" and _governor(path, rules) == i
-    }
-    governed = rules.keys() - joined
+    meanings = [meaning_of(rule) for rule in policy.rules]
+    parts = {path for path, i in rules.items() if meanings[i].extends_inward and _governor(path, rules) == i}
+    governed = rules.keys() - parts
     for path, index in rules.items():
-        if path in joined:  # a part of that module's tape
+        if path in parts:  # of the region of the module around it
             continue
-        rule = policy.rules[index]
-        found = list(choose(path, modules[path], rule, governed, shared))
+        meaning = meanings[index]
+        found = list(choose(path, modules[path], meaning, governed, shared))
         for inside, module, runner in found:
             chosen.setdefault(id(module), Attachment(inside, module, index, runner))
-        if rule.via == "kernel" and all(kernel_of(runner) is None for _, _, runner in found):
+        if meaning.kernels is Kernels.EVERYWHERE and all(kernel_of(runner) is None for _, _, runner in found):
             without_kernel.setdefault(index, {})[type(modules[path]).__name__] = None
     for index, classes in without_kernel.items():
         does = "does" if len(classes) == 1 else "do"
         what = f"no kernel computes what {listed(list(classes))} {does}; hooks regenerate it"
         warn(f"policy {policy.name}: rules[{index}]: {what}")
-    if any(policy.rules[index].action == "recompute" for index in rules.values()):
+    if any(meanings[index].drops_outputs for index in rules.values()):
         root = chosen.get(id(model))
         inner, index_of_root = (None, None) if root is None else (root.runner, root.rule)
         owner = Owner(type(model).__name__) if inner is None else inner.owner
@@ -414,35 +413,20 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     if not rules:
         return function
     (index,) = rules.values()
-    rule = policy.rules[index]
-    if rule.via == "kernel":
+    meaning = meaning_of(policy.rules[index])
+    if meaning.kernels is Kernels.EVERYWHERE:
         raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
-    if rule.action == "keep":
+    if not meaning.drops:
         return function
-    lowering = lowering_of(rule)
-    if rule.action == "recompute" or rule.keep:
-        return _taped(function, region_of(Owner(name), rule, Shared()), lowering)
-    return _checkpointed(function, Region(Owner(name)), lowering)
+    owner = Owner(name)
+    runner: Runner
+    if meaning.mechanism is Mechanism.TAPE:
+        runner = TapeRunner(owner, meaning, Shared())
+    else:
+        runner = FunctionCheckpointRunner(owner, meaning)
 
-
-def _taped(function: Forward, region: CapturedRegion, lowering: Lowering) -> Forward:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if is_lowered():
-            return lowering.run(function, args, kwargs)
-        return region.run(function, args, kwargs) if is_recording() else function(*args, **kwargs)
-
-    return run
-
-
-def _checkpointed(function: Forward, region: Region, lowering: Lowering) -> Forward:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if is_lowered():
-            return lowering.run(function, args, kwargs)
-        if not is_recording():
-            return function(*args, **kwargs)
-        region.reach(reachable(function))  # which it may have been given only after it was decorated
-        return region.run(function, (), args, kwargs)
+        return runner.run(None, function, args, kwargs)
 
     return run

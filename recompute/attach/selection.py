@@ -13,11 +13,12 @@ from torch import nn
 
 from recompute.attach.runners import CheckpointRunner, KeepRunner, PlainRunner, TapeRunner
 from recompute.compiled.captured_region import Shared
-from recompute.compiled.lowering import lowering_of
 from recompute.compiled.runner import Runner
+from recompute.compiled.under_torch_compile import compiled_region
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.saved_tensors import Owner
-from recompute.policy.rules import PRICE, Rule
+from recompute.policy.meaning import Kernels, Meaning, Mechanism
 from recompute.substitution.kernel_runners import (
     MLP,
     KernelActivationRunner,
@@ -41,53 +42,54 @@ from recompute.substitution.rotary import find_rotary
 
 
 def choose(
-    path: str, module: nn.Module, rule: Rule, governed: Collection[str], shared: Shared
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str], shared: Shared
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
-    """The modules, ``module`` itself or inside it, that ``rule`` makes run otherwise, and how.
+    """The modules, ``module`` itself or inside it, that a rule of this meaning makes run otherwise, and how.
 
     Kernels stand in for what is inside ``module`` and has no rule of its own (``governed``). ``shared``: what the
     modules under one policy share.
     """
     owner = Owner(f"{path} ({type(module).__name__})" if path else type(module).__name__)
-    if rule.action == "keep":
-        yield path, module, KeepRunner(owner)
-    elif rule.action == "checkpoint" and not rule.keep:
-        yield path, module, CheckpointRunner(owner, module, rule, shared)
+    if meaning.mechanism is Mechanism.KEEP:
+        yield path, module, KeepRunner(owner, meaning)
+    elif meaning.mechanism is Mechanism.CHECKPOINT:
+        yield path, module, CheckpointRunner(owner, module, meaning, shared)
+    elif meaning.kernels is Kernels.NEVER:
+        yield path, module, TapeRunner(owner, meaning, shared)
     else:
-        tape = TapeRunner(owner, rule, shared)
-        if rule.via == "hook" or rule.action != "recompute":
-            yield path, module, tape
-            return
-        needs_tape = bool(rule.rerun or rule.keep or rule.price != PRICE)  # what kernels save themselves is less then
-        if needs_tape:
-            kernel = _find_kernel(owner, module, _on_tape(owner, rule), is_named=True)
+        runner: Runner
+        if meaning.tapes_kernels:
+            kernel = _find_kernel(owner, module, _instead_of_kernel(owner, meaning), is_named=True)
+            runner = TapeRunner(owner, meaning, shared, kernel)
         else:
-            kernel = _find_kernel(owner, module, tape if rule.via == "auto" else None, is_named=True)
+            tape = TapeRunner(owner, meaning, shared)
+            kernel = _find_kernel(owner, module, tape if meaning.kernels is Kernels.ON_CUDA else None, is_named=True)
             if kernel is not None:
-                kernel.lowering = lowering_of(rule)
-        yield path, module, TapeRunner(owner, rule, shared, kernel) if needs_tape else kernel or tape
+                kernel.compiled_region = compiled_region(op_policy(meaning))
+            runner = kernel or tape
+        yield path, module, runner
         if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(path, module, rule, governed)
+            yield from _kernels_inside(path, module, meaning, governed)
 
 
-def _on_tape(owner: Owner, rule: Rule) -> PlainRunner | None:
-    """What runs in the place of a kernel that stands in on CUDA alone."""
-    return PlainRunner(owner) if rule.via == "auto" else None
+def _instead_of_kernel(owner: Owner, meaning: Meaning) -> PlainRunner | None:
+    """What runs on other devices than CUDA, in a module inside of a tape; None if the kernel runs there, too."""
+    return PlainRunner(owner) if meaning.kernels is Kernels.ON_CUDA else None
 
 
 def _kernels_inside(
-    path: str, module: nn.Module, rule: Rule, governed: Collection[str]
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
         owner = Owner(f"{child_path} ({type(child).__name__})")
-        kernel = _find_inner_kernel(owner, child, module, _on_tape(owner, rule))
+        kernel = _find_inner_kernel(owner, child, module, _instead_of_kernel(owner, meaning))
         if kernel is not None:
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(child_path, child, rule, governed)
+            yield from _kernels_inside(child_path, child, meaning, governed)
 
 
 def _find_kernel(owner: Owner, module: nn.Module, fallback: Runner | None, *, is_named: bool) -> KernelRunner | None:

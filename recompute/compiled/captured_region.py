@@ -35,7 +35,6 @@ from recompute.engine.rng import RngState, is_source
 from recompute.engine.saved_tensors import Owner, top_hooks, unpack_saved
 from recompute.engine.tape.exposed import expose_arrays, is_shared
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.tape.setting import Setting
 from recompute.errors import warn
 
 SETTLED = 3
@@ -245,7 +244,7 @@ class CapturedGraph:
                 raise Departure("its graph is given what is no tensor")
             seen = Observation(given, expected, learn)
             self._watched = weakref.ref(seen)
-            tape = GraphTape(region.tape, region.settings, None, seen)
+            tape = GraphTape(region.tape, None, seen)
             with tape:
                 outputs = self._graph(*given)
                 seen.end_forward()
@@ -326,13 +325,12 @@ class CapturedRegion:
         checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
         """
         self.tape = tape
-        self.owner = tape.setting.owner
+        self.owner = tape.owner
         self.is_checkpoint = checkpoint is not None
         if checkpoint is not None:
-            tape.setting.owner = Owner(self.owner.name)  # whose totals are a tape's, and concern nobody
+            tape.owner = Owner(self.owner.name)  # whose totals are a tape's, and concern nobody
         self._checkpoint = checkpoint
         self._frames = 0
-        self.settings: dict[Any, Setting] = {tape.setting.key: tape.setting}
         self.recording: Recording | None = None
         """What the last frame's forward did, where that has just settled."""
         self._shared = shared
@@ -522,7 +520,7 @@ class CapturedRegion:
                 self._recorded = MOST
                 return result
             if self._alike is None:
-                self._alike = shared.alike((getattr(function, "__func__", function), self.tape.setting.key))
+                self._alike = shared.alike((getattr(function, "__func__", function), self.tape.op_policy))
         return result
 
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
 from recompute.attach.effect import listed, means_to_drop
-from recompute.compiled.lowering import uncompiled
+from recompute.compiled.unwrap import uncompiled
 from recompute.engine.recipes import count_different, verifying
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import describe

@@ -18,10 +18,10 @@ from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.frontier import frontier
 from recompute.engine.cut.ops import facts
 from recompute.engine.cut.save_plan import Plan, solve
-from recompute.engine.tape.setting import PRICE
 from recompute.errors import ModelError, warn
 from recompute.policy.matching import assign
-from recompute.policy.rules import BLOCK, NO_RULES, Family, Policy, Rule
+from recompute.policy.meaning import REPEATABLE
+from recompute.policy.rules import BLOCK, FAMILIES, NO_RULES, PRICE, Policy, Rule
 from recompute.profiling.dry_run import Rehearsal
 from recompute.substitution.kernel_runners import KernelRunner, is_plain_linear
 from recompute.substitution.recognize import find_norm
@@ -30,7 +30,6 @@ from recompute.units import humanize
 LAYERS = (BLOCK, "*Layer", "*Block")
 """The types of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
 
-_RERUN: tuple[Family, ...] = ("gemm", "convolution", "attention")
 _MOST_POINTS = 8  # of a frontier, hooks' or kernels'
 _CLOSE = 0.03  # of the frontier's span in bytes, or of the region's own seconds: not worth telling apart
 
@@ -187,7 +186,7 @@ def _recomputing(via: str) -> dict[str, Any]:
 
 def _everything(via: str) -> dict[str, Any]:
     """Of a rule by which all may run again that ever may."""
-    return {**_recomputing(via), "rerun": list(_RERUN), "price": 0.0}
+    return {**_recomputing(via), "rerun": [family for family in FAMILIES if family in REPEATABLE], "price": 0.0}
 
 
 def _plans(run: Rehearsal, regions: Mapping[str, nn.Module], via: str) -> dict[str, Plan]:

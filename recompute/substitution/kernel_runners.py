@@ -17,9 +17,10 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from recompute.compiled.lowering import Lowering, is_lowered
-from recompute.compiled.runner import Forward, Runner, is_active
+from recompute.compiled.runner import Forward, Runner
+from recompute.compiled.under_torch_compile import CompiledRegion, is_compiling_training
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.checkpoint.region import is_recording
 from recompute.engine.recipes import is_fake, local, open_book
 from recompute.engine.saved_tensors import Owner, PassingBy, is_under_a_checkpoint
 from recompute.engine.sharded import has_layout
@@ -33,7 +34,7 @@ _NOTHING = nullcontext()
 
 
 @dataclass
-class KernelRunner(ABC):
+class KernelRunner(Runner, ABC):
     """A kernel stands in, also without gradients: training and inference then compute the same function."""
 
     owner: Owner
@@ -42,15 +43,10 @@ class KernelRunner(ABC):
     note: str = field(init=False)
     accounts: Accounts = field(init=False)
     """Counts what the kernels hold for backward."""
-    lowering: Lowering | None = field(default=None, init=False)
+    compiled_region: CompiledRegion | None = field(default=None, init=False)
     """The rule in compiled code, where no runner around this has it."""
     stands_in_for_parts = False
     """Whether kernels may stand in for modules inside, too."""
-
-    @property
-    def variant(self) -> Hashable:
-        """Differs from the last run's where this is going to run other ops."""
-        return None
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.owner)
@@ -66,7 +62,7 @@ class KernelRunner(ABC):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def run(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if _is_transformed():
             return forward(*args, **kwargs)
         is_compiling = torch.compiler.is_compiling()
@@ -75,12 +71,14 @@ class KernelRunner(ABC):
         ):
             return self._run_on_parts(module, forward, args, kwargs)
         if self.fallback is None or self.is_where_kernels_are(args, kwargs):
-            if self.lowering is not None and is_lowered(module):
-                return self.lowering.run(self.run_kernel, (module, forward, args, kwargs), {})
+            if self.compiled_region is not None and is_compiling_training(module):
+                return self.compiled_region.run(self.run_kernel, (module, forward, args, kwargs), {})
             if not is_compiling:
                 self.owner.outside = []
             return self.run_kernel(module, forward, args, kwargs)
         return self.fallback.run(module, forward, args, kwargs)
+
+    run_training = run_compiled = run_plain = run
 
     def _run_on_parts(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """On DTensors, whose layout over the ranks no kernel knows: as without kernels."""
@@ -352,7 +350,7 @@ class KernelActivationRunner(KernelRunner):
         from recompute.kernels.swiglu import geglu, swiglu
 
         gate = _only_argument(args, kwargs)
-        if not is_active(module) or torch.compiler.is_compiling():  # whose code fuses what it can
+        if not (module.training and is_recording()) or torch.compiler.is_compiling():  # whose code fuses what it can
             return forward(*args, **kwargs)
         owner, activation = self.owner, self.activation
 
@@ -384,10 +382,12 @@ class KernelHeadRunner(KernelRunner):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.linears import autocast
 
-        if is_lowered(module):
+        if is_compiling_training(module):
             _warn_of_logits(self.owner.name)
             return forward(*args, **kwargs)
-        if not is_active(module) or (is_fake() and not local.imagines_cuda) or not is_plain_linear(module):
+        if not (module.training and is_recording()) or not is_plain_linear(module):
+            return forward(*args, **kwargs)
+        if is_fake() and not local.imagines_cuda:
             return forward(*args, **kwargs)
         assert isinstance(module, nn.Linear)
         x = _only_argument(args, kwargs)

@@ -56,8 +56,8 @@ class Step(NamedTuple):
     """The values that are gone after it."""
     dark: bool = False
     """Whether it ran where not all that happens is seen."""
-    setting: Any = None
-    """The key of the setting in force."""
+    op_policy: Any = None
+    """Which ops may run again where this one ran: an ``OpPolicy``."""
 
 
 class Row(NamedTuple):
@@ -81,7 +81,7 @@ class Guide(NamedTuple):
     """Whether there is anything to do but to run it."""
     again: bool
     dark: bool
-    setting: Any
+    op_policy: Any
     inputs: tuple[int, ...]
     made: tuple[int, ...]
     layouts: tuple[Layout, ...]
@@ -191,7 +191,7 @@ class Plan:
             matters = again or step.op is KEEP or step.writes or not self.tracked.isdisjoint(step.made)
             layouts = tuple([self.facts[number].layout for number in step.made])
             guides.append(
-                Guide(step.op, matters, again, step.dark, step.setting, step.inputs, step.made, layouts, overwritten)
+                Guide(step.op, matters, again, step.dark, step.op_policy, step.inputs, step.made, layouts, overwritten)
             )
         return tuple(guides)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import is_defined
 from recompute.engine.cut.save_plan import HAND_OUT, Guide, Plan, PlanCache, Ref, Step, ValueFacts, solve
 from recompute.engine.modes import hidden
@@ -21,6 +22,7 @@ from recompute.engine.saved_tensors import (
     Foreign,
     Kept,
     KeptPart,
+    Owner,
     Saved,
     View,
     Watch,
@@ -32,7 +34,6 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.sharded import has_layout, local_of
 from recompute.engine.tape.operands import copied, parameter_of
-from recompute.engine.tape.setting import Setting
 
 Source = Callable[[Ref], Saved]
 """What stands for a value that is kept."""
@@ -62,8 +63,9 @@ RELEASED = "it reads a weight that was gathered for a part of the module, and is
 class Record:
     """The steps and values of one frame. As long as it follows a plan, it knows only the values that this needs."""
 
-    def __init__(self, setting: Setting, variant: Hashable):
-        self.owner = setting.owner
+    def __init__(self, owner: Owner, op_policy: OpPolicy, plans: PlanCache, variant: Hashable):
+        """plans: the last plans of the regions that this one shares them with, by how their frames begin."""
+        self.owner = owner
         self.outer = top_hooks()
         self.plan: Plan | None = None
         """The one that this frame has followed so far."""
@@ -92,7 +94,8 @@ class Record:
         self.begun = False
         self._departed = False
         self._book = open_book()
-        self._setting = setting
+        self._op_policy = op_policy
+        self._plans = plans
         self._variant = variant
         self._opening: Hashable = None
         self._steps: list[Step] = []
@@ -106,10 +109,8 @@ class Record:
     def begin(self, last: Plan | None, event: Any, layout: Layout | None) -> None:
         """Choose the plan to follow by the first thing that happens: the last frame's, or one that began alike."""
         self.begun = True
-        self._opening = (self._setting.key, self._variant, event, layout)
-        self.plan = (
-            last if last is not None and last.opening == self._opening else self._setting.openings.get(self._opening)
-        )
+        self._opening = (self._op_policy, self._variant, event, layout)
+        self.plan = last if last is not None and last.opening == self._opening else self._plans.get(self._opening)
 
     @hidden
     def leave(self) -> None:
@@ -221,7 +222,13 @@ class Record:
             self._originals[number] = aliased(tensor, copy=True)
 
     def hand_out(
-        self, number: int, tensor: Tensor, parameter: Tensor | None, dark: bool, setting: Any, guide: Guide | None
+        self,
+        number: int,
+        tensor: Tensor,
+        parameter: Tensor | None,
+        dark: bool,
+        op_policy: OpPolicy,
+        guide: Guide | None,
     ) -> None:
         """The memory of ``tensor``, which holds the value ``number``, holds another one from now on.
 
@@ -252,7 +259,7 @@ class Record:
                 writes=True,
                 overwrites=(number,),
                 dark=dark,
-                setting=setting,
+                op_policy=op_policy,
             )
         )
 
@@ -304,11 +311,11 @@ class Record:
                 for step in self._steps
             ]
         if self._departed:  # of the start, it knows only what the plan was interested in
-            self._setting.openings.forget(self._opening)
+            self._plans.forget(self._opening)
             return self._solve_for_what_is_left(results)
         key = (
-            self._setting.price,
-            tuple([(step.op, step.reason, step.setting, step.inputs, step.made) for step in self._steps]),
+            self._op_policy.price,
+            tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in self._steps]),
             tuple(self._facts),
             tuple(self.saves),
             frozenset(self.stale),
@@ -317,10 +324,10 @@ class Record:
         plan = _plans.get(key)
         if plan is None:
             plan = solve(
-                self._steps, self._facts, self.saves, self.stale, results, self._setting.price, opening=self._opening
+                self._steps, self._facts, self.saves, self.stale, results, self._op_policy.price, opening=self._opening
             )
             _plans.put(key, plan)
-        self._setting.openings.put(self._opening, plan)
+        self._plans.put(self._opening, plan)
         return plan
 
     def _released(self) -> set[int]:
@@ -346,7 +353,7 @@ class Record:
             for index, step in enumerate(self._steps)
         ]
         gone = [number for number in range(len(self._facts)) if number not in self.held]
-        return solve(steps, self._facts, saves, self.stale, results, self._setting.price, gone)
+        return solve(steps, self._facts, saves, self.stale, results, self._op_policy.price, gone)
 
     def as_it_is(self, ref: Ref) -> Saved:
         """What stands for a value that is kept while the frame still runs."""

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, OpFacts, facts_of_call, seconds
-from recompute.engine.cut.save_plan import HAND_OUT, KEEP, Guide, Plan, Ref, Step
+from recompute.engine.cut.save_plan import HAND_OUT, KEEP, Guide, Plan, PlanCache, Ref, Step
 from recompute.engine.modes import (
     are_others_in_force,
     count_dispatch_modes,
@@ -32,6 +33,7 @@ from recompute.engine.modes import (
 from recompute.engine.recipes import Handle, local
 from recompute.engine.saved_tensors import (
     Kept,
+    Owner,
     Saved,
     Sharded,
     explain_transforms,
@@ -60,7 +62,6 @@ from recompute.engine.tape.operands import (
     unfit,
     without,
 )
-from recompute.engine.tape.setting import Setting
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -70,9 +71,12 @@ _new = tuple.__new__
 class TapeRegion:
     """A module's forward or a function under ``action: recompute``, or ``checkpoint`` with a ``keep``."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, owner: Owner, op_policy: OpPolicy, plans: PlanCache | None = None):
+        """plans: by how their frames begin, the last plans of the regions that share this, as layers alike do."""
         watch()
-        self.setting = setting
+        self.owner = owner
+        self.op_policy = op_policy
+        self.plans = PlanCache() if plans is None else plans
         self.plan: Plan | None = None
         """The last frame's, which the next one follows as far as it can."""
 
@@ -84,16 +88,16 @@ class TapeRegion:
         variant: Hashable = None,
         start: Callable[[TapeRegion, Hashable], Tape] | None = None,
     ) -> Any:
-        """``function(*args, **kwargs)``: inside of another tape as a part of that, with a setting of its own.
+        """``function(*args, **kwargs)``: inside of another tape as a part of that, with an op policy of its own.
 
         variant: another one where other ops are to be expected than last time. start: makes another kind of tape.
         """
         if is_under_a_checkpoint():  # which drops everything anyway, and counts what is saved
             return function(*args, **kwargs)
-        self.setting.owner.frames += 1
+        self.owner.frames += 1
         around = local.spans[-1] if local.spans else None
         if isinstance(around, Tape):
-            with _Joined(around, self.setting):
+            with _Joined(around, self.op_policy):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
         tape = (start or Tape)(self, variant)
@@ -106,12 +110,12 @@ class TapeRegion:
 class _Joined:
     """A region inside of another one's tape."""
 
-    def __init__(self, tape: Tape, setting: Setting):
+    def __init__(self, tape: Tape, op_policy: OpPolicy):
         self._tape = tape
-        self._setting = setting
+        self._op_policy = op_policy
 
     def __enter__(self) -> None:
-        self._outer, self._tape.setting = self._tape.setting, self._setting
+        self._outer, self._tape.op_policy = self._tape.op_policy, self._op_policy
         top = top_hooks()
         self._pushed = top is None or top[1] is unpack_saved  # as inside of an ``action: keep`` in between
         if self._pushed:
@@ -120,7 +124,7 @@ class _Joined:
     def __exit__(self, *error: object) -> None:
         if self._pushed:
             _pop_hooks()
-        self._tape.setting = self._outer
+        self._tape.op_policy = self._outer
 
 
 Made = tuple[int | None, Tensor, Layout]
@@ -144,10 +148,10 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, region: TapeRegion, variant: Hashable):
         super().__init__()
-        self.setting = region.setting
-        self.owner = region.setting.owner
+        self.op_policy = region.op_policy
+        self.owner = region.owner
         self.name = "a tape that is still running"
-        self.record = Record(region.setting, variant)
+        self.record = Record(region.owner, region.op_policy, region.plans, variant)
         self.outer = self.record.outer
         self._last = region.plan
 
@@ -180,7 +184,7 @@ class Tape(TorchDispatchMode):
         if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
             self.record.see(tensors_in((args, kwargs)))
             return NotImplemented
-        known, reason = self.setting.verdicts.get(op) or self.setting.judge(op)
+        known, reason = self.op_policy.decisions.get(op) or self.op_policy.decide(op)
         if (known.casts_inside or torch.is_inference_mode_enabled()) and (keys := left_out()):
             with in_force(keys, op, kwargs, self.owner.name):
                 return self.__torch_dispatch__(op, types, args, kwargs)
@@ -199,7 +203,7 @@ class Tape(TorchDispatchMode):
         else:
             guide = None
         if known.varies:
-            known, reason = self.setting.judge_facts(facts_of_call(op, args, kwargs))
+            known, reason = self.op_policy.decide_by(facts_of_call(op, args, kwargs))
         if dark:
             reason = "made inside a custom autograd.Function"
         if guide is not None:
@@ -213,7 +217,7 @@ class Tape(TorchDispatchMode):
         guides = record.plan.guides
         if record.count < len(guides):
             guide = guides[record.count]
-            if guide.op is op and guide.dark == dark and guide.setting is self.setting.key:
+            if guide.op is op and guide.dark == dark and guide.op_policy is self.op_policy:
                 return guide
         record.leave()
         return None
@@ -311,7 +315,7 @@ class Tape(TorchDispatchMode):
                 writes=writes,
                 overwrites=tuple([number for number in overwrites if number is not None]),
                 dark=dark,
-                setting=self.setting.key,
+                op_policy=self.op_policy,
             )
         )
 
@@ -533,7 +537,7 @@ class Tape(TorchDispatchMode):
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Never regenerate ``tensor``, if the rule in force says so of ``name`` or there is none."""
         part = self._part(tensor)
-        if (name is None or name in self.setting.keep) and is_plain(part):
+        if self.op_policy.keeps_tensor(name) and is_plain(part):
             record = self.record
             if not record.begun:
                 record.begin(self._last, KEEP, Layout.of(part))
@@ -544,7 +548,7 @@ class Tape(TorchDispatchMode):
                     return tensor
                 if guide is not None:
                     record.leave()
-            record.step(Step(KEEP, KEEP, (self._number(part, None),), (), "not an op", setting=self.setting.key))
+            record.step(Step(KEEP, KEEP, (self._number(part, None),), (), "not an op", op_policy=self.op_policy))
         return tensor
 
     def hand_out(self, memory: Any, is_array: bool) -> None:
@@ -576,7 +580,7 @@ class Tape(TorchDispatchMode):
             record.leave()
             guide = None
         tensor = bytes_of(storage) if tensor is None else tensor
-        record.hand_out(number, tensor, parameter, dark, self.setting.key, guide)
+        record.hand_out(number, tensor, parameter, dark, self.op_policy, guide)
 
     def _is_in_force(self) -> bool:
         """Whether what is called now would come to this tape."""
