@@ -25,7 +25,7 @@ from torch.optim import AdamW
 
 import recompute
 from recompute.counters import describe_machine, memory_trace
-from recompute.estimation.models import build
+from recompute.estimation.build_model import build
 from recompute.profiling.dry_run import static_nbytes
 
 GIB = 2**30

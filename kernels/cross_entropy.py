@@ -26,8 +26,9 @@ from torch.nn import functional as F
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.cross_entropy_rows import (
+    LOSS_SCHEMA,
     Losses,
-    Options,
+    LossSettings,
     capped,
     conclude,
     dense_weights,
@@ -92,30 +93,36 @@ def cross_entropy(
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise KernelError(f"cross_entropy: logits has shape {tuple(logits.shape)}; expected (..., V) with V > 0.")
     check_target("cross_entropy", target, class_weights, logits.shape[:-1], logits.shape[-1], logits.device)
-    options = make_options("cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction)
-    with_argmax = return_argmax or return_token_accuracy
-    results = losses_of(logits, target, class_weights, options, reduction, return_max_logit, with_argmax)
-    wanted = (return_token_accuracy, return_argmax, return_max_logit)
-    return with_extras(*results, target, ignore_index, wanted)
+    settings = checked_settings(
+        *("cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction),
+        *(return_max_logit, return_argmax or return_token_accuracy),
+    )
+    results = losses_of(logits, target, class_weights, settings)
+    return with_extras(*results, target, settings, return_token_accuracy, return_argmax)
 
 
 def losses_of(
-    logits: Tensor,
-    target: Tensor,
-    class_weights: Tensor | None,
-    options: Options,
+    logits: Tensor, target: Tensor, class_weights: Tensor | None, settings: LossSettings
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss, max logit and arg-max, of arguments that were checked."""
+    return _CrossEntropy.apply(logits, target, class_weights, settings)
+
+
+def checked_settings(
+    op: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
     reduction: str,
     with_max: bool,
     with_argmax: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss, max logit and arg-max, of arguments that were checked."""
-    return _CrossEntropy.apply(logits, target, class_weights, options, reduction, with_max, with_argmax)
+) -> LossSettings:
+    """The settings of the op called ``op``.
 
-
-def make_options(
-    op: str, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str
-) -> Options:
-    """The options, once they are known to make sense."""
+    Raises:
+        KernelError: for one that makes no sense.
+    """
     if not 0.0 <= label_smoothing <= 1.0:
         raise KernelError(f"{op}: label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
     if not z_loss >= 0.0:
@@ -124,7 +131,8 @@ def make_options(
         raise KernelError(f"{op}: softcap is {softcap}; expected None or a number above 0.")
     if reduction not in REDUCTIONS:
         raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
-    return Options(int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    numbers = int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0)
+    return LossSettings(*numbers, reduction, with_max, with_argmax)
 
 
 def check_target(
@@ -147,18 +155,19 @@ def with_extras(
     max_logit: Tensor | None,
     argmax: Tensor | None,
     target: Tensor,
-    ignore_index: int,
-    wanted: tuple[bool, bool, bool],
+    settings: LossSettings,
+    return_token_accuracy: bool,
+    return_argmax: bool,
     logits: Tensor | None = None,
 ) -> Tensor | CrossEntropy:
-    """What is returned: the loss, with (token accuracy, arg-max, max logit) as ``wanted``, and the logits if given."""
+    """What the op returns: the loss, or a ``CrossEntropy`` of the loss and the extras that were asked for."""
     accuracy = None
-    if wanted[0]:
-        counts = target != ignore_index
+    if return_token_accuracy:
+        counts = target != settings.ignore_index
         accuracy = ((argmax == target) & counts).sum(dtype=torch.float32) / counts.sum()
-    if logits is None and not any(wanted):
+    if logits is None and not (settings.with_max or settings.with_argmax):
         return loss
-    return CrossEntropy(loss, accuracy, argmax if wanted[1] else None, max_logit, logits)
+    return CrossEntropy(loss, accuracy, argmax if return_argmax else None, max_logit, logits)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -166,56 +175,35 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        class_weights: Tensor | None,
-        options: Options,
-        reduction: str,
-        with_max: bool,
-        with_argmax: bool,
+        ctx: Any, logits: Tensor, target: Tensor, class_weights: Tensor | None, settings: LossSettings
     ) -> tuple[Tensor | None, ...]:
-        loss, normalizers, total, max_logit, argmax = _forward_op(
-            logits, target, class_weights, *options, reduction, with_max, with_argmax
-        )
+        loss, normalizers, total, max_logit, argmax = _forward_op(logits, target, class_weights, *settings)
         ctx.save_for_backward(logits, target, class_weights, normalizers, total)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
-        ctx.options, ctx.reduction = options, reduction
+        ctx.settings = settings
         return loss, max_logit, argmax
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dloss is None:
-            return (None,) * 7
+            return None, None, None, None
         logits, target, class_weights, normalizers, total = ctx.saved_tensors
         if torch.is_grad_enabled():
-            inputs = (logits, target, class_weights, ctx.options, ctx.reduction)
-            needed = ctx.needs_input_grad[:5]
-            return *launch.differentiable_gradients(cross_entropy_reference, inputs, needed, dloss), None, None
-        dlogits = _backward_op(dloss, logits, target, class_weights, normalizers, total, *ctx.options, ctx.reduction)
-        return dlogits, *(None,) * 6
+            inputs, needed = (logits, target, class_weights, ctx.settings), ctx.needs_input_grad
+            return launch.differentiable_gradients(cross_entropy_reference, inputs, needed, dloss)
+        dlogits = _backward_op(dloss, logits, target, class_weights, normalizers, total, *ctx.settings)
+        return dlogits, None, None, None
 
 
-def _forward(
-    logits: Tensor,
-    target: Tensor,
-    class_weights: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    with_max: bool,
-    with_argmax: bool,
-) -> tuple[Tensor | None, ...]:
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+def _forward(logits: Tensor, target: Tensor, class_weights: Tensor | None, *flat: Any) -> tuple[Tensor | None, ...]:
+    settings = LossSettings(*flat)
     rows, labels = launch.dense(logits).view(-1, logits.shape[-1]), launch.dense(target.reshape(-1))
     class_weights = dense_weights(class_weights, logits)
-    statistics = new_statistics(rows, len(rows), 1, label_smoothing > 0, with_argmax)
-    observe(statistics, 0, 0, rows, labels, class_weights, options)
-    losses = conclude(statistics, labels, class_weights, rows.shape[1], options, with_max, with_argmax)
-    return reduced(losses, target.shape, reduction)
+    statistics = new_statistics(rows, len(rows), 1, settings)
+    observe(statistics, 0, 0, rows, labels, class_weights, settings)
+    losses = conclude(statistics, labels, class_weights, rows.shape[1], settings)
+    return reduced(losses, target.shape, settings.reduction)
 
 
 def _backward(
@@ -225,18 +213,14 @@ def _backward(
     class_weights: Tensor | None,
     normalizers: Tensor,
     total: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
+    *flat: Any,
 ) -> Tensor:
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
     rows, labels = launch.dense(logits).view(-1, logits.shape[-1]), launch.dense(target.reshape(-1))
     class_weights = dense_weights(class_weights, logits)
     dlogits = torch.empty_like(rows)
     dlosses = row_gradients(dloss, total, len(rows))
-    differentiate(rows, dlogits, 0, labels, class_weights, normalizers, dlosses, rows.shape[1], options)
+    vocabulary, settings = rows.shape[1], LossSettings(*flat)
+    differentiate(rows, dlogits, 0, labels, class_weights, normalizers, dlosses, vocabulary, settings)
     return dlogits.view(logits.shape)
 
 
@@ -257,46 +241,35 @@ def row_gradients(dloss: Tensor, total: Tensor | None, tokens: int) -> Tensor:
 
 
 def cross_entropy_reference(
-    logits: Tensor, target: Tensor, class_weights: Tensor | None, options: Options, reduction: str
+    logits: Tensor, target: Tensor, class_weights: Tensor | None, settings: LossSettings
 ) -> Tensor:
     """``cross_entropy`` in plain PyTorch, differentiable any number of times."""
-    s = capped(logits.reshape(-1, logits.shape[-1]), options)
+    s = capped(logits.reshape(-1, logits.shape[-1]), settings)
     labels = target.reshape(-1)
-    counts = labels != options.ignore_index
+    counts = labels != settings.ignore_index
     weights = None if class_weights is None else class_weights.to(s.dtype)
-    loss = F.cross_entropy(s, labels, weights, None, options.ignore_index, None, "none", options.label_smoothing)
-    if options.z_loss > 0:
-        loss = loss + (options.z_loss * torch.logsumexp(s, -1).square()).where(counts, 0.0)
-    if reduction == "none":
+    loss = F.cross_entropy(s, labels, weights, None, settings.ignore_index, None, "none", settings.label_smoothing)
+    if settings.z_loss > 0:
+        loss = loss + (settings.z_loss * torch.logsumexp(s, -1).square()).where(counts, 0.0)
+    if settings.reduction == "none":
         return loss.view(target.shape)
     total = counts.to(s.dtype) if weights is None else weights[labels.where(counts, 0)] * counts
-    return loss.sum() / total.sum() if reduction == "mean" else loss.sum()
+    return loss.sum() / total.sum() if settings.reduction == "mean" else loss.sum()
 
 
 def _forward_outputs(
-    logits: Tensor,
-    target: Tensor,
-    class_weights: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    with_max: bool,
-    with_argmax: bool,
+    logits: Tensor, target: Tensor, class_weights: Tensor | None, *flat: Any
 ) -> tuple[Tensor | None, ...]:
-    return loss_outputs(logits, target, reduction, with_max, with_argmax)
+    return loss_outputs(logits, target, LossSettings(*flat))
 
 
-def loss_outputs(
-    like: Tensor, target: Tensor, reduction: str, with_max: bool, with_argmax: bool
-) -> tuple[Tensor | None, ...]:
+def loss_outputs(like: Tensor, target: Tensor, settings: LossSettings) -> tuple[Tensor | None, ...]:
     """Room for what ``reduced`` returns."""
     dtype = wide_dtype(like)
-    loss = like.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
-    total = like.new_empty((), dtype=dtype) if reduction == "mean" else None
-    max_logit = like.new_empty(target.shape, dtype=dtype) if with_max else None
-    argmax = torch.empty_like(target, memory_format=torch.contiguous_format) if with_argmax else None
+    loss = like.new_empty(target.shape if settings.reduction == "none" else (), dtype=dtype)
+    total = like.new_empty((), dtype=dtype) if settings.reduction == "mean" else None
+    max_logit = like.new_empty(target.shape, dtype=dtype) if settings.with_max else None
+    argmax = torch.empty_like(target, memory_format=torch.contiguous_format) if settings.with_argmax else None
     return loss, like.new_empty((target.numel(), 2), dtype=dtype), total, max_logit, argmax
 
 
@@ -304,16 +277,15 @@ def _backward_outputs(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
 _forward_op = launch.register(
-    f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weights, {_OPTIONS}, bool with_max,"
-    " bool with_argmax) -> (Tensor loss, Tensor normalizers, Tensor? total, Tensor? max_logit, Tensor? argmax)",
+    f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weights, {LOSS_SCHEMA})"
+    " -> (Tensor loss, Tensor normalizers, Tensor? total, Tensor? max_logit, Tensor? argmax)",
     _forward,
     _forward_outputs,
 )
 _backward_op = launch.register(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? class_weights, Tensor normalizers,"
-    f" Tensor? total, {_OPTIONS}) -> Tensor dlogits",
+    f" Tensor? total, {LOSS_SCHEMA}) -> Tensor dlogits",
     _backward,
     _backward_outputs,
 )

@@ -230,18 +230,30 @@ WIDE = 16384
 LOSS_SETTINGS = {"BLOCK": 128, "num_warps": 4}
 
 
-def _settings(width: int) -> dict[str, int]:
+def _launch_settings(width: int) -> dict[str, int]:
     return NARROW_SETTINGS if width <= WIDE else WIDE_SETTINGS
 
 
-class Options(NamedTuple):
-    """Of a loss, as the ops take them."""
+class LossSettings(NamedTuple):
+    """How a loss is computed."""
 
     ignore_index: int
     label_smoothing: float
     z_loss: float
     softcap: float
     """0 for none."""
+    reduction: str
+    with_max: bool
+    """Whether the highest logit of each token is returned, too."""
+    with_argmax: bool
+    """Whether its index is."""
+
+
+LOSS_SCHEMA = (
+    "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, bool with_max,"
+    " bool with_argmax"
+)
+"""``LossSettings`` as a registered op takes them: one argument a field."""
 
 
 class Statistics(NamedTuple):
@@ -268,12 +280,12 @@ class Losses(NamedTuple):
     argmax: Tensor | None
 
 
-def new_statistics(logits: Tensor, tokens: int, blocks: int, smoothing: bool, argmax: bool) -> Statistics:
+def new_statistics(logits: Tensor, tokens: int, blocks: int, settings: LossSettings) -> Statistics:
     """Room for the statistics of ``blocks`` blocks of rows like those of ``logits``."""
-    dtype = wide_dtype(logits)
+    dtype, smoothing = wide_dtype(logits), settings.label_smoothing > 0
     padded = -(-tokens // 16) * 16  # so that every block starts at a multiple of 16: one compilation serves all
     table = logits.new_empty((2 + smoothing, blocks, padded), dtype=dtype)[..., :tokens]
-    indices = logits.new_empty((blocks, padded), dtype=torch.int32)[:, :tokens] if argmax else None
+    indices = logits.new_empty((blocks, padded), dtype=torch.int32)[:, :tokens] if settings.with_argmax else None
     target_logits = logits.new_empty(tokens, dtype=dtype)
     return Statistics(table[0], table[1], table[2] if smoothing else None, indices, target_logits)
 
@@ -285,11 +297,11 @@ def observe(
     logits: Tensor,
     target: Tensor,
     class_weights: Tensor | None,
-    options: Options,
+    settings: LossSettings,
 ) -> None:
     """Enter into ``statistics`` block number ``block`` of the logits, whose columns begin with column ``first``."""
     if not launch.uses_triton(logits):
-        _observe_reference(statistics, block, first, logits, target, class_weights, options)
+        _observe_reference(statistics, block, first, logits, target, class_weights, settings)
         return
     tokens, width = logits.shape
     launch.run(
@@ -297,8 +309,8 @@ def observe(
         tokens,
         *(logits, target, class_weights, *statistics),
         *(width, logits.stride(0), first, block * statistics.maxima.stride(0)),
-        *(options.softcap, options.softcap > 0),
-        **_settings(width),
+        *(settings.softcap, settings.softcap > 0),
+        **_launch_settings(width),
     )
 
 
@@ -307,9 +319,7 @@ def conclude(
     target: Tensor,
     class_weights: Tensor | None,
     vocabulary: int,
-    options: Options,
-    max_logit: bool,
-    argmax: bool,
+    settings: LossSettings,
 ) -> Losses:
     """The loss of every row whose blocks were all observed.
 
@@ -319,37 +329,38 @@ def conclude(
     blocks, tokens = statistics.maxima.shape
     new = statistics.target_logits.new_empty
     losses = Losses(
-        *(new(tokens), new(tokens, 2), new(tokens), new(tokens) if max_logit else None),
-        new(tokens, dtype=torch.int64) if argmax else None,
+        *(new(tokens), new(tokens, 2), new(tokens), new(tokens) if settings.with_max else None),
+        new(tokens, dtype=torch.int64) if settings.with_argmax else None,
     )
     if not launch.uses_triton(losses.loss):
-        _refuse_unless(_are_in_bounds(target, vocabulary, options).all(), target, vocabulary, options)
-        return _conclude_reference(statistics, target, class_weights, vocabulary, options, max_logit, argmax)
+        _refuse_unless(_are_in_bounds(target, vocabulary, settings).all(), target, vocabulary, settings)
+        return _conclude_reference(statistics, target, class_weights, vocabulary, settings)
     in_bounds = target.new_ones(())
     launch.run(
         _loss_kernel,
         -(-tokens // LOSS_SETTINGS["BLOCK"]),
-        *(target, class_weights, _weight_sum_for(class_weights, options), *statistics, *losses, in_bounds),
-        *(tokens, blocks, statistics.maxima.stride(0), vocabulary, *options[:3]),
+        *(target, class_weights, _weight_sum_for(class_weights, settings), *statistics, *losses, in_bounds),
+        *(tokens, blocks, statistics.maxima.stride(0), vocabulary),
+        *(settings.ignore_index, settings.label_smoothing, settings.z_loss),
         **LOSS_SETTINGS,
     )
-    _refuse_unless(in_bounds, target, vocabulary, options)
+    _refuse_unless(in_bounds, target, vocabulary, settings)
     return losses
 
 
-def _are_in_bounds(target: Tensor, vocabulary: int, options: Options) -> Tensor:
+def _are_in_bounds(target: Tensor, vocabulary: int, settings: LossSettings) -> Tensor:
     """Which targets are classes, or ignored."""
-    return ((target >= 0) & (target < vocabulary)) | (target == options.ignore_index)
+    return ((target >= 0) & (target < vocabulary)) | (target == settings.ignore_index)
 
 
-def _refuse_unless(in_bounds: Tensor, target: Tensor, vocabulary: int, options: Options) -> None:
+def _refuse_unless(in_bounds: Tensor, target: Tensor, vocabulary: int, settings: LossSettings) -> None:
     """Raise for a target that is no class, where ``in_bounds``, 0-dimensional, is 0."""
     if type(in_bounds) is not Tensor:  # a fake tensor, which has no value
         return
     if in_bounds.device.type != "cpu":
         torch._assert_async(in_bounds, "cross_entropy: a target is out of bounds: neither a class nor ignore_index")
     elif not in_bounds:
-        wrong = target[~_are_in_bounds(target, vocabulary, options)][0].item()
+        wrong = target[~_are_in_bounds(target, vocabulary, settings)][0].item()
         raise IndexError(f"Target {wrong} is out of bounds.")
 
 
@@ -362,24 +373,27 @@ def differentiate(
     normalizers: Tensor,
     dloss: Tensor,
     vocabulary: int,
-    options: Options,
+    settings: LossSettings,
 ) -> None:
     """Write the gradient of a block of the logits into ``dlogits``, of the same strides: it may be ``logits``."""
     if not launch.uses_triton(logits):
-        _differentiate_reference(logits, dlogits, first, target, class_weights, normalizers, dloss, vocabulary, options)
+        _differentiate_reference(
+            logits, dlogits, first, target, class_weights, normalizers, dloss, vocabulary, settings
+        )
         return
     tokens, width = logits.shape
     launch.run(
         _gradient_kernel,
         tokens,
-        *(logits, dlogits, target, class_weights, _weight_sum_for(class_weights, options), normalizers, dloss),
-        *(width, logits.stride(0), first, vocabulary, *options, options.softcap > 0),
-        **_settings(width),
+        *(logits, dlogits, target, class_weights, _weight_sum_for(class_weights, settings), normalizers, dloss),
+        *(width, logits.stride(0), first, vocabulary, settings.ignore_index),
+        *(settings.label_smoothing, settings.z_loss, settings.softcap, settings.softcap > 0),
+        **_launch_settings(width),
     )
 
 
-def _weight_sum_for(class_weights: Tensor | None, options: Options) -> Tensor | None:
-    return class_weights.sum() if class_weights is not None and options.label_smoothing > 0 else None
+def _weight_sum_for(class_weights: Tensor | None, settings: LossSettings) -> Tensor | None:
+    return class_weights.sum() if class_weights is not None and settings.label_smoothing > 0 else None
 
 
 def dense_weights(class_weights: Tensor | None, logits: Tensor) -> Tensor | None:
@@ -392,10 +406,10 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
-def capped(logits: Tensor, options: Options) -> Tensor:
+def capped(logits: Tensor, settings: LossSettings) -> Tensor:
     """Logits in the dtype they are computed in, under their cap."""
     logits = launch.widen(logits)
-    return options.softcap * torch.tanh(logits / options.softcap) if options.softcap > 0 else logits
+    return settings.softcap * torch.tanh(logits / settings.softcap) if settings.softcap > 0 else logits
 
 
 def _observe_reference(
@@ -405,9 +419,9 @@ def _observe_reference(
     logits: Tensor,
     target: Tensor,
     class_weights: Tensor | None,
-    options: Options,
+    settings: LossSettings,
 ) -> None:
-    s, width = capped(logits, options), logits.shape[1]
+    s, width = capped(logits, settings), logits.shape[1]
     maxima = s.amax(1).clamp_min(torch.finfo(s.dtype).min)  # finite: of -inf - -inf comes nan
     statistics.maxima[block] = maxima
     statistics.sums[block] = torch.exp(s - maxima[:, None]).sum(1)
@@ -427,24 +441,22 @@ def _conclude_reference(
     target: Tensor,
     class_weights: Tensor | None,
     vocabulary: int,
-    options: Options,
-    max_logit: bool,
-    argmax: bool,
+    settings: LossSettings,
 ) -> Losses:
     highest, blocks = statistics.maxima.max(0)
     sums = (statistics.sums * torch.exp(statistics.maxima - highest)).sum(0)
     lse = highest + sums.log()
-    counts, weights = _target_weights(target, class_weights, vocabulary, options, lse)
-    loss = (1.0 - options.label_smoothing) * weights * (lse - statistics.target_logits)
-    loss += options.z_loss * lse.square()
+    counts, weights = _target_weights(target, class_weights, vocabulary, settings, lse)
+    loss = (1.0 - settings.label_smoothing) * weights * (lse - statistics.target_logits)
+    loss += settings.z_loss * lse.square()
     if statistics.weighted_sums is not None:
         total = vocabulary if class_weights is None else class_weights.sum()
-        loss += options.label_smoothing / vocabulary * (total * lse - statistics.weighted_sums.sum(0))
+        loss += settings.label_smoothing / vocabulary * (total * lse - statistics.weighted_sums.sum(0))
     return Losses(
         torch.where(counts, loss, 0.0),
         torch.stack((highest, sums), 1),
         torch.where(counts, weights, 0.0),
-        highest if max_logit else None,
+        highest if settings.with_max else None,
         statistics.indices.gather(0, blocks[None])[0].long() if statistics.indices is not None else None,
     )
 
@@ -458,32 +470,32 @@ def _differentiate_reference(
     normalizers: Tensor,
     dloss: Tensor,
     vocabulary: int,
-    options: Options,
+    settings: LossSettings,
 ) -> None:
     width, s = logits.shape[1], launch.widen(logits)
-    if options.softcap > 0:
-        tanh = torch.tanh(s / options.softcap)
-        s = options.softcap * tanh
+    if settings.softcap > 0:
+        tanh = torch.tanh(s / settings.softcap)
+        s = settings.softcap * tanh
     maxima, sums = normalizers[:, :1], normalizers[:, 1:]
-    counts, weights = _target_weights(target, class_weights, vocabulary, options, dloss)
+    counts, weights = _target_weights(target, class_weights, vocabulary, settings, dloss)
     columns = torch.arange(first, first + width, device=logits.device)
-    share = options.label_smoothing / vocabulary
+    share = settings.label_smoothing / vocabulary
     total = vocabulary if class_weights is None else class_weights.sum()
-    hot = ((1.0 - options.label_smoothing) * weights)[:, None]
-    a = hot + share * total + 2.0 * options.z_loss * (maxima + sums.log())
+    hot = ((1.0 - settings.label_smoothing) * weights)[:, None]
+    a = hot + share * total + 2.0 * settings.z_loss * (maxima + sums.log())
     ds = a / sums * torch.exp(s - maxima)
     ds -= hot * (columns == target[:, None])
     ds -= share if class_weights is None else share * class_weights[first : first + width]
     ds *= dloss[:, None]
-    if options.softcap > 0:
+    if settings.softcap > 0:
         ds *= 1.0 - tanh.square()
     dlogits.copy_(torch.where(counts[:, None], ds, 0.0))
 
 
 def _target_weights(
-    target: Tensor, class_weights: Tensor | None, vocabulary: int, options: Options, like: Tensor
+    target: Tensor, class_weights: Tensor | None, vocabulary: int, settings: LossSettings, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Which targets count, and their classes' weights: nan where there is no such class."""
     in_range = (target >= 0) & (target < vocabulary)
     weights = torch.ones_like(like) if class_weights is None else class_weights[target.where(in_range, 0)]
-    return target != options.ignore_index, torch.where(in_range, weights, torch.nan)
+    return target != settings.ignore_index, torch.where(in_range, weights, torch.nan)

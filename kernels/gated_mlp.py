@@ -33,7 +33,7 @@ from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.add_rms_norm import add_rms_norm_forward
 from recompute.kernels.linears import (
-    Norm,
+    NormSettings,
     added,
     autocast,
     linear_gradients,
@@ -83,7 +83,7 @@ def gated_mlp(
     parameters |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     check_operands("gated_mlp", activation, {"x": x, **parameters})
     operands = autocast("gated_mlp", {"x": x.dtype}, parameters, x.device.type)
-    return GatedMLP.apply(x, None, None, *operands, None, activation)[0]
+    return GatedMLPFunction.apply(x, None, None, *operands, None, activation)[0]
 
 
 def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
         )
 
 
-class GatedMLP(torch.autograd.Function):
+class GatedMLPFunction(torch.autograd.Function):
     """The gated MLP of x; or where there is a norm, the residual MLP of x and residual.
 
     A residual's sum with x is saved, and therefore an output too: a tensor that is neither input nor output would cut
@@ -135,7 +135,7 @@ class GatedMLP(torch.autograd.Function):
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
-        norm: Norm | None,
+        norm: NormSettings | None,
         activation: str,
     ) -> tuple[Tensor, Tensor | None]:
         h, n, rstd = x, x, None
@@ -252,7 +252,7 @@ def _reference(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    norm: Norm | None,
+    norm: NormSettings | None,
     activation: str,
 ) -> Tensor:
     """The gated MLP of h, or the residual MLP, in plain PyTorch: differentiable any number of times."""

@@ -42,8 +42,8 @@ def uses_triton(*tensors: Tensor | None) -> bool:
 
 
 def is_on_cuda(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is, or stands for one that is: see ``local.imagines_cuda``."""
-    return tensor.is_cuda or local.imagines_cuda
+    """Whether ``tensor`` is, or stands for one that is: see ``local.simulates_cuda``."""
+    return tensor.is_cuda or local.simulates_cuda
 
 
 def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
@@ -51,7 +51,7 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
 
     ``arguments`` come first in the kernel's signature; ``settings`` are its constants and Triton's options.
     """
-    if not programs or local.imagines_cuda:
+    if not programs or local.simulates_cuda:
         return
     device = arguments[0].device
     if device.type != "cuda":
@@ -148,7 +148,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 def is_aligned(tensor: Tensor) -> bool:
     """Whether ``tensor`` begins at a multiple of 16 bytes. One that is imagined is nowhere, and so is taken to."""
-    return local.imagines_cuda or tensor.data_ptr() % 16 == 0
+    return local.simulates_cuda or tensor.data_ptr() % 16 == 0
 
 
 def widen(tensor: Tensor) -> Tensor:

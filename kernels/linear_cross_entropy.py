@@ -22,6 +22,7 @@ Backward writes it from its beginning; the blocks it holds end where it ends, so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +34,17 @@ from recompute.kernels import launch
 from recompute.kernels.cross_entropy import (
     CrossEntropy,
     check_target,
+    checked_settings,
     cross_entropy_reference,
     loss_outputs,
     losses_of,
-    make_options,
     reduced,
     row_gradients,
     with_extras,
 )
 from recompute.kernels.cross_entropy_rows import (
-    Options,
+    LOSS_SCHEMA,
+    LossSettings,
     conclude,
     dense_weights,
     differentiate,
@@ -59,7 +61,7 @@ WIDTH_STEP = 256
 """Narrower blocks are multiples of this: the width of a matrix product's tile."""
 
 
-class _Plan(NamedTuple):
+class _BlockPlan(NamedTuple):
     """Which columns make up a block of logits, and where it is held from forward to backward."""
 
     width: int
@@ -75,7 +77,7 @@ class _Plan(NamedTuple):
 
 def _plan(
     tokens: int, vocabulary: int, hidden: int, itemsize: int, logits_bytes: int, hold: bool, trains_weight: bool
-) -> _Plan:
+) -> _BlockPlan:
     """Blocks of logits of which ``logits_bytes`` hold at least one, beside what the weight's gradient holds.
 
     Args:
@@ -87,7 +89,7 @@ def _plan(
     columns = logits_bytes // column_nbytes
     stride = -(-vocabulary // 64) * 64  # rows that begin at multiples of 128 bytes, of an odd vocabulary too
     if columns >= stride or vocabulary <= WIDTH_STEP or tokens == 0:
-        return _Plan(vocabulary, stride, 1, 0, int(hold))
+        return _BlockPlan(vocabulary, stride, 1, 0, int(hold))
     width = min(max(columns // WIDTH_STEP, 1) * WIDTH_STEP, WIDTH)
     blocks = -(-vocabulary // width)
     in_gradient = beside = 0
@@ -100,7 +102,7 @@ def _plan(
         fit = max(columns // width, 1)
         # One block of memory is for making the others again, unless there are none.
         beside = blocks - in_gradient if in_gradient + fit >= blocks else fit - 1
-    return _Plan(width, width, blocks, in_gradient, beside)
+    return _BlockPlan(width, width, blocks, in_gradient, beside)
 
 
 def _aligned(elements: int) -> int:
@@ -112,7 +114,7 @@ class _Blocks:
 
     def __init__(
         self,
-        plan: _Plan,
+        plan: _BlockPlan,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -209,27 +211,27 @@ def linear_cross_entropy(
             device fails, as PyTorch's own does, which the next wait for the device reports.
     """
     _check(hidden, weight, target, bias, class_weights)
-    options = make_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction)
+    settings = checked_settings(
+        *("linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction),
+        *(return_max_logit, return_argmax or return_token_accuracy),
+    )
     if logits_bytes is not None and not logits_bytes >= 0:
         raise KernelError(f"linear_cross_entropy: logits_bytes is {logits_bytes}; expected at least 0 bytes.")
     given = {"hidden": hidden, "weight": weight, "bias": bias}
     operands = autocast("linear_cross_entropy", {}, given, hidden.device.type)
     hidden, weight, bias = operands  # type: ignore[assignment]  # the first two are tensors
-    wanted = (return_token_accuracy, return_argmax, return_max_logit)
-    extras = (return_max_logit, return_argmax or return_token_accuracy)
     logits = None
     if return_logits:
         logits = F.linear(hidden, weight, bias)
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        results = losses_of(logits, target, class_weights, options._replace(softcap=0.0), reduction, *extras)
+        results = losses_of(logits, target, class_weights, settings._replace(softcap=0.0))
     else:
         nbytes = _logits_nbytes(logits_bytes, target.numel(), len(weight), hidden.dtype.itemsize)
         trains = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
         # Compiled code could not but copy what backward writes over.
         hold = hold_logits and trains and not torch.compiler.is_compiling()
-        arguments = (hidden, weight, bias, target, class_weights, options, reduction, nbytes, hold, *extras)
-        results = _LinearCrossEntropy.apply(*arguments)
-    return with_extras(*results, target, ignore_index, wanted, logits)
+        results = _LinearCrossEntropy.apply(hidden, weight, bias, target, class_weights, settings, nbytes, hold)
+    return with_extras(*results, target, settings, return_token_accuracy, return_argmax, logits)
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weights: Tensor | None) -> None:
@@ -270,116 +272,135 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         class_weights: Tensor | None,
-        options: Options,
-        reduction: str,
+        settings: LossSettings,
         logits_bytes: int,
         hold: bool,
-        with_max: bool,
-        with_argmax: bool,
     ) -> tuple[Tensor | None, ...]:
-        trains_weight = ctx.needs_input_grad[1]
-        loss, normalizers, total, max_logit, argmax, *held = _forward_op(
-            *(hidden, weight, bias, target, class_weights, *options, reduction),
-            *(logits_bytes, hold, trains_weight, with_max, with_argmax),
-        )
-        ctx.save_for_backward(hidden, weight, bias, target, class_weights, normalizers, total)
+        inputs = _Inputs(hidden, weight, bias, target, class_weights)
+        memory = logits_bytes, hold, ctx.needs_input_grad[1]
+        loss, normalizers, total, max_logit, argmax, *held = _forward_op(*inputs, *settings, *memory)
+        ctx.save_for_backward(*inputs, normalizers, total)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
-        ctx.options, ctx.reduction, ctx.logits_bytes = options, reduction, logits_bytes
+        ctx.settings, ctx.logits_bytes = settings, logits_bytes
         ctx.held = held if hold else None
         return loss, max_logit, argmax
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dloss is None:
-            return (None,) * 11
+            return (None,) * 8
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad
         with without_autocast(dloss.device.type):
             if torch.is_grad_enabled():
-                inputs = (*saved[:5], ctx.options, ctx.reduction)
-                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], dloss)
-                return *found, *(None,) * 4
-            arguments = (dloss, *saved, *ctx.options, ctx.logits_bytes, *needed[:3])
+                inputs = (*saved[:5], ctx.settings)
+                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:6], dloss)
+                return *found, None, None
+            arguments = (dloss, *saved, *ctx.settings, ctx.logits_bytes, *needed[:3])
             if ctx.held is None or torch.compiler.is_compiling():
-                return *_backward_op(*arguments), *(None,) * 8
+                return *_backward_op(*arguments), *(None,) * 5
             (dweight, kept), ctx.held = ctx.held, None  # written over here: a second backward does without
             if dweight is None and needed[1]:
                 dweight = saved[1].new_empty(saved[1].shape)
             dhidden, dbias = _backward_held_op(dweight, kept, *arguments)
-            return dhidden, dweight if needed[1] else None, dbias, *(None,) * 8
+            return dhidden, dweight if needed[1] else None, dbias, *(None,) * 5
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weights: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    logits_bytes: int,
-    hold: bool,
-    trains_weight: bool,
-    with_max: bool,
-    with_argmax: bool,
-) -> tuple[Tensor | None, ...]:
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    rows, labels = hidden.reshape(-1, hidden.shape[-1]), launch.dense(target.reshape(-1))
-    class_weights = dense_weights(class_weights, hidden)
-    plan = _plan(len(rows), len(weight), weight.shape[1], hidden.dtype.itemsize, logits_bytes, hold, trains_weight)
-    dweight, kept = _held_outputs(plan, rows, weight)
-    blocks = _Blocks(plan, rows, weight, bias, dweight, kept)
-    statistics = new_statistics(rows, len(rows), plan.blocks, label_smoothing > 0, with_argmax)
+class _Inputs(NamedTuple):
+    """The tensors that the op is given."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weights: Tensor | None
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states (M, H), targets (M,) and class weights, as the kernels read them."""
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return hidden, launch.dense(self.target.reshape(-1)), dense_weights(self.class_weights, hidden)
+
+    def plan(self, logits_bytes: int, hold: bool, trains_weight: bool) -> _BlockPlan:
+        (vocabulary, hidden), itemsize = self.weight.shape, self.hidden.dtype.itemsize
+        return _plan(self.target.numel(), vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
+
+
+class _ForwardCall(NamedTuple):
+    """What the forward op is given, made of its flat arguments."""
+
+    inputs: _Inputs
+    settings: LossSettings
+    plan: _BlockPlan
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> _ForwardCall:
+        inputs = _Inputs(*arguments[:5])
+        logits_bytes, hold, trains_weight = arguments[-3:]
+        return cls(inputs, LossSettings(*arguments[5:-3]), inputs.plan(logits_bytes, hold, trains_weight))
+
+    def held_outputs(self) -> tuple[Tensor | None, Tensor | None]:
+        """Room for what is held until backward: in the memory of the weight's gradient, and beside it."""
+        (hidden, weight, *_), plan = self.inputs, self.plan
+        dweight = weight.new_empty(weight.shape) if plan.in_gradient > 0 else None
+        kept = hidden.new_empty(plan.beside * self.inputs.target.numel() * plan.stride) if plan.beside > 0 else None
+        return dweight, kept
+
+
+def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    inputs, settings, plan = call = _ForwardCall.of(arguments)
+    rows, labels, class_weights = inputs.rows()
+    dweight, kept = call.held_outputs()
+    blocks = _Blocks(plan, rows, inputs.weight, inputs.bias, dweight, kept)
+    statistics = new_statistics(rows, len(rows), plan.blocks, settings)
     for block in range(plan.blocks):
-        observe(statistics, block, blocks.columns(block).start, blocks.make(block), labels, class_weights, options)
-    losses = conclude(statistics, labels, class_weights, len(weight), options, with_max, with_argmax)
-    return *reduced(losses, target.shape, reduction), dweight, kept
+        observe(statistics, block, blocks.columns(block).start, blocks.make(block), labels, class_weights, settings)
+    losses = conclude(statistics, labels, class_weights, len(inputs.weight), settings)
+    return *reduced(losses, inputs.target.shape, settings.reduction), dweight, kept
 
 
-def _backward(
-    dloss: Tensor, hidden: Tensor, weight: Tensor, *others: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    needs_weight = others[-2]
-    dweight = weight.new_empty(weight.shape) if needs_weight else None
-    dhidden, dbias = _gradients(dweight, None, False, dloss, hidden, weight, *others)
+class _BackwardCall(NamedTuple):
+    """What the backward ops are given, made of their flat arguments."""
+
+    dloss: Tensor
+    inputs: _Inputs
+    normalizers: Tensor
+    total: Tensor | None
+    settings: LossSettings
+    logits_bytes: int
+    needed: tuple[bool, bool, bool]
+    """Whether hidden, weight and bias need a gradient."""
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> _BackwardCall:
+        dloss, inputs, (normalizers, total) = arguments[0], _Inputs(*arguments[1:6]), arguments[6:8]
+        logits_bytes, *needed = arguments[-4:]
+        settings = LossSettings(*arguments[8:-4])
+        return cls(dloss, inputs, normalizers, total, settings, logits_bytes, tuple(needed))
+
+
+def _backward(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    call = _BackwardCall.of(arguments)
+    weight = call.inputs.weight
+    dweight = weight.new_empty(weight.shape) if call.needed[1] else None
+    dhidden, dbias = _gradients(call, dweight, None, holds=False)
     return dhidden, dweight, dbias
 
 
-def _backward_held(dweight: Tensor | None, kept: Tensor | None, *others: Any) -> tuple[Tensor | None, Tensor | None]:
-    return _gradients(dweight, kept, True, *others)
+def _backward_held(dweight: Tensor | None, kept: Tensor | None, *arguments: Any) -> tuple[Tensor | None, Tensor | None]:
+    return _gradients(_BackwardCall.of(arguments), dweight, kept, holds=True)
 
 
 def _gradients(
-    dweight: Tensor | None,
-    kept: Tensor | None,
-    held: bool,
-    dloss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weights: Tensor | None,
-    normalizers: Tensor,
-    total: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    logits_bytes: int,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    call: _BackwardCall, dweight: Tensor | None, kept: Tensor | None, *, holds: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of hidden and bias; that of weight is written over ``dweight``, and over the logits that are ``held``."""
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    rows, labels = hidden.reshape(-1, hidden.shape[-1]), launch.dense(target.reshape(-1))
-    class_weights = dense_weights(class_weights, hidden)
-    plan = _plan(
-        len(rows), len(weight), weight.shape[1], hidden.dtype.itemsize, logits_bytes, held, dweight is not None
-    )
+    """Those of hidden and bias; that of weight is written to ``dweight``.
+
+    holds: whether forward has left logits, in ``dweight`` and ``kept``. They are written over.
+    """
+    dloss, inputs, normalizers, total, settings, logits_bytes, (needs_hidden, needs_weight, needs_bias) = call
+    hidden, weight, bias, *_ = inputs
+    rows, labels, class_weights = inputs.rows()
+    plan = inputs.plan(logits_bytes, holds, dweight is not None)
     blocks = _Blocks(plan, rows, weight, bias, dweight, kept)
     dlosses = row_gradients(dloss, total, len(rows))
     sum_dtype = wide_dtype(hidden) if plan.blocks > 1 else hidden.dtype
@@ -388,7 +409,7 @@ def _gradients(
     for block in range(plan.blocks):
         columns = blocks.columns(block)
         tile = blocks.place(block) if block < blocks.held else blocks.make(block)
-        differentiate(tile, tile, columns.start, labels, class_weights, normalizers, dlosses, len(weight), options)
+        differentiate(tile, tile, columns.start, labels, class_weights, normalizers, dlosses, len(weight), settings)
         if dhidden is not None:
             _add_product(dhidden, tile, weight[columns])
         if dbias is not None:
@@ -413,63 +434,36 @@ def linear_cross_entropy_reference(
     bias: Tensor | None,
     target: Tensor,
     class_weights: Tensor | None,
-    options: Options,
-    reduction: str,
+    settings: LossSettings,
 ) -> Tensor:
     """``linear_cross_entropy`` in plain PyTorch, with the logits as a whole; differentiable any number of times."""
-    return cross_entropy_reference(F.linear(hidden, weight, bias), target, class_weights, options, reduction)
+    return cross_entropy_reference(F.linear(hidden, weight, bias), target, class_weights, settings)
 
 
-def _held_outputs(plan: _Plan, rows: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    dweight = weight.new_empty(weight.shape) if plan.in_gradient > 0 else None
-    kept = rows.new_empty(plan.beside * len(rows) * plan.stride) if plan.beside > 0 else None
-    return dweight, kept
+def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
+    call = _ForwardCall.of(arguments)
+    return *loss_outputs(call.inputs.hidden, call.inputs.target, call.settings), *call.held_outputs()
 
 
-def _forward_outputs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weights: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    logits_bytes: int,
-    hold: bool,
-    trains_weight: bool,
-    with_max: bool,
-    with_argmax: bool,
-) -> tuple[Tensor | None, ...]:
-    tokens = target.numel()
-    plan = _plan(tokens, len(weight), weight.shape[1], hidden.dtype.itemsize, logits_bytes, hold, trains_weight)
-    held = _held_outputs(plan, hidden.new_empty(tokens, 0), weight)
-    return *loss_outputs(hidden, target, reduction, with_max, with_argmax), *held
-
-
-def _backward_outputs(
-    dloss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
-) -> tuple[Tensor | None, ...]:
-    inputs = zip((hidden, weight, bias), others[-3:], strict=True)
+def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
+    call = _BackwardCall.of(arguments)
+    inputs = zip(call.inputs[:3], call.needed, strict=True)
     return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in inputs)
 
 
-def _backward_held_outputs(dweight: Tensor | None, kept: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
-    return _backward_outputs(*others)[::2]
+def _backward_held_outputs(dweight: Tensor | None, kept: Tensor | None, *arguments: Any) -> tuple[Tensor | None, ...]:
+    return _backward_outputs(*arguments)[::2]
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
 _FOR_BACKWARD = (
-    f"Tensor dloss, {_INPUTS}, Tensor normalizers, Tensor? total, {_OPTIONS}, SymInt logits_bytes, bool needs_hidden,"
-    " bool needs_weight, bool needs_bias"
+    f"Tensor dloss, {_INPUTS}, Tensor normalizers, Tensor? total, {LOSS_SCHEMA}, SymInt logits_bytes,"
+    " bool needs_hidden, bool needs_weight, bool needs_bias"
 )
 _forward_op = launch.register(
-    f"linear_cross_entropy_forward({_INPUTS}, {_OPTIONS}, str reduction, SymInt logits_bytes, bool hold,"
-    " bool trains_weight, bool with_max, bool with_argmax) -> (Tensor loss, Tensor normalizers, Tensor? total,"
-    " Tensor? max_logit, Tensor? argmax, Tensor? dweight, Tensor? kept)",
+    f"linear_cross_entropy_forward({_INPUTS}, {LOSS_SCHEMA}, SymInt logits_bytes, bool hold,"
+    " bool trains_weight) -> (Tensor loss, Tensor normalizers, Tensor? total, Tensor? max_logit, Tensor? argmax,"
+    " Tensor? dweight, Tensor? kept)",
     _forward,
     _forward_outputs,
 )

@@ -13,7 +13,7 @@ from recompute.errors import KernelError
 from recompute.kernels.rms_norm import check_rms_norm, rms_norm_backward, rms_norm_regenerate
 
 
-class Norm(NamedTuple):
+class NormSettings(NamedTuple):
     """An RMSNorm in front of Linears."""
 
     eps: float
@@ -22,7 +22,9 @@ class Norm(NamedTuple):
     """That of its output."""
 
 
-def make_norm(op: str, x: Tensor, dtype: torch.dtype, norm_weight: Tensor | None, eps: float, casting: str) -> Norm:
+def checked_norm(
+    op: str, x: Tensor, dtype: torch.dtype, norm_weight: Tensor | None, eps: float, casting: str
+) -> NormSettings:
     """The norm that the op called ``op`` has of a tensor of the shape of ``x`` and of ``dtype``.
 
     Raises:
@@ -31,7 +33,7 @@ def make_norm(op: str, x: Tensor, dtype: torch.dtype, norm_weight: Tensor | None
     check_rms_norm(op, x, norm_weight, casting)
     if casting == "llama" and norm_weight is not None:
         dtype = torch.promote_types(dtype, norm_weight.dtype)
-    return Norm(eps, casting, dtype)
+    return NormSettings(eps, casting, dtype)
 
 
 def autocast(
@@ -111,7 +113,7 @@ def linear_gradients(
 
 
 def norm_gradients(
-    norm: Norm,
+    norm: NormSettings,
     dn: Tensor | None,
     h: Tensor,
     norm_weight: Tensor | None,

@@ -27,11 +27,11 @@ from torch.nn import functional as F
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.linears import (
-    Norm,
+    NormSettings,
     added,
     autocast,
+    checked_norm,
     linear_gradients,
-    make_norm,
     norm_gradients,
     rows,
     sum_of_products,
@@ -72,7 +72,7 @@ def norm_linears(
     parameters: dict[str, Tensor | None] = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
     parameters |= {f"biases[{index}]": bias for index, bias in enumerate(biases)}
     launch.check("norm_linears", x=x, norm_weight=norm_weight, **parameters)
-    norm = make_norm("norm_linears", x, x.dtype, norm_weight, eps, casting)
+    norm = checked_norm("norm_linears", x, x.dtype, norm_weight, eps, casting)
     fit = len(biases) == len(weights) > 0 and all(
         weight.dim() == 2 and weight.shape[1] == x.shape[-1] and (bias is None or bias.shape == weight.shape[:1])
         for weight, bias in zip(weights, biases, strict=True)
@@ -92,7 +92,9 @@ class _NormLinears(torch.autograd.Function):
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm_weight: Tensor | None, norm: Norm, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm: NormSettings, *parameters: Any
+    ) -> tuple[Tensor, ...]:
         """``parameters``: the weights, then as many biases."""
         n, rstd = rms_norm_forward(x, norm_weight, norm.eps, norm.casting)
         ctx.save_for_backward(x, norm_weight, *parameters, rstd)
@@ -122,7 +124,7 @@ class _NormLinears(torch.autograd.Function):
 
 
 def _gradients(
-    norm: Norm,
+    norm: NormSettings,
     needed: tuple[bool, ...],
     doutputs: list[Tensor | None],
     dh: Tensor | None,

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from recompute.errors import KernelError
-from recompute.kernels.gated_mlp import GatedMLP, check_operands
-from recompute.kernels.linears import autocast, make_norm
+from recompute.kernels.gated_mlp import GatedMLPFunction, check_operands
+from recompute.kernels.linears import autocast, checked_norm
 
 
 def residual_mlp(
@@ -76,6 +76,6 @@ def residual_mlp(
             f"residual {found} and down_weight {tuple(down_weight.shape)}."
         )
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    norm = make_norm("residual_mlp", x, dtype, norm_weight, eps, casting)
+    norm = checked_norm("residual_mlp", x, dtype, norm_weight, eps, casting)
     operands = autocast("residual_mlp", {"normalized x": norm.dtype}, parameters, x.device.type)
-    return GatedMLP.apply(x, residual, norm_weight, *operands, norm, activation)[0]
+    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation)[0]

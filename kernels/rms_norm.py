@@ -57,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, casting
     """
     check_rms_norm("rms_norm", x, weight, casting)
     y = _RMSNorm.apply(x, weight, eps, casting)
-    record(y, rms_norm_again, x, weight, eps, casting)
+    record(y, rms_norm_output, x, weight, eps, casting)
     return y
 
 
@@ -172,7 +172,7 @@ def _backward(
     return dx, dweight, y
 
 
-def rms_norm_again(x: Tensor, weight: Tensor | None, eps: float, casting: str) -> Tensor:
+def rms_norm_output(x: Tensor, weight: Tensor | None, eps: float, casting: str) -> Tensor:
     return rms_norm_forward(x, weight, eps, casting)[0]
 
 

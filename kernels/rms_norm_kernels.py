@@ -232,7 +232,7 @@ def _rounded(normalized, DTYPE: tl.constexpr, CASTING: tl.constexpr):
     return normalized.to(DTYPE).to(tl.float32) if CASTING == "llama" else normalized
 
 
-class Settings(NamedTuple):
+class TileSettings(NamedTuple):
     """How a kernel is launched."""
 
     rows: int
@@ -251,37 +251,37 @@ WIDE_BLOCK = 8192
 
 # Measured on an H200 in bfloat16, for rows at most so wide.
 FORWARD = {
-    64: Settings(64, 4, 1, 0),
-    128: Settings(16, 2, 1, 0),
-    256: Settings(8, 2, 1, 0),
-    512: Settings(4, 4, 1, 0),
-    1024: Settings(2, 4, 1, 0),
-    2048: Settings(1, 4, 1, 0),
-    4096: Settings(1, 4, 1, 0),
-    6144: Settings(1, 4, 1, 0),
-    8192: Settings(1, 8, 1, 0),
-    16384: Settings(1, 8, 1, 0),
-    32768: Settings(1, 16, 1, 0),
-    WIDE: Settings(1, 4, 3, 0),
+    64: TileSettings(64, 4, 1, 0),
+    128: TileSettings(16, 2, 1, 0),
+    256: TileSettings(8, 2, 1, 0),
+    512: TileSettings(4, 4, 1, 0),
+    1024: TileSettings(2, 4, 1, 0),
+    2048: TileSettings(1, 4, 1, 0),
+    4096: TileSettings(1, 4, 1, 0),
+    6144: TileSettings(1, 4, 1, 0),
+    8192: TileSettings(1, 8, 1, 0),
+    16384: TileSettings(1, 8, 1, 0),
+    32768: TileSettings(1, 16, 1, 0),
+    WIDE: TileSettings(1, 4, 3, 0),
 }
 BACKWARD = {
-    64: Settings(32, 4, 3, 3),
-    128: Settings(64, 8, 3, 1),
-    256: Settings(8, 4, 3, 3),
-    512: Settings(4, 4, 4, 2),
-    1024: Settings(2, 4, 4, 2),
-    2048: Settings(1, 4, 4, 2),
-    4096: Settings(2, 8, 3, 1),
-    6144: Settings(1, 8, 4, 1),
-    8192: Settings(1, 8, 3, 1),
-    16384: Settings(1, 16, 1, 1),
-    WIDE: Settings(1, 8, 3, 1),
+    64: TileSettings(32, 4, 3, 3),
+    128: TileSettings(64, 8, 3, 1),
+    256: TileSettings(8, 4, 3, 3),
+    512: TileSettings(4, 4, 4, 2),
+    1024: TileSettings(2, 4, 4, 2),
+    2048: TileSettings(1, 4, 4, 2),
+    4096: TileSettings(2, 8, 3, 1),
+    6144: TileSettings(1, 8, 4, 1),
+    8192: TileSettings(1, 8, 3, 1),
+    16384: TileSettings(1, 16, 1, 1),
+    WIDE: TileSettings(1, 8, 3, 1),
 }
 SUM = {"ROWS": 512, "COLUMNS": 16, "num_warps": 8}
 
 
 class _Tiles(NamedTuple):
-    """What launches a kernel: see Settings."""
+    """What launches a kernel: see TileSettings."""
 
     wide: bool
     rows: int

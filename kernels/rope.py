@@ -233,7 +233,7 @@ def _record_if_gained(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, heads_dim:
     """Where ``x`` itself comes back, as from a norm of queries; elsewhere it would be held in the place of ``y``."""
     book = open_book()
     if book is not None and book.knows(x):
-        record(y, rope_again, x, cos, sin, heads_dim, dtype)
+        record(y, rotated_states, x, cos, sin, heads_dim, dtype)
 
 
 class _Rope(torch.autograd.Function):
@@ -311,7 +311,7 @@ def _strides(x: Tensor | None, heads_dim: int) -> tuple[int, int, int]:
     return (batch, second, first) if heads_dim == 1 else (batch, first, second)
 
 
-def rope_again(x: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype) -> Tensor:
+def rotated_states(x: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype) -> Tensor:
     y, _ = _rope_op(x, None, cos, sin, heads_dim, dtype, False)
     return y
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from recompute import errors
 
 if TYPE_CHECKING:
-    from recompute.ablation.comparison import ablate
+    from recompute.ablation.ablate import ablate
     from recompute.attach.apply import apply, recompute
     from recompute.diagnostics.verify import verify
-    from recompute.engine.checkpoint.region import keep
+    from recompute.engine.keeping import keep
     from recompute.estimation.estimate import estimate
-    from recompute.planning.plan_model import plan
+    from recompute.planning.make_plan import plan
     from recompute.policy.loading import load_policy
     from recompute.policy.rules import Policy, Rule
-    from recompute.profiling.profiles import profile
+    from recompute.profiling.profile_model import profile
 
 __all__ = [
     "Policy",
@@ -34,13 +34,13 @@ __all__ = [
 _MODULES = {
     "Policy": "recompute.policy.rules",
     "Rule": "recompute.policy.rules",
-    "ablate": "recompute.ablation.comparison",
+    "ablate": "recompute.ablation.ablate",
     "apply": "recompute.attach.apply",
     "estimate": "recompute.estimation.estimate",
-    "keep": "recompute.engine.checkpoint.region",
+    "keep": "recompute.engine.keeping",
     "load_policy": "recompute.policy.loading",
-    "plan": "recompute.planning.plan_model",
-    "profile": "recompute.profiling.profiles",
+    "plan": "recompute.planning.make_plan",
+    "profile": "recompute.profiling.profile_model",
     "recompute": "recompute.attach.apply",
     "verify": "recompute.diagnostics.verify",
 }

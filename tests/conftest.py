@@ -1,11 +1,14 @@
-"""For every test: the Triton interpreter where there is no GPU, and what the ``gpu`` marker means."""
+"""For every test: which tier it is in, and where kernels run. tests/README.md says how to choose a tier."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,11 +21,51 @@ torch.set_num_threads(1)  # the tensors are small, and threads of several worker
 CAN_INTERPRET = not HAS_CUDA and importlib.util.find_spec("triton") is not None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
+hypothesis.settings.register_profile(
+    "ci", max_examples=200, deadline=None, derandomize=True, database=None, print_blob=True
+)
+hypothesis.settings.register_profile("exhaustive", max_examples=500, deadline=None)
+
+
+@pytest.hookimpl(tryfirst=True)  # hypothesis loads the profile that the command line names afterwards
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("quick" if config.option.markexpr else "exhaustive")
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest deselects by markers afterwards
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow_under_the_interpreter(items)
     if not HAS_CUDA:
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        _deselect(config, items, "gpu")
+
+
+def _mark_slow_under_the_interpreter(items: list[pytest.Item]) -> None:
+    """Of each test the interpreter runs the first case by default, in tests over ops the first case of each op.
+
+    The other cases are slow: the same program runs there on other numbers, at a thousandth of the speed.
+    """
+    seen = set()
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if params.get("device") == "interpreter":
+            first = (item.nodeid.partition("[")[0], str(params.get("case")))
+            if first in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(first)
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    gone = [item for item in items if marker in item.keywords]
+    items[:] = [item for item in items if marker not in item.keywords]
+    config.hook.pytest_deselected(items=gone)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def thawed() -> Iterator[None]:
+    """What tests put out of the garbage collector's sight is in it again."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(

@@ -16,8 +16,8 @@ from transformers import masking_utils
 
 from recompute import apply
 from recompute.errors import ModelError
+from recompute.estimation.build_model import build, build_fake
 from recompute.estimation.factories import describe
-from recompute.estimation.models import build, imagined
 from recompute.kernels import rms_norm as kernel_module
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +69,7 @@ def test_explain_takes_no_memory_for_the_largest_model() -> None:
     assert layers.split()[:3] == ["model.layers.*", "8", "LlamaDecoderLayer"]
     # The 94,344 bytes a token of a layer without its elementwise work, and two tables of positions.
     assert f"{94_344 + 2 * 2 * 128:,} a token, 4096 tokens)" in output
-    with imagined(str(LLAMA_8B), **OPTIONS) as (model, batch):
+    with build_fake(str(LLAMA_8B), **OPTIONS) as (model, batch):
         assert all(isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *batch.values()))
         assert isinstance(model(**batch).loss, FakeTensor)
 
@@ -112,7 +112,7 @@ def test_building_leaves_random_state_and_defaults_alone(tmp_path: Path, tiny: s
     for source in (tiny, described("llama", tmp_path / "llama")):
         torch.set_rng_state(state)
         build(source, **{**OPTIONS, "dtype": torch.bfloat16})
-        with pytest.raises(ZeroDivisionError), imagined(source, **OPTIONS):
+        with pytest.raises(ZeroDivisionError), build_fake(source, **OPTIONS):
             raise ZeroDivisionError
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.get_default_dtype() is torch.float32
@@ -122,7 +122,7 @@ def test_building_leaves_random_state_and_defaults_alone(tmp_path: Path, tiny: s
 def test_what_depends_on_values_is_refused(tiny: str) -> None:
     with (
         pytest.raises(ModelError, match=r"tiny\.yaml: its forward depends on the values of tensors"),
-        imagined(tiny, **OPTIONS) as (_, batch),
+        build_fake(tiny, **OPTIONS) as (_, batch),
     ):
         batch["input_ids"].max().item()
 

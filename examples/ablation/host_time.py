@@ -43,7 +43,7 @@ from recompute.ablation.trials import seeded
 from recompute.counters import resolve_device
 from recompute.diagnostics.verify import deterministic, relative_error, same_bits
 from recompute.errors import PolicyError
-from recompute.estimation.models import build
+from recompute.estimation.build_model import build
 from recompute.policy.loading import load_policy
 
 Row = dict[str, Any]

@@ -30,7 +30,7 @@ from transformers import LlamaForCausalLM
 
 import recompute
 from recompute import counters
-from recompute.ablation.configuration import AblationConfig, build_model, load_text, sample_batches
+from recompute.ablation.llama_ablation import AblationConfig, build_model, load_text, sample_batches
 from recompute.ablation.peers import under
 from recompute.counters import resolve_device
 from recompute.errors import BudgetError

@@ -32,7 +32,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class AblationRow:
     """What one policy (or peer) did, of a Llama at one sequence length. If it failed, `error` says how.
 
     What was not measured is None.
@@ -127,7 +127,7 @@ class Experiment:
             self.loss(model, batch).backward()
         return 2 * relative_error(self.baseline.first_gradient, _gradient(model))
 
-    def rows(self, names: Iterable[str]) -> Iterator[Row]:
+    def rows(self, names: Iterable[str]) -> Iterator[AblationRow]:
         """Train under each policy or peer; the baseline is to come first."""
         for name in names:
             gc.collect()  # Hugging Face modules form reference cycles: no model may outlive its row
@@ -149,7 +149,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
             np.random.set_state(arrays)
 
 
-def recorded(results: dict[str, Any], rows: Iterable[Row], out: Path | None) -> Iterator[Row]:
+def recorded(results: dict[str, Any], rows: Iterable[AblationRow], out: Path | None) -> Iterator[AblationRow]:
     """Yield each row once ``results`` has it, and the ``results.json`` in the folder ``out``, if there is one.
 
     The file is replaced whole, so an interrupted run leaves the rows that it has, with ``complete`` false.
@@ -168,16 +168,16 @@ def recorded(results: dict[str, Any], rows: Iterable[Row], out: Path | None) -> 
         _write(results, out / "results.json")
 
 
-def _row(experiment: Experiment, policy: str) -> Row:
+def _row(experiment: Experiment, policy: str) -> AblationRow:
     try:
         return _measure(experiment, policy)
     except Exception as error:
         # What fails may be the user's policy file, our code, Triton or memory. Whatever it is belongs in this
         # row, because the other policies still deserve theirs. Ctrl-C is not an Exception: it ends the run.
-        return Row(policy, experiment.sequence_length, error=f"{type(error).__name__}: {error}")
+        return AblationRow(policy, experiment.sequence_length, error=f"{type(error).__name__}: {error}")
 
 
-def _measure(experiment: Experiment, policy: str) -> Row:
+def _measure(experiment: Experiment, policy: str) -> AblationRow:
     device = experiment.device
     exact = _is_exact(policy, experiment.policies)
     tolerance = 0.0 if exact else experiment.grad_tolerance if experiment.baseline else None
@@ -192,7 +192,7 @@ def _measure(experiment: Experiment, policy: str) -> Row:
     if policy == BASELINE:
         experiment.baseline = trained
     held, elements = memory.activation_bytes_held, experiment.token_elements
-    row = Row(
+    row = AblationRow(
         policy,
         experiment.sequence_length,
         exact=exact,
@@ -206,7 +206,7 @@ def _measure(experiment: Experiment, policy: str) -> Row:
     return _compared(row, trained, experiment.baseline, tolerance) if experiment.baseline else row
 
 
-def _compared(row: Row, trained: Training, baseline: Training, tolerance: float | None) -> Row:
+def _compared(row: AblationRow, trained: Training, baseline: Training, tolerance: float | None) -> AblationRow:
     first_matches, first_error = _compare(trained.first_gradient, baseline.first_gradient)
     last_matches, last_error = _compare(trained.last_gradient, baseline.last_gradient)
     if not row.exact:

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from recompute.attach.effect import check_effect, listed
-from recompute.attach.entries import module_entries
+from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment, Stats, explanation, stats
+from recompute.attach.module_entries import module_entries
 from recompute.attach.runners import FunctionCheckpointRunner, RootRunner, TapeRunner, around, inside_of
 from recompute.attach.selection import choose
-from recompute.compiled.captured_region import Shared
+from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
 from recompute.compiled.unwrap import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.cut.save_plan import Plan
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.policy.loading import load_policy
@@ -101,16 +101,16 @@ class AppliedPolicy:
             parameter = next((each for a in self._attachments for each in a.module.parameters()), None)
             self._stopwatch = Stopwatch(torch.device("cpu") if parameter is None else parameter.device)
         for attachment in self._attachments:
-            attachment.runner.owner.stopwatch = self._stopwatch
+            attachment.runner.statistics.stopwatch = self._stopwatch
 
-    def plans(self) -> dict[str, Plan]:
+    def plans(self) -> dict[str, SavePlan]:
         """What the last forward kept and dropped, by module path: of the modules whose ops are written down.
 
         That is those under ``recompute``, or ``checkpoint`` with a ``keep``; "" is the model. Also on fake tensors. One
         is missing where a module did not do what it did the time before: run forward once more.
         """
-        plans = {attachment.path: attachment.runner.owner.plan for attachment in self._attachments}
-        return {path: plan for path, plan in plans.items() if plan is not None and plan.is_whole}
+        plans = {attachment.path: attachment.runner.statistics.plan for attachment in self._attachments}
+        return {path: plan for path, plan in plans.items() if plan is not None and plan.is_complete}
 
     def explain(self) -> str:
         """A table of which modules got which rule, and what a forward drops of them; then each tensor, and why.
@@ -156,7 +156,7 @@ def _attachments(
     model: nn.Module,
     policy: Policy,
     name: str | None = None,
-    shared: Shared | None = None,
+    shared: CaptureCache | None = None,
     *,
     strict: bool = True,
 ) -> list[Attachment]:
@@ -165,7 +165,7 @@ def _attachments(
     name: stands for the model's class's. shared: what regions like these share, if there are others.
     strict: as ``apply`` takes it.
     """
-    shared = Shared() if shared is None else shared
+    shared = CaptureCache() if shared is None else shared
     name = name or type(model).__name__
     entries, modules = module_entries(model, name)
     rules = assign(policy, entries)
@@ -191,8 +191,8 @@ def _attachments(
     if any(meanings[index].drops_outputs for index in rules.values()):
         root = chosen.get(id(model))
         inner, index_of_root = (None, None) if root is None else (root.runner, root.rule)
-        owner = Owner(type(model).__name__) if inner is None else inner.owner
-        chosen[id(model)] = Attachment("", model, index_of_root, RootRunner(owner, inner))
+        statistics = RegionStatistics(type(model).__name__) if inner is None else inner.statistics
+        chosen[id(model)] = Attachment("", model, index_of_root, RootRunner(statistics, inner))
     return list(chosen.values())
 
 
@@ -358,7 +358,7 @@ _ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recomput
 
 def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     original = cls.forward
-    shared = Shared()  # of all instances
+    shared = CaptureCache()  # of all instances
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -387,7 +387,7 @@ class _Decorated:
     runner: Runner | None
 
 
-def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: Shared) -> None:
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: CaptureCache) -> None:
     vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
     try:
         attachments = _attachments(module, policy, cls.__name__, shared)
@@ -418,12 +418,12 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
         raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
     if not meaning.drops:
         return function
-    owner = Owner(name)
+    statistics = RegionStatistics(name)
     runner: Runner
     if meaning.mechanism is Mechanism.TAPE:
-        runner = TapeRunner(owner, meaning, Shared())
+        runner = TapeRunner(statistics, meaning, CaptureCache())
     else:
-        runner = FunctionCheckpointRunner(owner, meaning)
+        runner = FunctionCheckpointRunner(statistics, meaning)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,8 @@ from torch import nn
 from recompute.attach.runners import region_in
 from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.runner import Runner
-from recompute.engine.cut.save_plan import Plan, Row
-from recompute.engine.saved_tensors import Outside, Owner
+from recompute.engine.cut.save_plan import SavedTensorRow, SavePlan
+from recompute.engine.saved_tensors import DroppedOutput, RegionStatistics
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.rules import Policy
 
@@ -65,13 +65,13 @@ _TOTALS = [each.name for each in fields(Stats) if each.name != "regenerating_sec
 
 
 def stats(attachments: Iterable[Attachment], stopwatch: Stopwatch | None) -> Stats:
-    """stopwatch: that of the attachments' owners, if they have one."""
-    totals = _totals([attachment.runner.owner for attachment in attachments])
+    """stopwatch: that of the attachments' regions, if they have one."""
+    totals = _totals([attachment.runner.statistics for attachment in attachments])
     return Stats(**totals, regenerating_seconds=None if stopwatch is None else stopwatch.seconds())
 
 
-def _totals(owners: Sequence[Owner]) -> dict[str, int]:
-    return {name: sum(getattr(owner, name) for owner in owners) for name in _TOTALS}
+def _totals(counted: Sequence[RegionStatistics]) -> dict[str, int]:
+    return {name: sum(getattr(statistics, name) for statistics in counted) for name in _TOTALS}
 
 
 _BYTES = {"eager_nbytes": "eager", "dropped_nbytes": "dropped", "kept_nbytes": "kept"}
@@ -89,20 +89,20 @@ _LEGEND = (
 def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
     """The text of ``AppliedPolicy.explain``."""
     attachments = list(attachments)
-    groups: dict[tuple[str, ...], list[Owner]] = {}
+    groups: dict[tuple[str, ...], list[RegionStatistics]] = {}
     for attachment in attachments:
         pattern = _pattern(attachment)
         index = attachment.rule
         rule = "-" if index is None else f"rules[{index}]: {policy.rules[index].action}"
         key = pattern, type(attachment.module).__name__, rule, attachment.runner.note
-        groups.setdefault(key, []).append(attachment.runner.owner)
+        groups.setdefault(key, []).append(attachment.runner.statistics)
     rows = []
     details = []
-    for (pattern, type_name, rule, note), owners in groups.items():
-        rows.append((pattern, f"{len(owners):,}", type_name, rule, note, *_counts(_totals(owners))))
-        details += _details(f"{pattern} ({type_name})", owners)
-    every = [owner for owners in groups.values() for owner in owners]
-    if any(owner.frames for owner in every):
+    for (pattern, type_name, rule, note), counted in groups.items():
+        rows.append((pattern, f"{len(counted):,}", type_name, rule, note, *_counts(_totals(counted))))
+        details += _details(f"{pattern} ({type_name})", counted)
+    every = [statistics for counted in groups.values() for statistics in counted]
+    if any(statistics.frames for statistics in every):
         numbers = _counts(_totals(every))
         each_is_the_same = [""] * len(_BYTES)
         rows.append(
@@ -142,24 +142,26 @@ def _counts(totals: Mapping[str, int]) -> list[str]:
     return [f"{frames:,}", *each, *(f"{totals[name]:,}" for name in _BYTES)]
 
 
-def _details(title: str, owners: Sequence[Owner]) -> list[str]:
-    """A table for each way in which the owners' last frames went."""
-    alike: dict[tuple[int, tuple[Outside, ...]], list[Owner]] = {}
-    for owner in owners:
-        if owner.plan is not None or owner.outside:
-            alike.setdefault((id(owner.plan), tuple(owner.outside)), []).append(owner)
+def _details(title: str, counted: Sequence[RegionStatistics]) -> list[str]:
+    """A table for each way in which the regions' last frames went."""
+    alike: dict[tuple[int, tuple[DroppedOutput, ...]], list[RegionStatistics]] = {}
+    for statistics in counted:
+        if statistics.plan is not None or statistics.dropped_outputs:
+            alike.setdefault((id(statistics.plan), tuple(statistics.dropped_outputs)), []).append(statistics)
     return [
-        _tensors(title if len(each) == 1 else f"{title}, each of {len(each)}", each[0].plan, each[0].outside)
+        _tensors(title if len(each) == 1 else f"{title}, each of {len(each)}", each[0].plan, each[0].dropped_outputs)
         for each in alike.values()
     ]
 
 
-def _tensors(title: str, plan: Plan | None, outside: Sequence[Outside]) -> str:
+def _tensors(title: str, plan: SavePlan | None, dropped_outputs: Sequence[DroppedOutput]) -> str:
     """Each tensor that autograd saved or that is held for others, its fate and why, and the totals."""
     rows = [] if plan is None else list(plan.rows())
     rows += [
-        Row(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", "an output, which another module saved")
-        for each in outside
+        SavedTensorRow(
+            each.made_by, "(outside)", each.layout, each.nbytes, "dropped", "an output, which another module saved"
+        )
+        for each in dropped_outputs
     ]
     lines = [
         (
@@ -179,11 +181,11 @@ def _tensors(title: str, plan: Plan | None, outside: Sequence[Outside]) -> str:
     return f"{title}: {totals}\n" + tabulate(lines, headers, disable_numparse=True)
 
 
-def _total(rows: Sequence[Row], fate: str) -> int:
+def _total(rows: Sequence[SavedTensorRow], fate: str) -> int:
     return sum(row.nbytes for row in rows if row.fate == fate)
 
 
-def _per_token(rows: Sequence[Row], fate: str, plan: Plan | None) -> str:
+def _per_token(rows: Sequence[SavedTensorRow], fate: str, plan: SavePlan | None) -> str:
     shape = () if plan is None else plan.input_shape
     tokens = math.prod(shape[:-1]) if len(shape) in (2, 3) else 0  # not of images
     return f" ({_total(rows, fate) / tokens:,.0f} a token, {tokens} tokens)" if tokens else ""

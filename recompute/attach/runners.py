@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from recompute.compiled.captured_region import CapturedRegion, Shared
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import compiled_region
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reach import reachable, surroundings
-from recompute.engine.checkpoint.region import KeepSpan, Region, Scope
+from recompute.engine.checkpoint.reachable_objects import references_of_function, references_of_modules
+from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.policy.meaning import Meaning
 
@@ -27,14 +28,14 @@ from recompute.policy.meaning import Meaning
 class RootRunner(Runner):
     """Opens the scope in which outputs are dropped, around the model or around what its own rule says."""
 
-    def __init__(self, owner: Owner, inner: Runner | None = None):
-        self.owner = owner
+    def __init__(self, statistics: RegionStatistics, inner: Runner | None = None):
+        self.statistics = statistics
         self.inner = inner
         scope = "outputs that come back are dropped wherever they are saved inside"
         self.note = scope if inner is None else f"{inner.note}; {scope}"
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        with Scope(self.owner):
+        with RecipeScope(self.statistics):
             if self.inner is None:
                 return forward(*args, **kwargs)
             return self.inner.run_training(module, forward, args, kwargs)
@@ -52,12 +53,12 @@ class RootRunner(Runner):
 
 def around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
     """The forward that a model bears on the instance, run by ``runner`` as long as that is the model's."""
-    owner = weakref.ref(module)
+    bearer = weakref.ref(module)
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         of_self = inner
-        if isinstance(inner, MethodType) and inner.__self__ is owner() and self is not owner():  # a copy of the model
+        if isinstance(inner, MethodType) and inner.__self__ is bearer() and self is not bearer():  # a copy
             of_self = MethodType(inner.__func__, self)
         if self.__dict__.get(RUNNER) is not runner:
             return of_self(*args, **kwargs)
@@ -80,8 +81,8 @@ def inside_of(forward: Any) -> Callable[..., Any] | None:
 class PlainRunner(Runner):
     """Runs forward as it is: where a kernel stands in on CUDA alone, and a tape around sees the ops elsewhere."""
 
-    def __init__(self, owner: Owner, note: str = "its ops are on the tape around it"):
-        self.owner = owner
+    def __init__(self, statistics: RegionStatistics, note: str = "its ops are on the tape around it"):
+        self.statistics = statistics
         self.note = note
 
     def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -93,13 +94,13 @@ class PlainRunner(Runner):
 class KeepRunner(Runner):
     """Keeps what autograd saves, also inside of a region that drops."""
 
-    def __init__(self, owner: Owner, meaning: Meaning):
-        self.owner = owner
+    def __init__(self, statistics: RegionStatistics, meaning: Meaning):
+        self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        with KeepSpan():
+        with KeepScope():
             return forward(*args, **kwargs)
 
     def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -109,11 +110,11 @@ class KeepRunner(Runner):
 class CheckpointRunner(Runner):
     """Runs the whole forward of a module again from its inputs."""
 
-    def __init__(self, owner: Owner, module: nn.Module, meaning: Meaning, shared: Shared):
-        self.owner = owner
+    def __init__(self, statistics: RegionStatistics, module: nn.Module, meaning: Meaning, shared: CaptureCache):
+        self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
-        self._checkpoint = Region(owner, beyond=surroundings(module.modules()))
+        self._checkpoint = CheckpointRegion(statistics, beyond=references_of_modules(module.modules()))
         itself = weakref.ref(module)
 
         def run(forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -121,7 +122,7 @@ class CheckpointRunner(Runner):
             assert module is not None
             return self._checkpoint.run(forward, (module,), args, kwargs)
 
-        self.region = _region(owner, meaning, shared, run)
+        self.region = _region(statistics, meaning, shared, run)
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return self.region.run(forward, args, kwargs)
@@ -133,14 +134,15 @@ class CheckpointRunner(Runner):
 class FunctionCheckpointRunner(Runner):
     """Runs a decorated function again from its inputs. It is never captured."""
 
-    def __init__(self, owner: Owner, meaning: Meaning):
-        self.owner = owner
+    def __init__(self, statistics: RegionStatistics, meaning: Meaning):
+        self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
-        self._checkpoint = Region(owner)
+        self._checkpoint = CheckpointRegion(statistics)
 
     def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        self._checkpoint.reach(reachable(forward))  # which it may have been given only after it was decorated
+        references = references_of_function(forward)  # which it may have been given only after it was decorated
+        self._checkpoint.reach(references)
         return self._checkpoint.run(forward, (), args, kwargs)
 
     def run_compiled(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -153,12 +155,14 @@ class TapeRunner(Runner):
     inner: runs the module inside of the tape, as kernels do; then their ops run again in the place of the module's.
     """
 
-    def __init__(self, owner: Owner, meaning: Meaning, shared: Shared, inner: Runner | None = None):
-        self.owner = owner
+    def __init__(
+        self, statistics: RegionStatistics, meaning: Meaning, shared: CaptureCache, inner: Runner | None = None
+    ):
+        self.statistics = statistics
         self.inner = inner
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
         self._compiled_region = compiled_region(op_policy(meaning))
-        self.region = _region(owner, meaning, shared)
+        self.region = _region(statistics, meaning, shared)
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
@@ -177,10 +181,10 @@ class TapeRunner(Runner):
 
 
 def _region(
-    owner: Owner, meaning: Meaning, shared: Shared, checkpoint: Callable[..., Any] | None = None
+    statistics: RegionStatistics, meaning: Meaning, shared: CaptureCache, checkpoint: Callable[..., Any] | None = None
 ) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
-    tape = TapeRegion(owner, op_policy(meaning), shared.openings)
+    tape = TapeRegion(statistics, op_policy(meaning), shared.plan_cache)
     return CapturedRegion(tape, shared if meaning.capture else None, checkpoint)
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from recompute.attach.runners import CheckpointRunner, KeepRunner, PlainRunner, TapeRunner
-from recompute.compiled.captured_region import Shared
+from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.compiled.under_torch_compile import compiled_region
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.op_policy import op_policy
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
 from recompute.substitution.kernel_runners import (
     MLP,
@@ -42,28 +42,29 @@ from recompute.substitution.rotary import find_rotary
 
 
 def choose(
-    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str], shared: Shared
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str], shared: CaptureCache
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
     """The modules, ``module`` itself or inside it, that a rule of this meaning makes run otherwise, and how.
 
     Kernels stand in for what is inside ``module`` and has no rule of its own (``governed``). ``shared``: what the
     modules under one policy share.
     """
-    owner = Owner(f"{path} ({type(module).__name__})" if path else type(module).__name__)
+    statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
     if meaning.mechanism is Mechanism.KEEP:
-        yield path, module, KeepRunner(owner, meaning)
+        yield path, module, KeepRunner(statistics, meaning)
     elif meaning.mechanism is Mechanism.CHECKPOINT:
-        yield path, module, CheckpointRunner(owner, module, meaning, shared)
+        yield path, module, CheckpointRunner(statistics, module, meaning, shared)
     elif meaning.kernels is Kernels.NEVER:
-        yield path, module, TapeRunner(owner, meaning, shared)
+        yield path, module, TapeRunner(statistics, meaning, shared)
     else:
         runner: Runner
         if meaning.tapes_kernels:
-            kernel = _find_kernel(owner, module, _instead_of_kernel(owner, meaning), is_named=True)
-            runner = TapeRunner(owner, meaning, shared, kernel)
+            kernel = _find_kernel(statistics, module, _instead_of_kernel(statistics, meaning), is_named=True)
+            runner = TapeRunner(statistics, meaning, shared, kernel)
         else:
-            tape = TapeRunner(owner, meaning, shared)
-            kernel = _find_kernel(owner, module, tape if meaning.kernels is Kernels.ON_CUDA else None, is_named=True)
+            tape = TapeRunner(statistics, meaning, shared)
+            fallback = tape if meaning.kernels is Kernels.ON_CUDA else None
+            kernel = _find_kernel(statistics, module, fallback, is_named=True)
             if kernel is not None:
                 kernel.compiled_region = compiled_region(op_policy(meaning))
             runner = kernel or tape
@@ -72,9 +73,9 @@ def choose(
             yield from _kernels_inside(path, module, meaning, governed)
 
 
-def _instead_of_kernel(owner: Owner, meaning: Meaning) -> PlainRunner | None:
+def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
     """What runs on other devices than CUDA, in a module inside of a tape; None if the kernel runs there, too."""
-    return PlainRunner(owner) if meaning.kernels is Kernels.ON_CUDA else None
+    return PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
 
 
 def _kernels_inside(
@@ -84,34 +85,36 @@ def _kernels_inside(
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
-        owner = Owner(f"{child_path} ({type(child).__name__})")
-        kernel = _find_inner_kernel(owner, child, module, _instead_of_kernel(owner, meaning))
+        statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
+        kernel = _find_inner_kernel(statistics, child, module, _instead_of_kernel(statistics, meaning))
         if kernel is not None:
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(child_path, child, meaning, governed)
 
 
-def _find_kernel(owner: Owner, module: nn.Module, fallback: Runner | None, *, is_named: bool) -> KernelRunner | None:
+def _find_kernel(
+    statistics: RegionStatistics, module: nn.Module, fallback: Runner | None, *, is_named: bool
+) -> KernelRunner | None:
     """The runner of the kernels that compute what ``module`` does, if there are any.
 
     is_named: whether a rule names this very module, and not one around it.
     """
     if is_named and is_plain_linear(module):
-        return KernelHeadRunner(owner, fallback and PlainRunner(owner, "it runs as it is"))
+        return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"))
     if (mlp := _find_mlp(module)) is not None:
-        return _checked(KernelMLPRunner(owner, fallback, mlp), module, (mlp.parts, mlp.activation))
+        return _checked(KernelMLPRunner(statistics, fallback, mlp), module, (mlp.parts, mlp.activation))
     if not any(module.children()):
         norm = find_norm(module)
-        return None if norm is None else _checked(KernelNormRunner(owner, fallback, norm), module, norm)
+        return None if norm is None else _checked(KernelNormRunner(statistics, fallback, norm), module, norm)
     if (layer := find_pre_norm_layer(module)) is not None:
         parts = layer.computed(module)
         norm, mlp_norm = map(find_norm, parts[:2])
         if norm is not None and mlp_norm is not None:
             references = tuple(map(weakref.ref, parts))
-            return KernelLayerRunner(owner, fallback, layer, (norm, mlp_norm), _find_mlp(parts[2]), references)
+            return KernelLayerRunner(statistics, fallback, layer, (norm, mlp_norm), _find_mlp(parts[2]), references)
     rotary = find_rotary(module, on_cuda_only=fallback is not None)
-    return None if rotary is None else KernelRotaryRunner(owner, fallback, rotary)
+    return None if rotary is None else KernelRotaryRunner(statistics, fallback, rotary)
 
 
 _agree: dict[Any, bool] = {}
@@ -140,13 +143,13 @@ def _checked(runner: KernelRunner, module: nn.Module, found: Any) -> KernelRunne
 
 
 def _find_inner_kernel(
-    owner: Owner, module: nn.Module, parent: nn.Module, fallback: Runner | None
+    statistics: RegionStatistics, module: nn.Module, parent: nn.Module, fallback: Runner | None
 ) -> KernelRunner | None:
     """As ``find_kernel``, for what is inside of a module that a rule names."""
     is_stack_of_experts = any(parameter.dim() == 3 for parameter in parent.parameters(recurse=False))
     if is_stack_of_experts and (activation := find_activation(module)) is not None:
-        return KernelActivationRunner(owner, fallback, activation)
-    return _find_kernel(owner, module, fallback, is_named=False)
+        return KernelActivationRunner(statistics, fallback, activation)
+    return _find_kernel(statistics, module, fallback, is_named=False)
 
 
 def _find_mlp(module: nn.Module) -> MLP | None:

@@ -15,12 +15,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from recompute.compiled.fallback import Given, State, contributions_of
 from recompute.compiled.program import Counts, Program
 from recompute.engine.cut.layout import Layout
-from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
+from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import Group, Recipe, nbytes_of, open_book
+from recompute.engine.recipes import Recipe, RecipeGroup, nbytes_of, open_book
 from recompute.engine.rng import RngState
-from recompute.engine.saved_tensors import Kept, Owner, Saved, checked, hold_through, top_hooks
-from recompute.engine.tape.operands import copied
+from recompute.engine.saved_tensors import KeptTensor, PackedTensor, RegionStatistics, checked, pack_through, top_hooks
+from recompute.engine.tape.op_arguments import copied
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -29,7 +29,7 @@ Versioned = tuple[Tensor, int]
 """A tensor, and its version when it was held."""
 
 
-class Frame:
+class CapturedFrame:
     """One run of a program, and what it holds for backward."""
 
     __slots__ = (
@@ -45,15 +45,15 @@ class Frame:
         "_rng",
         "_states",
         "_versions",
-        "owner",
         "saved",
+        "statistics",
     )
 
     def __init__(
         self,
         program: Program,
         graph: Callable[..., Any],
-        owner: Owner,
+        statistics: RegionStatistics,
         given: Sequence[Tensor],
         numerics: Numerics,
         on_replay: Callable[[Program, bool], None],
@@ -70,7 +70,7 @@ class Frame:
         self._program = program
         self._graph = graph
         self._numerics = numerics
-        self.owner = owner
+        self.statistics = statistics
         self._given: Sequence[Tensor] = given
         self._rng: RngState | None = None
         self.saved: list[Tensor] = []
@@ -78,10 +78,10 @@ class Frame:
 
     def run(self) -> tuple[Any, ...]:
         """Forward; the outputs."""
-        program, given, owner = self._program, self._given, self.owner
+        program, given, statistics = self._program, self._given, self.statistics
         if program.draws:
-            self._rng = _generators(given, owner.name)
-        outputs, self._kept, self._states = program.forward(owner.name, *given)
+            self._rng = _generators(given, statistics.name)
+        outputs, self._kept, self._states = program.forward(statistics.name, *given)
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
         held: list[Versioned | None] = []
         for position, how in program.held:
@@ -103,8 +103,8 @@ class Frame:
         ]
         self._given = ()
         plan = program.plan
-        Counts.of(plan, is_checkpoint=self._is_checkpoint).add_to(owner)
-        owner.plan = None if self._is_checkpoint else plan
+        Counts.of(plan, is_checkpoint=self._is_checkpoint).add_to(statistics)
+        statistics.plan = None if self._is_checkpoint else plan
         if program.outputs and (book := open_book()) is not None:
             recipe = _Outputs(self, given)
             for slot, (position, value) in enumerate(program.outputs):
@@ -116,21 +116,21 @@ class Frame:
         """The contributions to the gradients of the program's edges. saved: as autograd gives it back."""
         if self._kept is None:
             raise RuntimeError(_FREED)
-        program, owner = self._program, self.owner
+        program, statistics = self._program, self.statistics
         if not self._is_as_recorded(gradients):
             return self._replay(saved, gradients)
         for index, version in zip(program.shown, self._versions, strict=True):
-            checked(self._kept[index], version, owner.name)
+            checked(self._kept[index], version, statistics.name)
         kept, held = self._kept, self._values(saved)
         if _keeps_graph():
             kept = list(kept)
         else:
             self._free()
-        owner.regenerations += 1 if self._is_checkpoint else program.reruns
-        owner.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
+        statistics.regenerations += 1 if self._is_checkpoint else program.reruns
+        statistics.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
         given = list(gradients)
-        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
-            return program.under_settings(unseen, held, kept, self._states, given)
+        if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
+            return program.under_settings(hidden_from_modes, held, kept, self._states, given)
         if not self._numerics.are_in_force():
             return program.under_settings(self._numerics.replayed, held, kept, self._states, given)
         return program.backward(held, kept, self._states, given)
@@ -156,7 +156,7 @@ class Frame:
 
     def _values(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """The inputs that backward reads, unless they have changed."""
-        name, from_autograd = self.owner.name, iter(saved)
+        name, from_autograd = self.statistics.name, iter(saved)
         return [
             next(from_autograd) if held is None else held[0] if held[0]._version == held[1] else checked(*held, name)
             for held in self._held
@@ -166,7 +166,7 @@ class Frame:
         """The same by autograd, for what the program does not know: the graph runs again on the region's inputs."""
         program = self._program
         self._on_replay(program, torch.is_grad_enabled())
-        inputs = Given(self.owner.name)
+        inputs = Given(self.statistics.name)
         for (position, _), value in zip(program.held, self._values(saved), strict=True):
             inputs.hold(position, value)
         for (position, lives), (other, state) in zip(program.others, self._others, strict=True):
@@ -191,23 +191,23 @@ class _Outputs(Recipe):
 
     __slots__ = ("_held", "_kept", "_program", "_states")
 
-    def __init__(self, frame: Frame, given: Sequence[Tensor]):
-        super().__init__(frame.owner, "a captured region", Group(frame._numerics))
+    def __init__(self, frame: CapturedFrame, given: Sequence[Tensor]):
+        super().__init__(frame.statistics, "a captured region", RecipeGroup(frame._numerics))
         program = self._program = frame._program
         assert frame._kept is not None
         hooks = top_hooks()
-        self._held: list[Saved] = []
+        self._held: list[PackedTensor] = []
         for index in program.regenerate_held:
             held = frame._held[index]
             if held is None:
                 tensor = given[program.held[index][0]].detach()
-                self._held.append(hold_through(hooks, tensor, self.owner.name))
+                self._held.append(pack_through(hooks, tensor, self.statistics.name))
             else:
-                self._held.append(Kept(held[0], self.owner.name, held[1]))
-        self._kept = [Kept(frame._kept[index], self.owner.name) for index in program.regenerate_kept]
+                self._held.append(KeptTensor(held[0], self.statistics.name, held[1]))
+        self._kept = [KeptTensor(frame._kept[index], self.statistics.name) for index in program.regenerate_kept]
         self._states = frame._states
 
-    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         program = self._program
         assert program.regenerate is not None
         with (
@@ -218,9 +218,11 @@ class _Outputs(Recipe):
         ):
             held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
             values = program.regenerate(held, kept, self._states)
-        given_back: dict[int, Saved] = {slot: Kept(values[slot], self.owner.name) for slot in wanted}
-        self.owner.regenerations += program.regenerate_reruns - 1  # a recipe counts one, and the bytes that it gives
-        self.owner.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
+        given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
+        self.statistics.regenerations += (
+            program.regenerate_reruns - 1
+        )  # a recipe counts one, and the bytes that it gives
+        self.statistics.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
         return given_back
 
 
@@ -245,7 +247,7 @@ class CapturedFunction(torch.autograd.Function):
     """The node."""
 
     @staticmethod
-    def forward(ctx: Any, frame: Frame, fixed: Sequence[int], *edges: Tensor) -> Any:
+    def forward(ctx: Any, frame: CapturedFrame, fixed: Sequence[int], *edges: Tensor) -> Any:
         outputs = frame.run()
         ctx.frame = frame
         if frame.saved:

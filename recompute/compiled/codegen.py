@@ -16,7 +16,7 @@ from torch import Tensor
 from recompute.compiled.recording import Call, Recording, Use, uses_in
 from recompute.engine.cut.layout import Layout
 from recompute.engine.saved_tensors import seen_as
-from recompute.engine.tape.operands import capture
+from recompute.engine.tape.op_arguments import capture
 from recompute.kernels.launch import IMPLEMENTATIONS
 
 

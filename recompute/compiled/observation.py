@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.save_plan import Plan
+from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import local
-from recompute.engine.saved_tensors import Saved
+from recompute.engine.saved_tensors import PackedTensor
 from recompute.engine.tape.recorder import Tape, TapeRegion
 
 Edge = tuple[int, int] | None
@@ -67,16 +67,16 @@ class GraphTape(Tape):
             return op(*args, **(kwargs or {}))
         return self._seen.run(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
 
-    def pack(self, tensor: Tensor) -> Saved:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         return self._seen.saved(tensor, super().pack(tensor))
 
 
-class _Seen(Saved):
+class _Seen(PackedTensor):
     """What stands for a saved tensor, and as what it was recorded."""
 
     __slots__ = ("_buffer", "_recording", "_saved")
 
-    def __init__(self, saved: Saved, recording: Recording, buffer: int):
+    def __init__(self, saved: PackedTensor, recording: Recording, buffer: int):
         self._saved = saved
         self._recording = recording
         self._buffer = buffer
@@ -116,7 +116,7 @@ class Observation:
         self._recording = Recording(expected=expected)
         self._done: Callable[[Program | str], None] | None = done
         self._steps = 0
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._results: list[Use] = []
         self._fixed: set[int] = set()
         self._parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
@@ -166,7 +166,7 @@ class Observation:
                 self._fail(error)
         return output
 
-    def saved(self, tensor: Tensor, saved: Saved) -> Saved:
+    def saved(self, tensor: Tensor, saved: PackedTensor) -> PackedTensor:
         if self.reason is not None or not self._recording.knows(tensor):
             return saved
         buffer = self._recording.use(tensor).buffer
@@ -180,7 +180,7 @@ class Observation:
             raise Departure
         self._recording.expected = None
 
-    def finish(self, plan: Plan, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def finish(self, plan: SavePlan, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Forward has ended, by ``plan``: record what backward will do. Returns what the region is to give."""
         try:
             self._plan, self._steps = plan, len(self._recording.calls)
@@ -337,10 +337,6 @@ class Observation:
             return
         assert self._plan is not None
         try:
-            # A node takes gradients only where these have gone when it was recorded.
-            reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
-            if reached != {position for position, _ in self._contributions}:
-                raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
             # A node takes gradients only where these have gone when it was recorded.
             reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
             if reached != {position for position, _ in self._contributions}:

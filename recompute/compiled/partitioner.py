@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
 from recompute.engine.cut.ops import Kind, OpFacts, seconds
-from recompute.engine.sharded import local_of
-from recompute.engine.tape.operands import at
+from recompute.engine.dtensors import local_of
+from recompute.engine.tape.op_arguments import at
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node

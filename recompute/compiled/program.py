@@ -13,13 +13,13 @@ from recompute.compiled.codegen import Code
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
-from recompute.engine.cut.save_plan import LARGEST_COPY, Plan
+from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.numerics import Numerics
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
 
 
 class Counts(NamedTuple):
-    """What a frame adds to the totals of its owner; see ``engine.saved.Owner``."""
+    """What a frame adds to the totals of its region; see ``RegionStatistics``."""
 
     dropped_tensors: int
     dropped_nbytes: int
@@ -27,7 +27,7 @@ class Counts(NamedTuple):
     eager_nbytes: int
 
     @staticmethod
-    def of(plan: Plan, *, is_checkpoint: bool) -> Counts:
+    def of(plan: SavePlan, *, is_checkpoint: bool) -> Counts:
         """is_checkpoint: what the region is given counts nowhere then."""
         if not is_checkpoint:
             return Counts(len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
@@ -35,20 +35,20 @@ class Counts(NamedTuple):
         nbytes = sum(plan.facts[number].nbytes for number in made)
         return Counts(len(made), nbytes, 0, nbytes)
 
-    def add_to(self, owner: Owner) -> None:
-        owner.frames += 1
-        owner.dropped_tensors += self.dropped_tensors
-        owner.dropped_nbytes += self.dropped_nbytes
-        owner.kept_nbytes += self.kept_nbytes
-        owner.eager_nbytes += self.eager_nbytes
-        owner.outside = []
+    def add_to(self, statistics: RegionStatistics) -> None:
+        statistics.frames += 1
+        statistics.dropped_tensors += self.dropped_tensors
+        statistics.dropped_nbytes += self.dropped_nbytes
+        statistics.kept_nbytes += self.kept_nbytes
+        statistics.eager_nbytes += self.eager_nbytes
+        statistics.dropped_outputs = []
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
     """What runs in the place of a region."""
 
-    plan: Plan
+    plan: SavePlan
     forward: Callable[..., Any]
     """``(name, *given) -> (outputs, kept, states)``."""
     backward: Callable[..., Any]
@@ -94,7 +94,7 @@ class Program:
 class ProgramWriter:
     """Makes the program of what was recorded."""
 
-    plan: Plan
+    plan: SavePlan
     recording: Recording
     steps: int
     """How many of the calls were forward's."""
@@ -214,7 +214,7 @@ class ProgramWriter:
                 held += [(position, how, name) for name, how in ways.items() if name in reads]
                 continue
             is_small = buffers[number].nbytes <= LARGEST_COPY and position not in self._differentiable
-            how = "copy" if number not in saved and is_small else "saved"  # as ``engine.plan.Plan.lent`` has it
+            how = "copy" if number not in saved and is_small else "saved"  # as ``SavePlan.copyable`` has it
             held.append((position, how, f"t{number}"))
         return held
 
@@ -290,7 +290,7 @@ class ProgramWriter:
                 index = buffer.call
                 assert index is not None
                 call = self._forward[index]
-                if index not in self.plan.again:
+                if index not in self.plan.rerun_set:
                     raise NotCapturable(f"backward reads what {call.op} gave, which is neither kept nor runs again")
                 missing = [use.buffer for use in call.uses() if use.buffer not in code.tensors]
                 if missing:

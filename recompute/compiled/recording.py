@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
-from recompute.engine.tape.operands import LISTS, at, is_plain, tensors_in
+from recompute.engine.tape.op_arguments import LISTS, at, is_plain, tensors_in
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
@@ -168,10 +168,6 @@ class Recording:
             raise NotCapturable(f"{known.name} depends on data")
         written = tensors_in(at(known.writes, args, kwargs))
         started = _Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
-        if self.is_open or self.expected is not None:
-            for tensor in written:  # before it does: that could not be taken back
-                if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
-                    raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
         if self.is_open or self.expected is not None:
             for tensor in written:  # before it does: that could not be taken back
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from recompute.compiled.under_torch_compile import is_compiling_training
-from recompute.engine.checkpoint.region import is_recording
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import is_recording
 
 Forward = Callable[..., Any]
 
@@ -21,7 +21,7 @@ class Runner:
     ``module`` is None where a decorated function is run.
     """
 
-    owner: Owner
+    statistics: RegionStatistics
     note: str
     """What it does, for ``explain``."""
 
@@ -48,3 +48,8 @@ class Runner:
     def run_plain(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """In any other situation nothing is held for backward, or nothing may be dropped: in evaluation, for one."""
         return forward(*args, **kwargs)
+
+
+def is_active(module: nn.Module) -> bool:
+    """Whether a policy does anything: the module trains, and autograd records."""
+    return module.training and is_recording()

@@ -24,7 +24,7 @@ from recompute.compiled.guards import is_tracing
 from recompute.compiled.partitioner import RegionPartitioner, merge_with_region_before
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import facts_of_call
-from recompute.engine.kept import kept
+from recompute.engine.keeping import keep_op
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Mechanism
 from recompute.policy.rules import PRICE
@@ -96,7 +96,7 @@ def _checkpoint_policy(op: Any, args: tuple, kwargs: dict) -> CheckpointPolicy:
 
 
 def _may_rerun(op_policy: OpPolicy, op: Any, args: tuple, kwargs: dict) -> bool:
-    if op is kept:  # recompute.keep(tensor, name)
+    if op is keep_op:  # recompute.keep(tensor, name)
         return not op_policy.keeps_tensor(args[1])
     return op_policy.may_rerun_compiled(op, args, kwargs)
 

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_map
 from recompute.attach.apply import policy_on
 from recompute.compiled.unwrap import unwrapped
 from recompute.errors import PolicyWarning, RecomputeError
+from recompute.estimation.build_model import without_packing
 from recompute.estimation.estimate_result import ModuleActivations
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
-from recompute.estimation.model_study import Study, Subject, by_module
-from recompute.estimation.models import without_packing
+from recompute.estimation.model_estimator import ModelAndBatch, ModelEstimator, by_module
 from recompute.estimation.module_tracker import pattern_of, unit_of
-from recompute.estimation.simulation import Step, fake_mode
+from recompute.estimation.simulation import SimulatedStep, fake_mode
 from recompute.policy.rules import Policy, Rule
 from recompute.units import humanize
 
@@ -196,28 +196,28 @@ def _report(model: nn.Module, latest: _Latest, where: str) -> OutOfMemory:
     if latest.batch is None:
         return OutOfMemory(where, text, static, problem="the model has not run in training yet.")
     try:
-        return _studied(model, latest, device, OutOfMemory(where, text, static))
+        return _with_advice(model, latest, device, OutOfMemory(where, text, static))
     except Exception as error:  # the report of an error may not hide it
         if not isinstance(error, RecomputeError):
             logger.debug("the out-of-memory report failed", exc_info=True)
         return OutOfMemory(where, text, static, problem=f"{type(error).__name__}: {error}")
 
 
-def _studied(model: nn.Module, latest: _Latest, device: torch.device, found: OutOfMemory) -> OutOfMemory:
+def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found: OutOfMemory) -> OutOfMemory:
     """``found``, with what a step takes and which rules would change that."""
     name = type(model).__name__
     policy = policy_on(model)
     with without_packing(name), fake_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
-        study = Study(
-            Subject(fake_copy(model), fake_batch(latest.batch), name), on_cuda=device.type == "cuda", strict=False
+        estimator = ModelEstimator(
+            ModelAndBatch(fake_copy(model), fake_batch(latest.batch), name), on_cuda=device.type == "cuda", strict=False
         )
-        now = study.step(policy, latest.autocast)
+        now = estimator.step(policy, latest.autocast)
         peak_nbytes, moment = _peak(now)
         freed = []
-        for rule in _rules(model, study, now):
+        for rule in _rules(model, estimator, now):
             rules = [rule, *(() if policy is None else policy.rules)]
-            saved = peak_nbytes - _peak(study.step(Policy(name="with one more", rules=rules), latest.autocast))[0]
+            saved = peak_nbytes - _peak(estimator.step(Policy(name="with one more", rules=rules), latest.autocast))[0]
             if saved > 0:
                 freed.append(Freed(_text(rule), saved))
     return OutOfMemory(
@@ -231,12 +231,12 @@ def _studied(model: nn.Module, latest: _Latest, device: torch.device, found: Out
     )
 
 
-def _peak(step: Step) -> tuple[int, str]:
+def _peak(step: SimulatedStep) -> tuple[int, str]:
     """In bytes, gradients with it, and when."""
     return max((moment.peak_nbytes(lambda nbytes: nbytes), moment.name) for moment in step.moments)
 
 
-def _rules(model: nn.Module, study: Study, step: Step) -> Iterator[Rule]:
+def _rules(model: nn.Module, estimator: ModelEstimator, step: SimulatedStep) -> Iterator[Rule]:
     """For the layers, for those of their parts that hold most, and for the head."""
     layers: dict[str, dict[str, int]] = {}
     for path, nbytes in step.held.items():
@@ -250,7 +250,7 @@ def _rules(model: nn.Module, study: Study, step: Step) -> Iterator[Rule]:
         for glob in (layer, *(f"{layer}.{part}" for part in largest)):
             yield Rule(match=glob, action="recompute")
             yield Rule(match=glob, action="checkpoint")
-    if (head := study.head()) is not None:
+    if (head := estimator.head()) is not None:
         yield Rule(match=head, action="recompute", via="kernel")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from recompute.counters import host_seconds
 from recompute.engine.recipes import in_backward, local
-from recompute.estimation.module_tracker import Whereabouts, pattern_of, unit_of
+from recompute.estimation.module_tracker import ModuleTracker, pattern_of, unit_of
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.units import humanize
 
@@ -33,7 +33,7 @@ _DISTINCT = (0, 1, 2, 4, 5, 6, 8, 9)  # of matplotlib's ten: neither red nor gre
 
 
 @dataclass(slots=True)
-class Held:
+class TensorLifetime:
     """A tensor's memory, from when an op makes it until it is freed."""
 
     path: str
@@ -73,7 +73,7 @@ class Timeline(AbstractContextManager["Timeline"]):
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.tensors: list[Held] = []
+        self.tensors: list[TensorLifetime] = []
         """In the order in which they were made."""
         self.spans: list[Span] = []
         self.backward: float | None = None
@@ -82,7 +82,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         """How long the block took."""
         on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self._trace = StorageTrace(BLOCK_NBYTES if on_cuda else 1)
-        self._whereabouts = Whereabouts()
+        self._tracker = ModuleTracker()
         self._began = self._latest = 0.0
         self._calls: list[float] = []
         self._ops: tuple[Phase, str, float] | None = None
@@ -94,9 +94,9 @@ class Timeline(AbstractContextManager["Timeline"]):
         return self._trace.peak_nbytes
 
     def __enter__(self) -> Timeline:
-        self._whereabouts.entered, self._whereabouts.left = self._entered, self._left
+        self._tracker.entered, self._tracker.left = self._entered, self._left
         self._trace.label, self._trace.on_freed, self._trace.on_grown = self._made, self._freed, self._ran
-        self._stack.enter_context(self._whereabouts.following(self.model))
+        self._stack.enter_context(self._tracker.following(self.model))
         self._stack.enter_context(self._trace)
         self._began = host_seconds()
         return self
@@ -111,22 +111,22 @@ class Timeline(AbstractContextManager["Timeline"]):
         return host_seconds() - self._began
 
     def _where(self) -> tuple[Phase, str]:
-        path = self._whereabouts.path
+        path = self._tracker.path
         if not in_backward():
             return ("regeneration" if local.regenerating else "forward"), path
         if self.backward is None:
             self.backward = self._latest
         if local.regenerating or path:  # by us, or a checkpoint of torch's, in which modules run again
-            return "regeneration", path or self._whereabouts.in_backward()
-        return "backward", self._whereabouts.in_backward()
+            return "regeneration", path or self._tracker.in_backward()
+        return "backward", self._tracker.in_backward()
 
-    def _made(self, tensor: Tensor, nbytes: int) -> Held:
+    def _made(self, tensor: Tensor, nbytes: int) -> TensorLifetime:
         phase, path = self._where()
-        held = Held(path, phase, tuple(tensor.shape), tensor.dtype, nbytes, self._now())
+        held = TensorLifetime(path, phase, tuple(tensor.shape), tensor.dtype, nbytes, self._now())
         self.tensors.append(held)
         return held
 
-    def _freed(self, held: Held, nbytes: int) -> None:
+    def _freed(self, held: TensorLifetime, nbytes: int) -> None:
         held.freed = self._now()
 
     def _ran(self, alive_nbytes: int) -> None:
@@ -151,7 +151,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         self._latest = self._now()
         start = self._calls.pop()
         if not in_backward():
-            self.spans.append(Span(self._whereabouts.path, "forward", start, self._latest))
+            self.spans.append(Span(self._tracker.path, "forward", start, self._latest))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it in the Trace Event Format: modules as slices, tensors by layer, and the bytes that are alive."""
@@ -200,7 +200,9 @@ class Timeline(AbstractContextManager["Timeline"]):
             args = {name: int(row[index]) for name, row in rows.items()}
             yield {"ph": "C", "pid": 0, "tid": 0, "name": "bytes alive", "ts": 1e6 * seconds, "args": args}
 
-    def _alive(self, groups: dict[str, list[Held]]) -> tuple[NDArray[np.float64], dict[str, NDArray[np.int64]]]:
+    def _alive(
+        self, groups: dict[str, list[TensorLifetime]]
+    ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.int64]]]:
         """The seconds at which something changes, and of each group the bytes alive from then on."""
         changes = [
             (name, seconds, sign * held.nbytes)
@@ -215,12 +217,12 @@ class Timeline(AbstractContextManager["Timeline"]):
             rows[name][np.searchsorted(times, seconds)] += nbytes
         return times, {name: row.cumsum() for name, row in rows.items()}
 
-    def _byte_seconds(self, held: Held) -> float:
+    def _byte_seconds(self, held: TensorLifetime) -> float:
         return held.nbytes * ((self.seconds if held.freed is None else held.freed) - held.made)
 
     def plot(self) -> Figure:
         """Bytes alive over time: of what forward made, by module; what came back; and what backward made."""
-        made: dict[str, list[Held]] = {}
+        made: dict[str, list[TensorLifetime]] = {}
         for held in self.tensors:
             name = _MADE[held.phase] if held.phase != "forward" else pattern_of(held.path) or "outside of all modules"
             made.setdefault(name, []).append(held)

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
-from recompute.attach.effect import listed, means_to_drop
+from recompute.attach.check_effect import listed, means_to_drop
 from recompute.compiled.unwrap import uncompiled
 from recompute.engine.recipes import count_different, verifying
 from recompute.engine.rng import RngState
@@ -224,7 +224,7 @@ def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> Non
     stats, policy = handle.stats(), handle.policy
     # What a kernel saves less is not dropped, and of compiled code the compiler alone knows.
     kernels = [] if is_exact else [kernel_of(each.runner) for each in handle._attachments]
-    if stats.dropped_tensors or any(kernel is not None and kernel.owner.frames for kernel in kernels):
+    if stats.dropped_tensors or any(kernel is not None and kernel.statistics.frames for kernel in kernels):
         return
     if not means_to_drop(policy) or any(map(_is_compiled, (model, *model.modules()))):
         return

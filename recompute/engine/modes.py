@@ -25,12 +25,12 @@ count_function_modes = _C._len_torch_function_stack
 count_dispatch_modes = _C._len_torch_dispatch_stack
 
 
-class _Local(threading.local):
+class _HiddenModes(threading.local):
     def __init__(self) -> None:
         self.hidden: list[Any] = []
 
 
-_local = _Local()
+_local = _HiddenModes()
 
 
 def dispatch_modes() -> list[Any]:
@@ -49,7 +49,7 @@ def is_foreign(mode: Any) -> bool:
     return not type(mode).__module__.startswith(_TRUSTED)
 
 
-def are_others_in_force() -> bool:
+def has_foreign_modes() -> bool:
     """Whether there is a foreign mode, which would see, and might change, what the engine does with tensors."""
     functions, ops = count_function_modes(), count_dispatch_modes()
     if not functions and not ops:
@@ -58,8 +58,8 @@ def are_others_in_force() -> bool:
     return any(map(is_foreign, modes + [_C._get_dispatch_stack_at(index) for index in range(ops)]))
 
 
-def are_hidden() -> bool:
-    """Whether ``unseen`` hides from a mode here."""
+def are_modes_hidden() -> bool:
+    """Whether ``hidden_from_modes`` hides from a mode here."""
     return bool(_local.hidden)
 
 
@@ -110,7 +110,7 @@ def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def hidden_from_modes() -> Iterator[None]:
     """For what the engine itself does with tensors: no mode but those that are trusted sees it, or changes it."""
     modes = dispatch_modes()
     before = _local.hidden
@@ -125,20 +125,20 @@ def unseen() -> Iterator[None]:
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def out_of_sight() -> AbstractContextManager[None]:
-    """``unseen``, if there is anyone to see."""
-    if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
-        return unseen()
+def hidden_from_any_modes() -> AbstractContextManager[None]:
+    """``hidden_from_modes``, if there is anyone to see."""
+    if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
+        return hidden_from_modes()
     return _NOTHING
 
 
-def hidden(method: F) -> F:
-    """A method of the engine that runs ``unseen``."""
+def runs_hidden_from_modes(method: F) -> F:
+    """A method of the engine that runs ``hidden_from_modes``."""
 
     @functools.wraps(method)
     def run(*args: Any) -> Any:
-        if are_others_in_force():
-            with unseen():
+        if has_foreign_modes():
+            with hidden_from_modes():
                 return method(*args)
         return method(*args)
 
@@ -146,13 +146,13 @@ def hidden(method: F) -> F:
 
 
 @contextmanager
-def shown() -> Iterator[None]:
-    """For what runs again, inside of ``unseen``: the modes hidden from see it."""
+def shown_to_modes() -> Iterator[None]:
+    """For what runs again, inside of ``hidden_from_modes``: the modes hidden from see it."""
     with under([*dispatch_modes(), *_local.hidden], function_modes()):
         yield
 
 
-class Modes:
+class ActiveModes:
     """The modes under which a frame runs, other than trusted dispatch modes."""
 
     __slots__ = ("_dispatch", "_functions")
@@ -163,7 +163,9 @@ class Modes:
 
     def replayed(self) -> AbstractContextManager[None]:
         """Under them, and under the dispatch modes in force now, which see all that backward does."""
-        if not (self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_hidden()):
+        if not (
+            self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_modes_hidden()
+        ):
             return _NOTHING
         present = [*dispatch_modes(), *_local.hidden]
         missing = [mode for mode in self._dispatch if mode not in present]

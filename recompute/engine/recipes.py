@@ -19,21 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.modes import are_hidden, are_others_in_force, shown, unseen
+from recompute.engine.modes import are_modes_hidden, has_foreign_modes, hidden_from_modes, shown_to_modes
 from recompute.engine.numerics import Numerics, default_dtype
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
-    Foreign,
-    Kept,
-    Outside,
-    Owner,
-    Saved,
+    DroppedOutput,
+    KeptTensor,
+    PackedByOuterHook,
+    PackedTensor,
+    RegionStatistics,
     checked,
     describe,
     fetch,
-    hold,
-    is_under_a_checkpoint,
-    saved_in,
+    is_inside_checkpoint,
+    pack_tensor,
+    packed_in,
     seen_as,
     storage_key,
     version_of,
@@ -41,7 +41,7 @@ from recompute.engine.saved_tensors import (
 from recompute.errors import RegenerationError
 
 
-class Handle(Saved):
+class Handle(PackedTensor):
     """Stands for one saved tensor: which value of which recipe, seen through which view.
 
     ``tensor``, at ``version``, is the saved tensor itself until it is decided whether to drop it; ``kept`` is what
@@ -49,7 +49,7 @@ class Handle(Saved):
     of the value.
     """
 
-    __slots__ = ("__weakref__", "due", "kept", "recipe", "slot", "tensor", "version", "view")
+    __slots__ = ("__weakref__", "is_ready", "kept", "recipe", "slot", "tensor", "version", "view")
 
     def __init__(
         self, recipe: Regenerates, slot: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None
@@ -58,9 +58,9 @@ class Handle(Saved):
         self.slot = slot
         self.tensor = tensor
         self.version = 0 if tensor is None else version_of(tensor)
-        self.kept: Saved | None = None
+        self.kept: PackedTensor | None = None
         self.view = view
-        self.due = False  # the recipe has a value that this handle has not had yet
+        self.is_ready = False  # the recipe has a value that this handle has not had yet
 
     def again(self, view: tuple[Layout, Layout]) -> Handle:
         """Another handle of the same dropped value. ``view``: how it sees what this one sees, and what that is."""
@@ -68,7 +68,7 @@ class Handle(Saved):
         layout, whole = view
         return self.recipe.handle(self.slot, (layout, whole if self.view is None else self.view[1]))
 
-    def keep(self, kept: Saved) -> None:
+    def keep(self, kept: PackedTensor) -> None:
         """Not to drop the tensor."""
         self.kept = kept
         self.tensor = None
@@ -79,14 +79,16 @@ class Handle(Saved):
 
     def get(self) -> Tensor:
         if self.tensor is not None:
-            return checked(self.tensor, self.version, self.recipe.owner.name)
+            return checked(self.tensor, self.version, self.recipe.statistics.name)
         if self.kept is not None:
             return self.kept.get()
         value = self.recipe.take(self)
         if self.view is not None:
             view, whole = self.view
             if (found := Layout.of(value)) != whole:
-                raise RegenerationError(f"in {self.recipe.owner.name}: {whole} was dropped, and {found} came back.")
+                raise RegenerationError(
+                    f"in {self.recipe.statistics.name}: {whole} was dropped, and {found} came back."
+                )
             value = seen_as(value, view)
         return value
 
@@ -144,14 +146,16 @@ def is_fake() -> bool:
 class Regenerates(Protocol):
     """What a handle asks for its value."""
 
-    owner: Owner
+    statistics: RegionStatistics
     name: str
 
     def take(self, handle: Handle) -> Tensor: ...
 
 
-class Group:
-    """The recipes of one frame: one lock, as backward runs on one thread a device (9), and one end of a backward.
+class RecipeGroup:
+    """The recipes of one frame. They share a lock, as each device has its thread in backward (invariant 9).
+
+    They also share one callback at the end of a backward, which frees what nobody came for.
 
     numerics: torch's settings in that frame, under which its ops run again.
     """
@@ -175,12 +179,12 @@ class Group:
         return alike
 
     def filled(self, recipe: Recipe) -> None:
-        """Have the recipe's values freed when the backward, or the span of ``asking``, that runs ends."""
+        """Have the recipe's values freed when the backward, or the span of ``sharing_values``, that runs ends."""
         self._filled.append(weakref.ref(recipe))
         task = torch._C._current_graph_task_id()
         if task == -1:
-            assert local.asked is not None, "a recipe ran in neither"
-            local.asked.add(self)
+            assert local.sharing is not None, "a recipe ran in neither"
+            local.sharing.add(self)
         elif task != self._task:
             self._task = task
             release = weakref.WeakMethod(self.release)  # a strong one would hold every region's inputs to the end
@@ -200,18 +204,18 @@ class Recipe(ABC):
 
     The first handle that asks makes the recipe run; every other live handle then finds its value ready. A value is
     freed when the last handle that stands for it has had it, at the latest when the backward pass ends, or the span of
-    ``asking``. A second backward pass runs the recipe again.
+    ``sharing_values``. A second backward pass runs the recipe again.
     """
 
-    __slots__ = ("__weakref__", "_is_shared", "_values", "group", "handles", "name", "owner")
+    __slots__ = ("__weakref__", "_is_shared", "_values", "group", "handles", "name", "statistics")
 
-    def __init__(self, owner: Owner, name: str, group: Group | None = None):
-        self.owner = owner
+    def __init__(self, statistics: RegionStatistics, name: str, group: RecipeGroup | None = None):
+        self.statistics = statistics
         self.name = name
         self.handles: list[weakref.ref[Handle]] = []
-        self._values: dict[int, Saved] = {}
+        self._values: dict[int, PackedTensor] = {}
         self._is_shared = False  # several handles stand for one of the values
-        self.group = group or Group()
+        self.group = group or RecipeGroup()
 
     def handle(self, slot: int, view: tuple[Layout, Layout] | None = None) -> Handle:
         """A new handle, of a value that is dropped."""
@@ -225,39 +229,39 @@ class Recipe(ABC):
         return [handle for handle in alive if handle.tensor is None and handle.kept is None]
 
     def take(self, handle: Handle) -> Tensor:
-        if not in_backward() and local.asked is None:  # somebody looks at a saved tensor
-            with asking():
+        if not in_backward() and local.sharing is None:  # somebody looks at a saved tensor
+            with sharing_values():
                 return self.take(handle)
         with self.group.lock:
-            if not handle.due:
+            if not handle.is_ready:
                 self._fill_all()
-            handle.due = False
+            handle.is_ready = False
             saved = self._values[handle.slot]
-            if not (self._is_shared and self._is_due(handle.slot)):
+            if not (self._is_shared and self._is_awaited(handle.slot)):
                 del self._values[handle.slot]
             return saved.get()
 
-    def _is_due(self, slot: int) -> bool:
+    def _is_awaited(self, slot: int) -> bool:
         """Whether a handle has not had the value yet that it stands for."""
         handles = (ref() for ref in self.handles)
-        return any(handle is not None and handle.due and handle.slot == slot for handle in handles)
+        return any(handle is not None and handle.is_ready and handle.slot == slot for handle in handles)
 
     def _fill_all(self) -> None:
         """Run this, after the recipes it builds on: by a stack, as a chain of ops may be longer than Python's."""
-        stopwatch = None if local.regenerating else self.owner.stopwatch
+        stopwatch = None if local.regenerating else self.statistics.stopwatch
         started = None if stopwatch is None else stopwatch.start()
-        pending = [(self, self.unready())]
+        pending = [(self, self.missing_inputs())]
         while pending:
-            recipe, unready = pending[-1]
-            if (before := next(unready, None)) is not None:
-                pending.append((before, before.unready()))
+            recipe, missing_inputs = pending[-1]
+            if (before := next(missing_inputs, None)) is not None:
+                pending.append((before, before.missing_inputs()))
             else:
                 recipe._fill()
                 pending.pop()
         if stopwatch is not None:
             stopwatch.stop(started)
 
-    def unready(self) -> Iterator[Recipe]:
+    def missing_inputs(self) -> Iterator[Recipe]:
         """The recipes that must run before this one can."""
         return iter(())
 
@@ -265,7 +269,7 @@ class Recipe(ABC):
         """Free the values that nobody came for."""
         self._values = {}
         for handle in self.dropped():
-            handle.due = False
+            handle.is_ready = False
 
     def _fill(self) -> None:
         with self.group.lock:
@@ -278,26 +282,26 @@ class Recipe(ABC):
             finally:
                 local.regenerating -= 1
             for handle in dropped:
-                handle.due = True
-            self.owner.regenerations += 1
-            self.owner.regenerated_nbytes += nbytes_of(self._values.values())
+                handle.is_ready = True
+            self.statistics.regenerations += 1
+            self.statistics.regenerated_nbytes += nbytes_of(self._values.values())
             self.group.filled(self)
 
     @abstractmethod
-    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         """The values of the slots in ``wanted``."""
 
 
-def nbytes_of(values: Iterable[Saved]) -> int:
+def nbytes_of(values: Iterable[PackedTensor]) -> int:
     """The bytes of memory that hold these values."""
-    storages = [value.tensor.untyped_storage() for value in values if isinstance(value, Kept)]
+    storages = [value.tensor.untyped_storage() for value in values if isinstance(value, KeptTensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 class OpRecipe(Recipe):
     """The outputs of a function, by running it again on its inputs.
 
-    args, kwargs: as the function takes them, with a ``Saved`` in the place of each tensor.
+    args, kwargs: as the function takes them, with a ``PackedTensor`` in the place of each tensor.
     dtype: the default dtype that it ran under, where that was not the frame's.
     rng: the states of the random generators that it draws from.
     writes: which arguments the function changes in place (positions or keywords): it is given copies, which are the
@@ -309,7 +313,7 @@ class OpRecipe(Recipe):
 
     def __init__(
         self,
-        owner: Owner,
+        statistics: RegionStatistics,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
@@ -318,10 +322,10 @@ class OpRecipe(Recipe):
         dtype: torch.dtype | None = None,
         rng: RngState | None = None,
         writes: Mapping[int | str, Layout] | None = None,
-        group: Group | None = None,
+        group: RecipeGroup | None = None,
         originals: Mapping[int, Tensor] | None = None,
     ):
-        super().__init__(owner, name, group)
+        super().__init__(statistics, name, group)
         self._function = function
         self._args = args
         self._kwargs = kwargs or {}
@@ -330,12 +334,12 @@ class OpRecipe(Recipe):
         self._writes = writes
         self._originals = originals
 
-    def unready(self) -> Iterator[Recipe]:
-        for value in saved_in((self._args, self._kwargs)):
-            if isinstance(value, Handle) and value.kept is None and not value.due:
+    def missing_inputs(self) -> Iterator[Recipe]:
+        for value in packed_in((self._args, self._kwargs)):
+            if isinstance(value, Handle) and value.kept is None and not value.is_ready:
                 yield value.recipe  # type: ignore[misc]
 
-    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         if self._rng is None and self._dtype is None and _is_plain_eager() and self.group.is_alike():
             outputs = self._run()
         else:
@@ -351,16 +355,16 @@ class OpRecipe(Recipe):
         for slot, original in (self._originals or {}).items():
             if different := count_different(outputs[slot], original):
                 raise RegenerationError(
-                    f"in {self.owner.name}: {self.name} gave back a {describe(original)} of which {different} of "
+                    f"in {self.statistics.name}: {self.name} gave back a {describe(original)} of which {different} of "
                     f"{original.numel()} elements differ from what was dropped. List {self.name} in the rule's keep, "
                     "or pass the tensor to recompute.keep."
                 )
-        return {slot: Kept(outputs[slot], self.owner.name) for slot in wanted}
+        return {slot: KeptTensor(outputs[slot], self.statistics.name) for slot in wanted}
 
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(list(self._args)), fetch(self._kwargs)
-        if are_hidden():
-            with self._undrawn(), shown():  # to modes that count, say; what they make of it counts for nothing
+        if are_modes_hidden():
+            with self._undrawn(), shown_to_modes():  # to modes that count, say; what they make of it counts for nothing
                 self._call(list(args), dict(kwargs))
         return self._call(args, kwargs)
 
@@ -382,22 +386,22 @@ class OpRecipe(Recipe):
         return copies
 
 
-class Unpacking(Recipe):
+class OuterUnpackRecipe(Recipe):
     """A tensor that saved-tensor hooks of others hold, which may unpack it only once for all who want it."""
 
     __slots__ = ("_saved", "layout")
 
-    def __init__(self, owner: Owner, saved: Foreign, layout: Layout, group: Group):
-        super().__init__(owner, "an unpack hook", group)
+    def __init__(self, statistics: RegionStatistics, saved: PackedByOuterHook, layout: Layout, group: RecipeGroup):
+        super().__init__(statistics, "an unpack hook", group)
         self._saved = saved
         self.layout = layout
 
-    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
+    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         tensor = self._saved.get()
         if tensor.stride() != self.layout.stride and 0 not in self.layout.stride:  # as from save_on_cpu
             plain = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=tensor.dtype, device=tensor.device)
             tensor = plain.copy_(tensor)
-        return {0: Kept(tensor, self.owner.name)}
+        return {0: KeptTensor(tensor, self.statistics.name)}
 
 
 @dataclass(slots=True)
@@ -407,7 +411,7 @@ class _Entry:
     slot: int
     version: int
     layout: Layout
-    outside: list[Outside]
+    dropped_outputs: list[DroppedOutput]
     """What was dropped of the same frame's outputs."""
     counted: bool
 
@@ -432,8 +436,8 @@ class RecipeBook:
         if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
             self.entered += 1
             reference = StorageWeakRef(output.untyped_storage())
-            layout, outside = whole or Layout.of(output), recipe.owner.outside
-            self.entries[key] = _Entry(reference, recipe, slot, version_of(output), layout, outside, counted)
+            layout, dropped_outputs = whole or Layout.of(output), recipe.statistics.dropped_outputs
+            self.entries[key] = _Entry(reference, recipe, slot, version_of(output), layout, dropped_outputs, counted)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a recipe gives back the memory that ``tensor`` is a view of."""
@@ -451,7 +455,7 @@ class RecipeBook:
         view = Layout.of(tensor)
         if view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg():  # the bytes, read otherwise
             return None
-        if not entry.counted and not local.holding:
+        if not entry.counted and not local.packing_for_recipe:
             self._count(entry, tensor)
         return entry.recipe.handle(entry.slot, None if view == entry.layout else (view, entry.layout))
 
@@ -467,57 +471,59 @@ class RecipeBook:
     def _count(self, entry: _Entry, tensor: Tensor, *, is_eager: bool = True) -> None:
         """is_eager: whether it is saved without the policy, too."""
         entry.counted = True
-        owner, nbytes = entry.recipe.owner, tensor.untyped_storage().nbytes()
-        owner.dropped_tensors += 1
-        owner.dropped_nbytes += nbytes
-        owner.eager_nbytes += nbytes if is_eager else 0
-        entry.outside.append(Outside(entry.recipe.name, entry.layout, nbytes))
+        statistics, nbytes = entry.recipe.statistics, tensor.untyped_storage().nbytes()
+        statistics.dropped_tensors += 1
+        statistics.dropped_nbytes += nbytes
+        statistics.eager_nbytes += nbytes if is_eager else 0
+        entry.dropped_outputs.append(DroppedOutput(entry.recipe.name, entry.layout, nbytes))
 
     def forget(self, tensor: Tensor) -> None:
         if (key := storage_key(tensor)) is not None:
             self.entries.pop(key, None)
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     """What this thread's forward is inside of."""
 
     def __init__(self) -> None:
         self.books: list[RecipeBook | None] = []  # innermost last; None: nothing is recorded here
-        self.owner = Owner("an op outside of any region")
-        self.spans: list[Any] = []  # the tapes and frames being run, and replays, innermost last
+        self.statistics = RegionStatistics("an op outside of any region")
+        self.active_frames: list[Any] = []  # the tapes and frames being run, and replays, innermost last
         self.regenerating = 0  # how many recipes are running, one inside of the other
-        self.asked: set[Group] | None = None  # those of the recipes that ran in the span of ``asking``, if there is one
-        self.holding = False  # whether what is saved is so for a recipe, and not because autograd saves it
-        self.imagines_cuda = False  # fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU
+        self.sharing: set[RecipeGroup] | None = (
+            None  # those of the recipes that ran in the span of ``sharing_values``, if there is one
+        )
+        self.packing_for_recipe = False  # whether what is saved is so for a recipe, and not because autograd saves it
+        self.simulates_cuda = False  # fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU
 
 
-local = _Local()
+local = _ThreadState()
 
 
 @contextmanager
-def asking() -> Iterator[None]:
+def sharing_values() -> Iterator[None]:
     """The span in which values that are asked for outside of a backward are shared by all who ask, as in a backward.
 
     Without one each question is a span of its own.
     """
-    asked: set[Group] = set()
-    before, local.asked = local.asked, asked
+    sharing: set[RecipeGroup] = set()
+    before, local.sharing = local.sharing, sharing
     try:
         yield
     finally:
-        local.asked = before
-        for group in asked:
+        local.sharing = before
+        for group in sharing:
             group.release()
 
 
 @contextmanager
-def holding() -> Iterator[None]:
+def packing_for_recipe() -> Iterator[None]:
     """While tensors are held for recipes, which autograd itself may not have saved: that drops nothing."""
-    before, local.holding = local.holding, True
+    before, local.packing_for_recipe = local.packing_for_recipe, True
     try:
         yield
     finally:
-        local.holding = before
+        local.packing_for_recipe = before
 
 
 def open_book() -> RecipeBook | None:
@@ -535,17 +541,19 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
     drops everything and counts what is held, nor where a mode of others has made another output of it.
     """
     book = open_book()
-    if book is not None and torch.is_grad_enabled() and not is_under_a_checkpoint():
-        if are_others_in_force() and not _gives(output, regenerate, inputs):
+    if book is not None and torch.is_grad_enabled() and not is_inside_checkpoint():
+        if has_foreign_modes() and not _reproduces(output, regenerate, inputs):
             return
-        with holding():
-            args = tuple(hold(value, local.owner.name) if isinstance(value, Tensor) else value for value in inputs)
+        with packing_for_recipe():
+            args = tuple(
+                pack_tensor(value, local.statistics.name) if isinstance(value, Tensor) else value for value in inputs
+            )
         name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
-        book.enter(output, OpRecipe(local.owner, regenerate, args, name=name, group=Group(book.numerics)), 0)
+        book.enter(output, OpRecipe(local.statistics, regenerate, args, name=name, group=RecipeGroup(book.numerics)), 0)
 
 
-def _gives(output: Tensor, regenerate: Callable[..., Tensor], inputs: Sequence[Any]) -> bool:
-    with unseen(), torch.no_grad():
+def _reproduces(output: Tensor, regenerate: Callable[..., Tensor], inputs: Sequence[Any]) -> bool:
+    with hidden_from_modes(), torch.no_grad():
         value = regenerate(*inputs)
         return Layout.of(value) == Layout.of(output) and not count_different(value, output)
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from recompute.errors import RngError
 
 
-class Source(ABC):
+class RandomSource(ABC):
     """Something random whose state can be read, compared and put back."""
 
     generator: Any
@@ -35,7 +35,7 @@ class Source(ABC):
         return bool(a == b)
 
 
-class _CpuSource(Source):
+class _CpuSource(RandomSource):
     """The CPU's default generator, or a ``torch.Generator`` on the CPU: its whole state (5 KB), as bytes to compare."""
 
     def __init__(self, generator: torch.Generator):
@@ -53,7 +53,7 @@ class _CpuSource(Source):
 _numpy = torch._C.TensorBase.numpy  # which tells no tape that memory is handed out
 
 
-class _CudaSource(Source):
+class _CudaSource(RandomSource):
     """A CUDA generator: Philox, so a seed and an offset say all."""
 
     def __init__(self, generator: torch.Generator):
@@ -76,7 +76,7 @@ class _CudaSource(Source):
         self.generator.set_offset(offset)
 
 
-class _TrackerSource(Source):
+class _TrackerSource(RandomSource):
     """An object with ``get_states`` and ``set_states``, such as Megatron's tracker, that swaps CUDA states by name."""
 
     def __init__(self, tracker: Any):
@@ -108,7 +108,7 @@ def _fields_of(value: Any) -> Any:
     return (ctypes.c_char * (type(value).__basicsize__ - header)).from_address(id(value) + header)
 
 
-class _PythonSource(Source):
+class _PythonSource(RandomSource):
     """Python's ``random``, or a ``random.Random``."""
 
     def __init__(self, generator: random.Random):
@@ -121,7 +121,7 @@ class _PythonSource(Source):
         self.generator.setstate(state)
 
 
-class _NumpySource(Source):
+class _NumpySource(RandomSource):
     """A NumPy ``Generator``: its bit generator is all the state there is."""
 
     def __init__(self, generator: np.random.Generator):
@@ -134,7 +134,7 @@ class _NumpySource(Source):
         self.generator.bit_generator.state = pickle.loads(state)
 
 
-class _LegacyNumpySource(Source):
+class _LegacyNumpySource(RandomSource):
     """NumPy's global generator, or a ``RandomState``: a bit generator, and every second normal number held back."""
 
     def __init__(self, generator: np.random.RandomState):
@@ -147,10 +147,10 @@ class _LegacyNumpySource(Source):
         self.generator.set_state(pickle.loads(state))
 
 
-class _Remembered(Source):
+class _CachedSource(RandomSource):
     """A source that any code may draw from, so that every region looks at it: cheap where nobody has drawn."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: RandomSource):
         self.generator = source.generator
         self._source = source
         self._last: tuple[Any, Any] = (None, None)  # a copy of its memory, and its state then
@@ -216,7 +216,7 @@ def _memory_of(generator: torch.Generator, place: int) -> Any:
     return (ctypes.c_char * (_BEFORE + _WORDS * 4 + _BEHIND)).from_address(_address_of(generator) + place - _BEFORE)
 
 
-class _GlobalCpu(_Remembered):
+class _GlobalCpu(_CachedSource):
     """What ops on the CPU draw from that are given no generator."""
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class _GlobalCpu(_Remembered):
         return self._views
 
 
-class _GlobalPython(_Remembered):
+class _GlobalPython(_CachedSource):
     """What the functions of Python's ``random`` draw from."""
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class _GlobalPython(_Remembered):
         return None if self._fields is None else (self._fields, self.generator.gauss_next)
 
 
-class _GlobalNumpy(_Remembered):
+class _GlobalNumpy(_CachedSource):
     """What the functions of ``numpy.random`` draw from."""
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class _GlobalNumpy(_Remembered):
         return None if fields is None else (fields, self._fields, bits)
 
 
-class _Globals:
+class _GlobalGenerators:
     """The generators that any code may draw from on the CPU: one comparison for all of them where nobody has drawn."""
 
     def __init__(self) -> None:
@@ -264,9 +264,9 @@ class _Globals:
         self._numpy: Any = np.random.mtrand._rand
         self._sources = (_GlobalCpu(), _GlobalPython(), _GlobalNumpy())
         # Views of all their memory, a copy of it, and their states then.
-        self._last: tuple[tuple[Any, ...], Any, list[tuple[Source, Any]]] = ((None,) * 4, None, [])
+        self._last: tuple[tuple[Any, ...], Any, list[tuple[RandomSource, Any]]] = ((None,) * 4, None, [])
 
-    def states(self) -> list[tuple[Source, Any]]:
+    def states(self) -> list[tuple[RandomSource, Any]]:
         """Each with its state: the same list as the last time where the states are the same."""
         (cpu, python, bits, numpy), before, states = self._last
         if before == (cpu, python, self._python.gauss_next, bits, numpy, self._numpy._bit_generator):
@@ -280,13 +280,13 @@ class _Globals:
         return states
 
 
-_GLOBALS = _Globals()
+_GLOBALS = _GlobalGenerators()
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
-def _source(value: Any) -> Source | None:
+def _source(value: Any) -> RandomSource | None:
     """The source of randomness that ``value`` is, or of which it is a method."""
     if isinstance(value, torch.Generator):
         return _CudaSource(value) if value.device.type == "cuda" else _CpuSource(value)
@@ -303,7 +303,7 @@ def _source(value: Any) -> Source | None:
     return None
 
 
-def is_source(value: Any) -> bool:
+def is_random_source(value: Any) -> bool:
     """Whether ``value`` is a random generator of torch, Python or NumPy, a method of one, or a tracker of states."""
     return _source(value) is not None
 
@@ -367,7 +367,7 @@ class RngState:
         return drawn
 
     def __enter__(self) -> None:
-        """Leave the generators alone: their captured states are put back at the end, also after an error (6)."""
+        """Leave the generators alone now. At the end their captured states are put back (invariant 6)."""
 
     def __exit__(self, *error: object) -> None:
         if (drawn := self.drawn()) is not None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.save_plan import Plan
-from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
-from recompute.engine.sharded import has_layout, local_of
+from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.dtensors import has_layout, local_of
+from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import MutationError, UnsupportedError
 
@@ -21,7 +21,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 @dataclass
-class Owner:
+class RegionStatistics:
     """Whose tensors these are: a name for messages, and totals since the policy was applied."""
 
     name: str
@@ -41,13 +41,13 @@ class Owner:
     """Bytes that came back so, with those of what had to come back on the way."""
     stopwatch: Stopwatch | None = None
     """Times that, where somebody wants to know."""
-    plan: Plan | None = None
+    plan: SavePlan | None = None
     """What its last frame kept and dropped, and why."""
-    outside: list[Outside] = field(default_factory=list)
+    dropped_outputs: list[DroppedOutput] = field(default_factory=list)
     """What else was dropped of its last frame."""
 
 
-class Outside(NamedTuple):
+class DroppedOutput(NamedTuple):
     """An output of a frame that autograd saved behind it, for another module's backward, and that was dropped."""
 
     made_by: str
@@ -55,7 +55,7 @@ class Outside(NamedTuple):
     nbytes: int
 
 
-class Saved:
+class PackedTensor:
     """What stands for a tensor until backward wants it."""
 
     __slots__ = ()
@@ -64,7 +64,7 @@ class Saved:
         raise NotImplementedError
 
 
-class Kept(Saved):
+class KeptTensor(PackedTensor):
     """A tensor held as it is. Autograd checks no versions under saved-tensor hooks, so this does (invariant 5)."""
 
     __slots__ = ("name", "tensor", "version")
@@ -79,7 +79,7 @@ class Kept(Saved):
         return tensor if version_of(tensor) == self.version else checked(tensor, self.version, self.name)
 
 
-class Alive(Saved):
+class ParameterReference(PackedTensor):
     """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it.
 
     Of one that is a DTensor, what this rank has.
@@ -120,8 +120,10 @@ def may_be_held(parameter: Tensor) -> bool:
     return not (has_layout(parameter) or hasattr(parameter, "ds_id"))
 
 
-class AliveView(Saved):
-    """A view of a parameter, as ``Alive``: with the memory that it had in forward, as long as there is any in it.
+class ParameterView(PackedTensor):
+    """A view of a parameter, by the memory that it had in forward.
+
+    Where that memory has been freed since, as by FSDP, it is a ``ParameterReference`` like any other.
 
     parameter: one whose memory may be held.
     """
@@ -139,10 +141,11 @@ class AliveView(Saved):
         if view.untyped_storage().nbytes():
             checked(self.parameter, self.version, self.name)
             return view
-        return Alive(self.parameter, Layout.of(view), self.version, self.name).get()  # freed, and gathered elsewhere
+        # Its memory was freed, and the parameter has been gathered into other memory since.
+        return ParameterReference(self.parameter, Layout.of(view), self.version, self.name).get()
 
 
-class Watch:
+class VersionGuard:
     """The count of versions of a DTensor, which stands for what it holds of memory."""
 
     __slots__ = ("_name", "_shell", "_version")
@@ -158,15 +161,15 @@ class Watch:
         checked(self._shell, self._version, self._name)
 
 
-class Sharded(Saved):
+class PackedDTensor(PackedTensor):
     """A DTensor, by what stands for this rank's part of it."""
 
     __slots__ = ("_kind", "_spec", "_watch", "whole")
 
-    def __init__(self, alias: Any, part: Saved, name: str):
-        """alias: as ``Watch`` takes it."""
+    def __init__(self, alias: Any, part: PackedTensor, name: str):
+        """alias: as ``VersionGuard`` takes it."""
         self._kind, self._spec = type(alias), alias._spec
-        self._watch = Watch(alias, name)
+        self._watch = VersionGuard(alias, name)
         self.whole = part
 
     def get(self) -> Tensor:
@@ -174,12 +177,12 @@ class Sharded(Saved):
         return self._kind(self.whole.get(), self._spec, requires_grad=False)
 
 
-class KeptPart(Kept):
+class KeptShard(KeptTensor):
     """This rank's part of a DTensor, held as it is."""
 
     __slots__ = ("_watch",)
 
-    def __init__(self, tensor: Tensor, name: str, watch: Watch):
+    def __init__(self, tensor: Tensor, name: str, watch: VersionGuard):
         super().__init__(tensor, name)
         self._watch = watch
 
@@ -188,7 +191,7 @@ class KeptPart(Kept):
         return super().get()
 
 
-class Foreign(Saved):
+class PackedByOuterHook(PackedTensor):
     """A tensor given to saved-tensor hooks that are not ours, and what they made of it."""
 
     __slots__ = ("packed", "unpack")
@@ -201,12 +204,12 @@ class Foreign(Saved):
         return self.unpack(self.packed)
 
 
-class View(Saved):
+class PackedView(PackedTensor):
     """Another view of a saved tensor's memory."""
 
     __slots__ = ("layout", "whole")
 
-    def __init__(self, whole: Saved, layout: Layout):
+    def __init__(self, whole: PackedTensor, layout: Layout):
         self.whole = whole
         self.layout = layout
 
@@ -225,41 +228,41 @@ def seen_as(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor.as_strided(layout.shape, layout.stride, layout.offset)
 
 
-def hold(tensor: Tensor, name: str) -> Saved:
+def pack_tensor(tensor: Tensor, name: str) -> PackedTensor:
     """Hold ``tensor`` for backward as autograd would: through the saved-tensor hooks in force (invariant 9)."""
-    return hold_through(top_hooks(), tensor.detach(), name)
+    return pack_through(top_hooks(), tensor.detach(), name)
 
 
-def hold_through(hooks: Hooks | None, tensor: Tensor, name: str) -> Saved:
+def pack_through(hooks: Hooks | None, tensor: Tensor, name: str) -> PackedTensor:
     if hooks is None:
-        return Kept(tensor, name)
+        return KeptTensor(tensor, name)
     pack, unpack = hooks
     packed = pack(tensor)
-    return packed if unpack is unpack_saved else Foreign(packed, unpack)
+    return packed if unpack is unpack_saved else PackedByOuterHook(packed, unpack)
 
 
 def fetch(value: Any) -> Any:
     """``value`` with the tensors in the places of all that stands for them, also inside lists and dicts."""
-    if isinstance(value, Saved):
+    if isinstance(value, PackedTensor):
         return value.get()
     if isinstance(value, (list, tuple)):
         return [fetch(item) for item in value]
     return {key: fetch(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def saved_in(value: Any) -> Iterator[Saved]:
+def packed_in(value: Any) -> Iterator[PackedTensor]:
     """All that stands for a tensor in ``value``."""
-    if isinstance(value, Saved):
-        yield value.whole if isinstance(value, (View, Sharded)) else value
+    if isinstance(value, PackedTensor):
+        yield value.whole if isinstance(value, (PackedView, PackedDTensor)) else value
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from saved_in(item)
+            yield from packed_in(item)
 
 
-def unpack_saved(saved: Saved) -> Tensor:
+def unpack_saved(saved: PackedTensor) -> Tensor:
     """The unpack hook of everything that this package packs."""
-    if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
-        with unseen():
+    if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
+        with hidden_from_modes():
             return saved.get()
     return saved.get()
 
@@ -268,39 +271,17 @@ def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def explain_transforms(error: BaseException | None, owner: Owner) -> None:
+def explain_transforms(error: BaseException | None, statistics: RegionStatistics) -> None:
     """Raise what says more, if ``error`` is that of a transform of ``torch.func``, which refuses all such hooks."""
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         raise UnsupportedError(
-            f"in {owner.name}: torch.func.grad, vjp, jacrev and hessian cannot be called inside of a module under a "
-            "policy, nor of a model in which one is, as they bear no saved-tensor hooks. Give the module that calls "
+            f"in {statistics.name}: torch.func.grad, vjp, jacrev and hessian cannot be called inside of a module under "
+            "a policy, nor of a model in which one is, as they bear no saved-tensor hooks. Give the module that calls "
             "them a rule with `action: keep`; torch.autograd.grad works everywhere."
         ) from error
 
 
-class PassingBy:
-    """The span in which what autograd saves goes past a scope, to the hooks around it: about 3 µs less a tensor.
-
-    For what is known to save nothing that a scope could drop. Inside other regions it changes nothing.
-    """
-
-    __slots__ = ("_hooks",)
-
-    def __enter__(self) -> None:
-        self._hooks = top_hooks()
-        if self._hooks is not None:
-            pack, unpack = self._hooks
-            if unpack is unpack_saved and getattr(pack.__self__, "may_be_passed", False):  # type: ignore[attr-defined]
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-            else:
-                self._hooks = None
-
-    def __exit__(self, *error: object) -> None:
-        if self._hooks is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
-
-
-def is_under_a_checkpoint() -> bool:
+def is_inside_checkpoint() -> bool:
     """Whether what is saved now goes to a checkpoint, ours or torch's, be it the first run or a replay."""
     hooks = top_hooks()
     while hooks is not None and hooks[1] is unpack_saved:

@@ -26,7 +26,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 @contextmanager
 def as_on_cuda(*, autocast: torch.dtype | None = None) -> Iterator[None]:
     """Inside, in this thread, ops on fake CPU tensors choose as on CUDA. autocast: run forward and loss under it."""
-    before, local.imagines_cuda = local.imagines_cuda, True
+    before, local.simulates_cuda = local.simulates_cuda, True
     attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention_here
     dropout, F.dropout = F.dropout, _dropout_here
     try:
@@ -36,7 +36,7 @@ def as_on_cuda(*, autocast: torch.dtype | None = None) -> Iterator[None]:
             stack.enter_context(_AsOnCuda())
             yield
     finally:
-        local.imagines_cuda = before
+        local.simulates_cuda = before
         F.scaled_dot_product_attention = attention
         F.dropout = dropout
 
@@ -46,14 +46,14 @@ def _dropout_here(input: Tensor, p: float = 0.5, training: bool = True, inplace:
 
     ``is_fused_kernel_acceptable`` in ATen/native/Dropout.cpp.
     """
-    if local.imagines_cuda and training and not inplace and 0.0 < p < 1.0 and input.numel():
+    if local.simulates_cuda and training and not inplace and 0.0 < p < 1.0 and input.numel():
         return torch.native_dropout(input, p, True)[0]
     return _torchs_dropout(input, p, training, inplace)
 
 
 def _attention_here(*args: Any, **kwargs: Any) -> Tensor:
     """As on CUDA, in this thread. Functions of torch's that call attention hide that from a mode."""
-    return (_attention if local.imagines_cuda else _torchs_attention)(*args, **kwargs)
+    return (_attention if local.simulates_cuda else _torchs_attention)(*args, **kwargs)
 
 
 class _AsOnCuda(TorchFunctionMode):

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recompute.errors import EstimateError
+from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
-from recompute.estimation.options import Options
 from recompute.policy.loading import load_policy
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def estimate(
     batch_size, seq_len: of token ids, or images, for a model of Hugging Face's.
     batch: what forward is given otherwise: a mapping of keyword arguments, a tuple, or a tensor, whose values do not
         matter. The loss is what the model returns as ``loss``, or the sum of what it returns.
-    dtype: "bfloat16", "bfloat16-autocast", "bfloat16-mixed", "float32": ``static_memory.RECIPES`` says what each is.
+    dtype: "bfloat16", "bfloat16-autocast", "bfloat16-mixed", "float32": ``static_memory.DTYPE_RECIPES`` explains them.
     optimizer: "adamw" (``foreach``), "adamw-fused", "adamw-loop", "adamw-8bit", "sgd", "sgd-momentum".
     sharding, devices: "none", "ddp", "zero1", "zero2", "zero3", "fsdp2" over so many; the batch is one device's.
     policy: as ``recompute.apply`` takes it.
@@ -50,15 +50,15 @@ def estimate(
     Raises ``EstimateError`` for an option that there is not, ``PolicyError`` for a bad policy, and ``ModelError`` where
     there is no such model, or it cannot run on tensors without values: it names the module.
     """
-    options = Options(dtype, optimizer, sharding, devices, loss).read()
+    options = EstimateOptions(dtype, optimizer, sharding, devices, loss).read()
     for name, number in (("batch_size", batch_size), ("seq_len", seq_len)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise EstimateError(f"{name}: expected at least 1; found {number!r}")
     loaded = None if policy is None else load_policy(policy)
 
-    from recompute.estimation.model_study import Study, imagined_subject  # which import transformers
+    from recompute.estimation.model_estimator import ModelEstimator, fake_model_and_batch  # which import transformers
 
-    with imagined_subject(model, options, batch_size, seq_len, batch) as subject:
-        study = Study(subject)
-        found = study.estimate(options, loaded)
-        return replace(found, advice=tuple(study.advice(options, loaded, found))) if advise else found
+    with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject:
+        estimator = ModelEstimator(subject)
+        found = estimator.estimate(options, loaded)
+        return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found

@@ -19,7 +19,7 @@ _get_sequence = torch._C._autograd._get_sequence_nr
 _NO_PLACE = 2**32  # beyond the last node of forward: accumulation, which has no place in it
 
 
-class Whereabouts:
+class ModuleTracker:
     """Follows a model, at whose modules it is by their paths; "" is outside of all, and in the model's own forward."""
 
     def __init__(self) -> None:

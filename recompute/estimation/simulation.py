@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.cuda_semantics import as_on_cuda
-from recompute.estimation.module_tracker import LOSS, Whereabouts, unit_of
+from recompute.estimation.module_tracker import LOSS, ModuleTracker, unit_of
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 
 
 @dataclass(frozen=True)
-class Moment:
+class MomentMemory:
     """A part of the step: the forward or the backward of one module."""
 
     name: str
@@ -34,10 +34,10 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """What a training step takes beside what lives all the time, in bytes."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[MomentMemory, ...]
     """In the order in which they began."""
     held: dict[str, int]
     """What is held after forward, by the path of the module that made it."""
@@ -54,7 +54,7 @@ def simulate(
     autocast: torch.dtype | None = None,
     warm_up: bool = False,
     on_cuda: bool = True,
-) -> Step:
+) -> SimulatedStep:
     """Trace one forward and backward of a model on fake tensors, under their mode. Leaves no gradients.
 
     run: runs forward; returns the loss, and what else the model returned.
@@ -63,9 +63,9 @@ def simulate(
     on_cuda: count as on CUDA; else to the byte, as the CPU runs it.
     """
     if warm_up:
-        with _environment(autocast, on_cuda) as forward_only, forward_only(), _following(model, Whereabouts()):
+        with _environment(autocast, on_cuda) as forward_only, forward_only(), _following(model, ModuleTracker()):
             run()
-    ledger = _Ledger(classes, tokens)
+    ledger = _MemoryRecorder(classes, tokens)
     trace = StorageTrace(BLOCK_NBYTES if on_cuda else 1)
     ledger.watch(trace)
     hooks = [
@@ -75,7 +75,7 @@ def simulate(
     ]
     try:
         with _uncollected(), _environment(autocast, on_cuda) as forward_only, trace:
-            with forward_only(), _following(model, ledger.whereabouts):
+            with forward_only(), _following(model, ledger.tracker):
                 loss, output = run()
             logits = _logits(output, classes)
             ledger.kept_nbytes = 0 if logits is None else logits.nbytes
@@ -90,8 +90,8 @@ def simulate(
         for hook in hooks:
             hook.remove()
         model.zero_grad()
-    moments = tuple(Moment(name, dict(alive)) for name, alive in ledger.moments.items())
-    return Step(moments, dict(held), ledger.logits_peak_nbytes)
+    moments = tuple(MomentMemory(name, dict(alive)) for name, alive in ledger.moments.items())
+    return SimulatedStep(moments, dict(held), ledger.logits_peak_nbytes)
 
 
 def optimizer_peak_nbytes(
@@ -147,12 +147,12 @@ def _logits(output: Any, classes: int | None) -> Tensor | None:
 
 
 @dataclass
-class _Ledger:
+class _MemoryRecorder:
     """Notes what is alive as each module runs, in forward and in backward."""
 
     classes: int | None
     tokens: int
-    whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    tracker: ModuleTracker = field(default_factory=ModuleTracker)
     is_backward: bool = False
     gradient_nbytes: int = 0
     logits_nbytes: int = 0
@@ -172,7 +172,7 @@ class _Ledger:
             self._grown(self._trace.alive_nbytes)
 
     def _where(self) -> str:
-        return self.whereabouts.in_backward() if self.is_backward else self.whereabouts.path
+        return self.tracker.in_backward() if self.is_backward else self.tracker.path
 
     def _grown(self, nbytes: int) -> None:
         unit = unit_of(self._where())
@@ -202,14 +202,14 @@ class _Ledger:
 
 
 @contextmanager
-def _following(model: nn.Module, whereabouts: Whereabouts) -> Iterator[None]:
+def _following(model: nn.Module, tracker: ModuleTracker) -> Iterator[None]:
     try:
-        with whereabouts.following(model):
+        with tracker.following(model):
             yield
     except RecomputeError:
         raise
     except Exception as error:  # whatever a model raises: tensors without values fail in many ways
-        path = whereabouts.failed
+        path = tracker.failed
         module = type(model.get_submodule(path)).__name__
         where = f"module {path!r} ({module})" if path else f"the model ({module})"
         raise ModelError(

@@ -25,7 +25,7 @@ class ParameterShape(NamedTuple):
         return math.prod(self.shape)
 
 
-class Recipe(NamedTuple):
+class DtypeRecipe(NamedTuple):
     """Bytes of an element of each kind."""
 
     parameter: int
@@ -36,11 +36,11 @@ class Recipe(NamedTuple):
     autocast: bool = False
 
 
-RECIPES: Mapping[str, Recipe] = {
-    "bfloat16": Recipe(2, 2, 0, 2),
-    "bfloat16-autocast": Recipe(4, 4, 0, 4, autocast=True),
-    "bfloat16-mixed": Recipe(2, 2, 4, 4),
-    "float32": Recipe(4, 4, 0, 4),
+DTYPE_RECIPES: Mapping[str, DtypeRecipe] = {
+    "bfloat16": DtypeRecipe(2, 2, 0, 2),
+    "bfloat16-autocast": DtypeRecipe(4, 4, 0, 4, autocast=True),
+    "bfloat16-mixed": DtypeRecipe(2, 2, 4, 4),
+    "float32": DtypeRecipe(4, 4, 0, 4),
 }
 """All in bfloat16; float32 weights with bfloat16 products, as ``torch.autocast`` makes them; bfloat16 weights and
 gradients with an optimizer that keeps float32 weights, as DeepSpeed's and Megatron's: 16 bytes a parameter with AdamW,
@@ -69,7 +69,7 @@ _SMALLEST_8BIT, _BLOCK_8BIT = 4096, 256
 """Of bitsandbytes' ``Optimizer2State`` (0.45): smaller parameters keep float32 states; each block has a scale."""
 
 
-class Divided(NamedTuple):
+class Sharding(NamedTuple):
     """What of each kind a device holds only its share of."""
 
     parameters: bool = False
@@ -77,13 +77,13 @@ class Divided(NamedTuple):
     optimizer: bool = False
 
 
-SHARDINGS: Mapping[str, Divided] = {
-    "none": Divided(),
-    "ddp": Divided(),
-    "zero1": Divided(optimizer=True),
-    "zero2": Divided(optimizer=True, gradients=True),
-    "zero3": Divided(True, True, True),
-    "fsdp2": Divided(True, True, True),
+SHARDINGS: Mapping[str, Sharding] = {
+    "none": Sharding(),
+    "ddp": Sharding(),
+    "zero1": Sharding(optimizer=True),
+    "zero2": Sharding(optimizer=True, gradients=True),
+    "zero3": Sharding(True, True, True),
+    "fsdp2": Sharding(True, True, True),
 }
 """``ddp`` and ``fsdp2`` are torch's, the others DeepSpeed's stages."""
 
@@ -93,7 +93,7 @@ _LIVE_ELEMENTS = 1_000_000_000
 """``stage3_max_live_parameters``: gathered at a time."""
 
 
-class Buffer(NamedTuple):
+class ExtraBuffer(NamedTuple):
     """Memory that is neither a model's nor an optimizer's own."""
 
     nbytes: int
@@ -110,7 +110,7 @@ class StaticBytes:
     """There from backward to the end of the step."""
     optimizer: int
     """States, and master weights where the recipe has them."""
-    buffers: Mapping[str, Buffer]
+    buffers: Mapping[str, ExtraBuffer]
     """What else lives, by name: what sharding gathers and reduces in, cuBLAS's workspaces …"""
 
     @property
@@ -151,7 +151,7 @@ _ALSO_CALLED = {
 """Other words for dtypes, optimizers and shardings. Adam holds what AdamW holds."""
 
 
-def chosen(what: str, name: str, options: Iterable[str]) -> str:
+def read_option(what: str, name: str, options: Iterable[str]) -> str:
     """The option that is meant, in any case, with "_" or a space for "-": "bf16" is "bfloat16", "FSDP" is "fsdp2".
 
     Raises ``EstimateError`` where it is none of them.
@@ -170,7 +170,7 @@ def check_sharding(sharding: str, devices: int) -> str:
 
     Raises ``EstimateError`` for one that is not known, or does not go with the number of devices.
     """
-    sharding = chosen("sharding", sharding, SHARDINGS)
+    sharding = read_option("sharding", sharding, SHARDINGS)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise EstimateError(f"devices: expected at least 1; found {devices!r}")
     if devices > 1 and sharding == "none":
@@ -201,7 +201,7 @@ def shard_shapes(parameters: Iterable[ParameterShape], sharding: str, devices: i
 def static_nbytes(
     parameters: Sequence[ParameterShape],
     *,
-    recipe: Recipe,
+    recipe: DtypeRecipe,
     optimizer: OptimizerKind,
     sharding: str = "none",
     devices: int = 1,
@@ -230,7 +230,7 @@ def static_nbytes(
     )
 
 
-def _states_nbytes(count: int, recipe: Recipe, optimizer: OptimizerKind) -> int:
+def _states_nbytes(count: int, recipe: DtypeRecipe, optimizer: OptimizerKind) -> int:
     if not optimizer.is_8bit:
         return count * optimizer.states * recipe.state
     if count < _SMALLEST_8BIT:
@@ -238,7 +238,9 @@ def _states_nbytes(count: int, recipe: Recipe, optimizer: OptimizerKind) -> int:
     return optimizer.states * (count + -(-count // _BLOCK_8BIT) * 4)
 
 
-def _sharding_buffers(parameters: Sequence[ParameterShape], recipe: Recipe, sharding: str) -> dict[str, Buffer]:
+def _sharding_buffers(
+    parameters: Sequence[ParameterShape], recipe: DtypeRecipe, sharding: str
+) -> dict[str, ExtraBuffer]:
     """What is gathered and reduced in, beside the shares.
 
     ddp: buckets for all gradients, which torch allocates beside them (``gradient_as_bucket_view=False``, the default).
@@ -252,16 +254,16 @@ def _sharding_buffers(parameters: Sequence[ParameterShape], recipe: Recipe, shar
     total = sum(each.numel for each in parameters)
     trained = sum(each.numel for each in parameters if each.trains)
     if sharding == "ddp":
-        return {"DDP's buckets": Buffer(trained * recipe.gradient)}
+        return {"DDP's buckets": ExtraBuffer(trained * recipe.gradient)}
     if sharding in ("zero1", "zero2"):
         return {
-            "reduce bucket": Buffer(min(_BUCKET_ELEMENTS, trained) * recipe.gradient, ("backward",)),
-            "gather bucket": Buffer(min(_BUCKET_ELEMENTS, trained) * recipe.parameter, ("optimizer",)),
+            "reduce bucket": ExtraBuffer(min(_BUCKET_ELEMENTS, trained) * recipe.gradient, ("backward",)),
+            "gather bucket": ExtraBuffer(min(_BUCKET_ELEMENTS, trained) * recipe.parameter, ("optimizer",)),
         }
     if sharding == "zero3":
         return {
-            "gathered parameters": Buffer(min(_LIVE_ELEMENTS, total) * recipe.parameter, running),
-            "reduce bucket": Buffer(min(_BUCKET_ELEMENTS, trained) * recipe.gradient, ("backward",)),
+            "gathered parameters": ExtraBuffer(min(_LIVE_ELEMENTS, total) * recipe.parameter, running),
+            "reduce bucket": ExtraBuffer(min(_BUCKET_ELEMENTS, trained) * recipe.gradient, ("backward",)),
         }
     if sharding == "fsdp2":
         units: dict[str, int] = {}
@@ -271,7 +273,7 @@ def _sharding_buffers(parameters: Sequence[ParameterShape], recipe: Recipe, shar
         largest = sorted(units.values())[-2:]
         gathered = 2 if recipe.autocast else recipe.parameter  # MixedPrecisionPolicy casts what is gathered
         return {
-            "gathered parameters": Buffer((outside + sum(largest)) * gathered, running),
-            "gradients to reduce": Buffer((outside + max(largest, default=0)) * gathered, ("backward",)),
+            "gathered parameters": ExtraBuffer((outside + sum(largest)) * gathered, running),
+            "gradients to reduce": ExtraBuffer((outside + max(largest, default=0)) * gathered, ("backward",)),
         }
     return {}

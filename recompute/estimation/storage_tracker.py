@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.counters import MemoryTrace
 from recompute.engine.recipes import local
-from recompute.estimation.workspaces import transient_nbytes
+from recompute.estimation.workspaces import workspace_nbytes
 from recompute.kernels.launch import IMPLEMENTATIONS
 
 _aten = torch.ops.aten
@@ -36,7 +36,7 @@ class StorageTrace(MemoryTrace):
     block_nbytes: each storage counts as a whole number of these; 1 counts to the byte, as the CPU's allocator does.
 
     Storages from before the block never count, nor does freeing them. Views count as what they are views of. What an op
-    allocates beside its outputs counts where it is known: in ``transients.py``, and in what our kernels allocate. Of
+    allocates beside its outputs counts where it is known: in ``workspaces.py``, and in what our kernels allocate. Of
     tensors made of tensors (``DTensor``) those count that they are made of.
     """
 
@@ -50,7 +50,7 @@ class StorageTrace(MemoryTrace):
         self.on_freed: Callable[[Any, int], None] = lambda label, nbytes: None
         """Is given the label and the bytes of a storage that counts no longer."""
         self._block_nbytes = block_nbytes
-        self._mode = _Mode(self)
+        self._mode = _StorageMode(self)
         self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
         self._span_peak_nbytes = 0
 
@@ -78,14 +78,14 @@ class StorageTrace(MemoryTrace):
         """Count the storage of ``tensor`` no longer, as another's to count. Returns what it counted as."""
         return self._drop(tensor.untyped_storage()._cdata)
 
-    def made(self, output: Any, args: Any, transient_nbytes: int, *, replaces_input: bool = False) -> None:
+    def made(self, output: Any, args: Any, extra_nbytes: int, *, replaces_input: bool = False) -> None:
         """An op has run: its new storages live from now on.
 
         replaces_input: whether an input dies just after it, so that the two never take memory together.
         """
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if transient_nbytes:
-            self._grown(self._rounded(transient_nbytes) + sum(self._rounded(_nbytes(tensor)) for tensor in tensors))
+        if extra_nbytes:
+            self._grown(self._rounded(extra_nbytes) + sum(self._rounded(_nbytes(tensor)) for tensor in tensors))
         given: set[int] | None = None
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -124,7 +124,7 @@ class StorageTrace(MemoryTrace):
         return -(-nbytes // self._block_nbytes) * self._block_nbytes
 
 
-class _Mode(TorchDispatchMode):
+class _StorageMode(TorchDispatchMode):
     def __init__(self, trace: StorageTrace) -> None:
         super().__init__()
         self._trace = trace
@@ -138,11 +138,11 @@ class _Mode(TorchDispatchMode):
         if op in IMPLEMENTATIONS:  # what it allocates inside is seen, each tensor as long as it lives
             with self:
                 return IMPLEMENTATIONS[op](*args, **kwargs)
-        if local.imagines_cuda and op is _aten.addmm.dtype_out:  # which the CPU has not
+        if local.simulates_cuda and op is _aten.addmm.dtype_out:  # which the CPU has not
             return kwargs["out"]
         output = op(*args, **kwargs)
-        extra = transient_nbytes(op, args, output) if local.imagines_cuda else 0
-        replaces_input = op is _aten.add.Tensor and local.imagines_cuda and _is_called_by_autograd()
+        extra = workspace_nbytes(op, args, output) if local.simulates_cuda else 0
+        replaces_input = op is _aten.add.Tensor and local.simulates_cuda and _is_called_by_autograd()
         self._trace.made(output, (args, kwargs), extra, replaces_input=replaces_input)
         return output
 

@@ -14,7 +14,7 @@ import torch
 _aten = torch.ops.aten
 
 
-def transient_nbytes(op: Any, args: Any, output: Any) -> int:
+def workspace_nbytes(op: Any, args: Any, output: Any) -> int:
     """Bytes that ``output = op(*args)`` takes on CUDA beside its inputs and outputs."""
     formula = _FORMULAS.get(op)
     return formula(args, output) if formula is not None else 0

@@ -35,8 +35,8 @@ import torch.distributed as dist
 
 from recompute.errors import PlanError
 from recompute.planning import plan_verification
-from recompute.planning.plan_verification import Measured, MeasuredPlace
-from recompute.planning.plans import Plan
+from recompute.planning.plan import Plan
+from recompute.planning.plan_verification import MeasuredPlace, MeasuredStep
 from recompute.profiling.cost_table import Profile
 
 if TYPE_CHECKING:
@@ -134,10 +134,10 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _most_measured(ranks: list[Measured]) -> Measured:
+def _most_measured(ranks: list[MeasuredStep]) -> MeasuredStep:
     """The most that any rank has measured; no places if some rank could not tell them apart."""
     places = [one.places for one in ranks]
-    return Measured(
+    return MeasuredStep(
         max(one.peak_nbytes for one in ranks),
         max(one.step_seconds for one in ranks),
         tuple(MeasuredPlace(*map(max, zip(*alike, strict=True))) for alike in zip(*places, strict=True))

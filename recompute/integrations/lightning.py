@@ -174,7 +174,7 @@ def _run_training_step_in(root: RootRunner, module: LightningModule) -> Callable
     """
     step = module.training_step
     before = vars(module).get("training_step")
-    scope = RootRunner(root.owner)
+    scope = RootRunner(root.statistics)
 
     @functools.wraps(step)
     def training_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, distributed, nn
 
 from recompute.attach.apply import AppliedPolicy, apply
-from recompute.attach.entries import module_entries
+from recompute.attach.module_entries import module_entries
 from recompute.counters import allocated_nbytes, start_peak
 from recompute.errors import UnsupportedError, warn
 from recompute.policy.matching import assign

@@ -5,20 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from torch import nn
+
+from recompute.attach.apply import apply
+from recompute.counters import clock, memory_trace
 from recompute.planning import solver
-from recompute.planning.plans import Plan, Round, plan_of, planned, way_of
+from recompute.planning.allowed_ways import way_of
+from recompute.planning.plan import Plan, VerificationRound, plan_from_solution, solve_plan
 from recompute.planning.solver import Assignment, Uniform
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Choice, Profile
+from recompute.profiling.dry_run import DryRun, OptimizerFactory, dry_run
+from recompute.profiling.model_run import Loss
 from recompute.units import humanize
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from recompute.profiling.dry_run import OptimizerFactory, Rehearsal
-    from recompute.profiling.model_run import Loss
 
 _MOST_ROUNDS = 3
 _TOLERANCE = 0.02  # of the peak
@@ -33,7 +34,7 @@ class MeasuredPlace(NamedTuple):
     backward_peak_nbytes: int
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """What a training step took."""
 
     peak_nbytes: int
@@ -53,7 +54,7 @@ def verify_plan(
     steps: int = 5,
     replan: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
-    agree: Callable[[Measured], Measured] | None = None,
+    agree: Callable[[MeasuredStep], MeasuredStep] | None = None,
 ) -> Plan:
     """Run the plan's policy, and plan again as long as its peak is over the budget or off by more than 2%.
 
@@ -67,20 +68,18 @@ def verify_plan(
 
     Raises ``BudgetError`` where the measured profile leaves no plan.
     """
-    from recompute.profiling.dry_run import rehearsal
+    with dry_run(model, batch, loss=loss, optimizer=optimizer) as run:
 
-    with rehearsal(model, batch, loss=loss, optimizer=optimizer) as run:
-
-        def measure(policy: Policy) -> Measured:
+        def measure(policy: Policy) -> MeasuredStep:
             if progress is not None:
                 progress(f"verifying: {policy.name}", 0, 0)
             measured = _measure(run, plan.profile, policy, steps)
             return measured if agree is None else agree(measured)
 
-        return not_outrun(checked(plan, measure, replan=replan), measure)
+        return or_faster_uniform(run_and_replan(plan, measure, replan=replan), measure)
 
 
-def not_outrun(plan: Plan, measure: Callable[[Policy], Measured]) -> Plan:
+def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> Plan:
     """The plan, which has been run; or a uniform policy, if one fits the budget and was faster, twice.
 
     Seconds of a profile add up over regions, which is off by a fifth where the host sets the pace, and off in another
@@ -92,14 +91,16 @@ def not_outrun(plan: Plan, measure: Callable[[Policy], Measured]) -> Plan:
         slowest = max(plan.rounds[-1].measured_step_seconds, plan.predicted_step_seconds)
         if uniform.solution.assignment == plan.assignment or prediction.step_seconds > _UNCERTAIN * slowest:
             continue
-        other = plan_of(plan.profile, plan.budget_nbytes, uniform.solution)
+        other = plan_from_solution(plan.profile, plan.budget_nbytes, uniform.solution)
         measured = measure(other.policy)
         if _is_better(plan, measured):  # unless the host was slow for a moment
             *before, last = plan.rounds
             seconds = min(last.measured_step_seconds, measure(plan.policy).step_seconds)
             plan = replace(plan, rounds=(*before, last._replace(measured_step_seconds=seconds)))
         if _is_better(plan, measured):
-            found = Round(prediction.peak_nbytes, measured.peak_nbytes, prediction.step_seconds, measured.step_seconds)
+            found = VerificationRound(
+                prediction.peak_nbytes, measured.peak_nbytes, prediction.step_seconds, measured.step_seconds
+            )
             note = f"what was predicted to be faster was not when it ran, so all regions run alike: {uniform.choice}"
             plan = replace(other, rounds=(*plan.rounds, found), note=note)
     return plan
@@ -114,7 +115,7 @@ def _fastest_of_each_way(plan: Plan) -> Iterable[Uniform]:
     return found.values()
 
 
-def _is_better(plan: Plan, measured: Measured) -> bool:
+def _is_better(plan: Plan, measured: MeasuredStep) -> bool:
     """Whether a policy that took ``measured`` is faster than the plan was, or the first one to fit the budget."""
     last = plan.rounds[-1]
     if measured.peak_nbytes > plan.budget_nbytes:
@@ -122,21 +123,21 @@ def _is_better(plan: Plan, measured: Measured) -> bool:
     return last.measured_peak_nbytes > plan.budget_nbytes or measured.step_seconds < last.measured_step_seconds
 
 
-def checked(plan: Plan, measure: Callable[[Policy], Measured], *, replan: bool = True) -> Plan:
+def run_and_replan(plan: Plan, measure: Callable[[Policy], MeasuredStep], *, replan: bool = True) -> Plan:
     """The plan with its ``rounds``, of whatever ``measure`` says that a policy takes."""
-    rounds: list[Round] = []
+    rounds: list[VerificationRound] = []
     tried: list[tuple[bool, float, Plan]] = []
     for _ in range(_MOST_ROUNDS):
         measured = measure(plan.policy)
         prediction = plan.predicted_peak_bytes, plan.predicted_step_seconds
-        rounds.append(Round(prediction[0], measured.peak_nbytes, prediction[1], measured.step_seconds))
+        rounds.append(VerificationRound(prediction[0], measured.peak_nbytes, prediction[1], measured.step_seconds))
         fits = measured.peak_nbytes <= plan.budget_nbytes
         if not replan:
             return replace(plan, rounds=tuple(rounds))
         if fits and abs(measured.peak_nbytes - plan.predicted_peak_bytes) <= _TOLERANCE * measured.peak_nbytes:
             return replace(plan, rounds=tuple(rounds))
         tried.append((not fits, measured.step_seconds if fits else measured.peak_nbytes, plan))
-        again = planned(corrected(plan.profile, plan.assignment, measured), plan.budget_nbytes)
+        again = solve_plan(corrected(plan.profile, plan.assignment, measured), plan.budget_nbytes)
         if again.assignment == plan.assignment:  # and what is predicted of it is now what was measured
             return replace(again, rounds=tuple(rounds))
         plan = again
@@ -148,7 +149,7 @@ def checked(plan: Plan, measure: Callable[[Policy], Measured], *, replan: bool =
     return replace(best, rounds=(*rounds, found), note="; ".join(filter(None, (note, best.note))))
 
 
-def corrected(profile: Profile, assignment: Assignment, measured: Measured) -> Profile:
+def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) -> Profile:
     """The profile that predicts of ``assignment`` the peak and the seconds that were measured.
 
     What a choice was seen to hold replaces what was known of it (the mean of its places, and the highest of their
@@ -187,23 +188,20 @@ def corrected(profile: Profile, assignment: Assignment, measured: Measured) -> P
     return changed.model_copy(update={"static_nbytes": max(0, changed.static_nbytes + missing)})
 
 
-def _measure(run: Rehearsal, profile: Profile, policy: Policy, steps: int) -> Measured:
+def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> MeasuredStep:
     """One step to warm up, one that counts bytes, and some that are timed."""
-    from recompute.attach.apply import apply
-    from recompute.counters import clock, memory_trace
-
     regions = _regions(run.model, profile)
     with apply(run.model, policy):
         run.step(regions)
         static_nbytes = run.static_nbytes
-        spans = run.step(regions, memory=memory_trace(run.device))
+        trace = run.step(regions, memory=memory_trace(run.device))
         # Not marked by regions, which slows a step down where the host sets the pace.
         seconds = [run.step(None, clock=clock(run.device)).seconds for _ in range(steps)]
     places = tuple(
-        MeasuredPlace(part.held_nbytes, part.forward_peak_nbytes, part.backward_peak_nbytes) for part in spans.parts
+        MeasuredPlace(part.held_nbytes, part.forward_peak_nbytes, part.backward_peak_nbytes) for part in trace.parts
     )
-    return Measured(
-        static_nbytes + spans.peak_nbytes,
+    return MeasuredStep(
+        static_nbytes + trace.peak_nbytes,
         statistics.median(seconds),
         places if len(places) == len(profile.places) else (),
     )

@@ -35,7 +35,7 @@ from recompute.units import humanize
 Assignment = tuple[int, ...]
 """For each place, the index of its choice among its region's."""
 
-Kind = Literal["forward", "backward", "optimizer step"]
+MomentKind = Literal["forward", "backward", "optimizer step"]
 
 _PICOSECONDS = 1e12
 _FRONTIER_POINTS = 21
@@ -44,7 +44,7 @@ _FRONTIER_POINTS = 21
 class Moment(NamedTuple):
     """A part of the step; ``place`` is the index of one, or None for the optimizer's step."""
 
-    kind: Kind
+    kind: MomentKind
     place: int | None = None
 
 
@@ -74,7 +74,7 @@ class Uniform(NamedTuple):
     solution: Solution
 
 
-def chosen(profile: Profile, assignment: Assignment) -> list[Choice]:
+def choices_of(profile: Profile, assignment: Assignment) -> list[Choice]:
     """For each place, its choice."""
     regions = [profile.regions[place.region] for place in profile.places]
     return [region.choices[index] for region, index in zip(regions, assignment, strict=True)]
@@ -82,7 +82,7 @@ def chosen(profile: Profile, assignment: Assignment) -> list[Choice]:
 
 def moments(profile: Profile, assignment: Assignment) -> Iterator[tuple[Moment, int]]:
     """Each moment of the step with the most bytes alive at once during it, static bytes included."""
-    choices, above = chosen(profile, assignment), _gradients_above(profile)
+    choices, above = choices_of(profile, assignment), _gradients_above(profile)
     alive = profile.static_nbytes
     for i, choice in enumerate(choices):
         yield Moment("forward", i), alive + choice.forward_peak_nbytes
@@ -93,7 +93,7 @@ def moments(profile: Profile, assignment: Assignment) -> Iterator[tuple[Moment, 
 
 def predict(profile: Profile, assignment: Assignment) -> Prediction:
     """What the step takes if each place runs as ``assignment`` says."""
-    choices = chosen(profile, assignment)
+    choices = choices_of(profile, assignment)
     moment, peak = max(moments(profile, assignment), key=lambda pair: pair[1])
     seconds = [profile.optimizer_seconds]
     for choice in choices:
@@ -209,7 +209,7 @@ def _picoseconds(choice: Choice) -> int:
 
 
 def _picoseconds_of(profile: Profile, solution: Solution) -> int:
-    return sum(map(_picoseconds, chosen(profile, solution.assignment)))
+    return sum(map(_picoseconds, choices_of(profile, solution.assignment)))
 
 
 def _undominated(choices: Sequence[Choice]) -> list[int]:

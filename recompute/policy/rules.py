@@ -227,9 +227,9 @@ class Rule(BaseModel):
     keep: what ``recompute`` and ``checkpoint`` never drop: outputs of a costly family ("attention") or of an op
         ("aten.mm", any overload), and tensors that bear a name ("logits", from ``recompute.keep(tensor, "logits")``).
         The three spellings never overlap, so ``word in rule.keep`` asks for any of them.
-    price: the bytes that ``recompute`` may hold to save a second of running again, on a nominal accelerator (see
-        ``engine.ops``): the higher, the less of what may run again does; 0 holds the fewest bytes. What a GEMM gives
-        in bfloat16, a sum over H products each, is worth 4e14 / H: at a lower price it runs again, where it may.
+    price: the bytes that ``recompute`` may hold to save a second of running again, on a nominal accelerator
+        (``engine.cut.ops``): the higher, the less of what may run again does; 0 holds the fewest bytes. What a GEMM
+        gives in bfloat16, a sum over H products each, is worth 4e14 / H: at a lower price it runs again, where it may.
     capture: whether a module that has run alike for some steps goes on as straight code (see ``compiled.region``),
         which takes less of the CPU and changes no bit.
 

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from recompute.attach.apply import AppliedPolicy, apply
-from recompute.attach.entries import module_entries
+from recompute.attach.module_entries import module_entries
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.frontier import frontier
 from recompute.engine.cut.ops import facts
-from recompute.engine.cut.save_plan import Plan, solve
+from recompute.engine.cut.save_plan import SavePlan, solve
 from recompute.errors import ModelError, warn
 from recompute.policy.matching import assign
 from recompute.policy.meaning import REPEATABLE
 from recompute.policy.rules import BLOCK, FAMILIES, NO_RULES, PRICE, Policy, Rule
-from recompute.profiling.dry_run import Rehearsal
+from recompute.profiling.dry_run import DryRun
 from recompute.substitution.kernel_runners import KernelRunner, is_plain_linear
 from recompute.substitution.recognize import find_norm
 from recompute.units import humanize
@@ -50,7 +50,7 @@ KERNEL = "kernel"
 
 
 @dataclass
-class Group:
+class RegionKind:
     """Regions that run alike: the same class, the same ops on tensors of the same shapes."""
 
     name: str
@@ -64,12 +64,12 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """What a step is made of, in the order of forward: what is before the regions, the regions, what is after them."""
 
     paths: tuple[str, ...]
     """"" where no rule can match: before the regions, and after them where no kernel stands in for anything."""
-    groups: tuple[Group, ...]
+    kinds: tuple[RegionKind, ...]
     """One a path; the same object for those that run alike."""
     regions: Mapping[str, nn.Module]
     """Those between the first path and the last, by path, in order."""
@@ -106,7 +106,7 @@ def _around(path: str) -> Iterator[str]:
         yield path
 
 
-def discover(run: Rehearsal, match: str | Sequence[str] | None, *, kernels: bool) -> Layout:
+def discover_layout(run: DryRun, match: str | Sequence[str] | None, *, kernels: bool) -> StepLayout:
     """Run forward with all regions under the policy that holds least, to see in which order they run, and what.
 
     kernels: whether to offer them where they can stand in, on whatever device. Warns with ``PolicyWarning`` of modules
@@ -125,30 +125,30 @@ def discover(run: Rehearsal, match: str | Sequence[str] | None, *, kernels: bool
     by_hooks = _plans(run, regions, HOOK)
     stand_ins = _with_kernels(run.model, regions) if kernels else {}
     by_kernels = _plans(run, stand_ins, run.via) if stand_ins else {}
-    groups: dict[Any, Group] = {}
+    kinds: dict[Any, RegionKind] = {}
     found = []
     for path, module in regions.items():
         key = _likeness(module, by_hooks.get(path))
-        if key not in groups:
+        if key not in kinds:
             alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
             last = alike[-1]  # the first one's neighbours are unlike the others'
             candidates = _candidates(by_hooks.get(last), by_kernels.get(last), run.via if last in stand_ins else None)
-            groups[key] = Group(base_of(module).__name__, candidates)
-        found.append(groups[key])
+            kinds[key] = RegionKind(base_of(module).__name__, candidates)
+        found.append(kinds[key])
     name = type(run.model).__name__
-    before = Group(f"{name}: before the first region", [_AS_IT_IS])
-    after = Group(f"{name}: head and loss", [_AS_IT_IS])
+    before = RegionKind(f"{name}: before the first region", [_AS_IT_IS])
+    after = RegionKind(f"{name}: head and loss", [_AS_IT_IS])
     replaced = list(_with_kernels(run.model, later)) if kernels else []
     if replaced:
         after.candidates.append(Candidate(KERNEL, _recomputing(run.via), -1))
     *also, last = replaced or [""]
-    return Layout(("", *regions, last), (before, *found, after), regions, tuple(also))
+    return StepLayout(("", *regions, last), (before, *found, after), regions, tuple(also))
 
 
 _AS_IT_IS = Candidate(KEEP, None, 0)
 
 
-def _order(run: Rehearsal, regions: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, nn.Module]]:
+def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, nn.Module]]:
     """The paths of regions as they run; and of what runs after all of them the norms, and then the last Linear."""
     order: list[str] = []
     others: list[tuple[str, int]] = []  # with how many regions had begun by then
@@ -189,7 +189,7 @@ def _everything(via: str) -> dict[str, Any]:
     return {**_recomputing(via), "rerun": [family for family in FAMILIES if family in REPEATABLE], "price": 0.0}
 
 
-def _plans(run: Rehearsal, regions: Mapping[str, nn.Module], via: str) -> dict[str, Plan]:
+def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str, SavePlan]:
     """What each region runs, where all may run again."""
     with apply(run.model, policy_of(dict.fromkeys(regions, _everything(via)))) as handle:
         for _ in range(2):  # kernels of a layer learn in the first forward which Linears read a norm
@@ -211,7 +211,7 @@ def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:
         yield attachment.path, getattr(attachment.runner, "inner", None) or attachment.runner
 
 
-def _likeness(module: nn.Module, plan: Plan | None) -> Any:
+def _likeness(module: nn.Module, plan: SavePlan | None) -> Any:
     """Equal for two modules that run alike."""
     parts = tuple([(base_of(part), *sorted(_attributes(part))) for part in module.modules()])
     parameters = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
@@ -231,7 +231,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, type(value).__name__ + (str(bool(value)) if isinstance(value, float) else "")
 
 
-def _candidates(by_hooks: Plan | None, by_kernels: Plan | None, via_kernels: str | None) -> list[Candidate]:
+def _candidates(by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None) -> list[Candidate]:
     """The ways to run a region whose ops these plans list."""
     plain = _Point(None, _saved_nbytes(by_hooks), 0.0)
     cheap = _cheap(by_hooks)
@@ -247,7 +247,7 @@ def _candidates(by_hooks: Plan | None, by_kernels: Plan | None, via_kernels: str
     return found
 
 
-def _saved_nbytes(plan: Plan | None) -> int:
+def _saved_nbytes(plan: SavePlan | None) -> int:
     """All that autograd saves and that does not live anyway: what is held if nothing is dropped."""
     known = () if plan is None else [plan.facts[number] for number in plan.demanded]
     return sum(each.nbytes for each in known if not each.alive)
@@ -261,17 +261,17 @@ class _Point(NamedTuple):
     rerun_seconds: float
 
 
-def _cheap(plan: Plan | None) -> _Point:
+def _cheap(plan: SavePlan | None) -> _Point:
     """The rule by which no costly op runs again."""
     rule = _recomputing(HOOK)
     if plan is None:
         return _Point(rule, 0, 0.0)
     steps = [step._replace(reason="costly") if step.is_costly else step for step in plan.steps]
-    least = solve(steps, plan.facts, plan.saves, plan.stale, (), PRICE)
+    least = solve(steps, plan.facts, plan.saves, plan.overwritten, (), PRICE)
     return _Point(rule, least.kept_nbytes, sum(steps[index].seconds for index in least.rerun))
 
 
-def _further(plan: Plan | None, via: str, how: str, others: Sequence[_Point]) -> Iterator[Candidate]:
+def _further(plan: SavePlan | None, via: str, how: str, others: Sequence[_Point]) -> Iterator[Candidate]:
     """The points of the frontier, or the most telling ones of it, that are unlike those that there are."""
     if plan is None:
         return

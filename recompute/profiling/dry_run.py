@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from recompute import counters
 from recompute.counters import Clock, MemoryTrace
 from recompute.profiling.model_run import Loss, arguments_of, left_as_it_was, roots, sources_of
-from recompute.profiling.step_trace import StepSpans, trace_step
+from recompute.profiling.step_trace import StepTrace, trace_step
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of parameters: ``functools.partial(torch.optim.AdamW, fused=True)``, say."""
@@ -31,7 +31,7 @@ def static_nbytes(model: nn.Module, optimizer: Optimizer, batch: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """A model, a batch for it and an optimizer that changes nothing, to run as many training steps as one likes."""
 
     model: nn.Module
@@ -39,7 +39,7 @@ class Rehearsal:
     kwargs: dict[str, Any]
     loss: Loss | None
     optimizer: Optimizer
-    is_imagined: ClassVar[bool] = False
+    is_calculated: ClassVar[bool] = False
     """Whether time is calculated, so that counting bytes does not disturb it, and it is the same in every step."""
 
     @property
@@ -73,7 +73,7 @@ class Rehearsal:
 
     def step(
         self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
-    ) -> StepSpans:
+    ) -> StepTrace:
         """One training step, as ``trace_step`` runs and measures it; no gradients are left."""
         try:
             return trace_step(self.forward, self.optimizer, regions, memory=memory, clock=clock)
@@ -88,9 +88,9 @@ def nbytes_of(values: Any) -> int:
 
 
 @contextmanager
-def rehearsal(
+def dry_run(
     model: nn.Module, batch: Any, *, loss: Loss | None = None, optimizer: OptimizerFactory | None = None
-) -> Iterator[Rehearsal]:
+) -> Iterator[DryRun]:
     """A ``with`` block in which ``model`` trains on ``batch``, and its weights stay as they are.
 
     The optimizer gets a learning rate of 0 and gradients of zero. At the end the model with its gradients, buffers,
@@ -112,4 +112,4 @@ def rehearsal(
         for group in made.param_groups:
             rate = group.get("lr", 0.0)
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        yield Rehearsal(model, args, kwargs, loss, made)
+        yield DryRun(model, args, kwargs, loss, made)

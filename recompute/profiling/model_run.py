@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recompute.engine.checkpoint.arguments import map_leaves, snapshot
 from recompute.engine.checkpoint.module_state import Learned, ModuleState
-from recompute.engine.checkpoint.reach import sources_behind
+from recompute.engine.checkpoint.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 from recompute.errors import MutationError
 
@@ -22,7 +22,7 @@ def sources_of(model: nn.Module, batch: Any) -> list[Any]:
     """What the model may draw random numbers from, besides the default generators of torch, Python and NumPy."""
     reached: list[Any] = [*model.modules()]
     map_leaves(reached.append, dict(batch) if isinstance(batch, Mapping) else batch)
-    return sources_behind(reached)
+    return find_generators(reached)
 
 
 def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, dict[str, Any]]:

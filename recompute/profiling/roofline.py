@@ -14,25 +14,25 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.attach.entries import module_entries
+from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
 from recompute.engine.cut.ops import Kind, facts, work
+from recompute.estimation.build_model import without_packing
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.gpus import Gpu, find_gpu
-from recompute.estimation.models import without_packing
 from recompute.estimation.simulation import fake_mode
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
 from recompute.estimation.workspaces import WORKSPACE_NBYTES
 from recompute.profiling.cost_table import Profile
-from recompute.profiling.dry_run import OptimizerFactory, Rehearsal, nbytes_of
-from recompute.profiling.measuring import Progress, measured
+from recompute.profiling.dry_run import DryRun, OptimizerFactory, nbytes_of
+from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, arguments_of, named
+from recompute.profiling.repeated_layers import continued, representative, shortened
 from recompute.profiling.shards import Shards
-from recompute.profiling.shortening import continued, representative, shortened
-from recompute.profiling.step_trace import StepSpans
+from recompute.profiling.step_trace import StepTrace
 
 _OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85  # what large GEMMs and large copies reach of them: 690 to 790 TFLOP/s on an H200
 
@@ -76,8 +76,8 @@ def roofline(
         trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
         shards = Shards.of(fake, sharding, devices)
         costs = _optimizer_costs(optimizer or AdamW, partial(shards.updated, trained), gpu)
-        idle: Any = _Idle(trained)
-        run = _Imagined(fake, args, kwargs, loss, idle, gpu, shards.share)
+        idle: Any = _NoOptimizer(trained)
+        run = _FakeDryRun(fake, args, kwargs, loss, idle, gpu, shards.share)
         static_nbytes = shards.parameter_nbytes + nbytes_of([*fake.buffers(), args, kwargs]) + costs.state_nbytes
         table = _table(run, match, kernels, progress)
     table["regions"] = shards.with_buffers(table["regions"])
@@ -101,21 +101,19 @@ def _where(gpu: Gpu, sharding: str, devices: int) -> str:
     return f"calculated for {of}"
 
 
-def _table(
-    run: Rehearsal, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None
-) -> dict[str, Any]:
+def _table(run: DryRun, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None) -> dict[str, Any]:
     """The fields of a profile that steps tell, from few of the layers that are alike."""
     if progress is not None:
         progress("looking for layers that are alike", 0, 0)
     repeated = representative(run, match)
     layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
     with shortened(repeated):
-        table = measured(run, match, kernels, 1, progress)
+        table = measure_regions(run, match, kernels, 1, progress)
     return {**table, "places": tuple(continued(table["places"], repeated, layers))}
 
 
 @dataclass
-class _Idle:
+class _NoOptimizer:
     """In the place of an optimizer, whose step is looked at apart."""
 
     parameters: list[nn.Parameter]
@@ -133,13 +131,13 @@ class _Idle:
 
 
 @dataclass(frozen=True)
-class _Imagined(Rehearsal):
+class _FakeDryRun(DryRun):
     """Steps on fake CPU tensors that stand for CUDA's."""
 
     figures: Gpu
     share: Callable[[int], int] | None
     """As in ``Shards``."""
-    is_imagined = True
+    is_calculated = True
 
     @property
     def via(self) -> str:
@@ -161,7 +159,7 @@ class _Imagined(Rehearsal):
 
     def step(
         self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
-    ) -> StepSpans:
+    ) -> StepTrace:
         with ExitStack() as stack:
             if self.share is not None and isinstance(memory, StorageTrace):
                 stack.enter_context(_reduced(self.optimizer.param_groups[0]["params"], memory, self.share))
@@ -192,7 +190,7 @@ class _RooflineClock(Clock):
 
     def __init__(self, figures: Gpu) -> None:
         super().__init__()
-        self._mode = _Mode(figures)
+        self._mode = _TimingMode(figures)
 
     def __enter__(self) -> Clock:
         self._mode.__enter__()
@@ -205,7 +203,7 @@ class _RooflineClock(Clock):
         self._mode.__exit__(*error)
 
 
-class _Mode(TorchDispatchMode):
+class _TimingMode(TorchDispatchMode):
     def __init__(self, figures: Gpu) -> None:
         super().__init__()
         self.seconds = 0.0

@@ -11,9 +11,9 @@ from torch import nn
 from recompute.estimation.module_tracker import parameter_shapes
 from recompute.estimation.static_memory import (
     SHARDINGS,
-    Buffer,
+    DtypeRecipe,
+    ExtraBuffer,
     OptimizerKind,
-    Recipe,
     shard_shapes,
     share_of,
     static_nbytes,
@@ -27,7 +27,7 @@ class Shards:
     """The parameters of a model, as one device holds them. Bytes are of the dtype that they have."""
 
     parameter_nbytes: int
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[ExtraBuffer, ...]
     """What is gathered and reduced in."""
     shapes: tuple[tuple[int, ...], ...] | None
     """Of what the device's optimizer updates; None: the parameters themselves."""
@@ -42,7 +42,11 @@ class Shards:
         size = next(model.parameters()).element_size()
         shapes, kind = parameter_shapes(model), SHARDINGS[sharding]
         found = static_nbytes(
-            shapes, recipe=Recipe(size, size, 0, size), optimizer=OptimizerKind(0), sharding=sharding, devices=devices
+            shapes,
+            recipe=DtypeRecipe(size, size, 0, size),
+            optimizer=OptimizerKind(0),
+            sharding=sharding,
+            devices=devices,
         )
         return Shards(
             found.parameters,

@@ -21,11 +21,11 @@ Forward = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """What a region costs in one step, or what runs before the first one (path "") or after the last one ("").
 
     In forward it lasts until the next region begins; in backward, from where the region after it has the gradient of
-    its input. Bytes are as in ``profile_table``: ``held_nbytes`` counts its output, if that is held, and not its input.
+    its input. Bytes are as in ``cost_table``: ``held_nbytes`` counts its output, if that is held, and not its input.
     """
 
     path: str
@@ -37,7 +37,7 @@ class Part:
     gradient_nbytes: int = 0
     """Left behind by its backward."""
 
-    def slowed(self, factor: float) -> Part:
+    def slowed(self, factor: float) -> StepPart:
         """The same in ``factor`` times the seconds."""
         return replace(
             self, forward_seconds=factor * self.forward_seconds, backward_seconds=factor * self.backward_seconds
@@ -45,10 +45,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class StepSpans:
+class StepTrace:
     """One training step. What was not measured, seconds or bytes, is 0."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     """In the order of forward: what runs before the first region, the regions, what runs after the last one."""
     optimizer_seconds: float
     optimizer_peak_nbytes: int
@@ -68,7 +68,7 @@ def trace_step(
     *,
     memory: MemoryTrace | None = None,
     clock: Clock | None = None,
-) -> StepSpans:
+) -> StepTrace:
     """Run one training step: forward, backward, ``optimizer``'s step, and its gradients set to None.
 
     The optimizer is given gradients of zero: with a learning rate of 0 it changes no parameter, whatever the gradients
@@ -87,7 +87,7 @@ def trace_step(
             "expected at least one region, a module of the model, to tell a step's parts apart; found none"
         )
     regions = regions or {}
-    marks = _Marks(list(regions), memory, clock)
+    marks = _StepTracer(list(regions), memory, clock)
     with ExitStack() as stack:
         for path, module in regions.items():
             handle = module.register_forward_pre_hook(_before(marks, path), with_kwargs=True, prepend=True)
@@ -126,7 +126,7 @@ class _Span(NamedTuple):
 
 
 @dataclass
-class _Marks:
+class _StepTracer:
     """The marks set so far, and whose turn it is."""
 
     paths: list[str]
@@ -209,16 +209,16 @@ class _Marks:
         for handle in self.handles:
             handle.remove()
 
-    def summary(self) -> StepSpans:
+    def summary(self) -> StepTrace:
         count = self.last + 1
         seconds = self._seconds(count)
         parts = []
         bytes_of, left = self._nbytes(count)
         for number, path in enumerate(["", *self.order, ""][:count]):
-            parts.append(Part(path, seconds["forward", number], seconds["backward", number], *bytes_of[number]))
+            parts.append(StepPart(path, seconds["forward", number], seconds["backward", number], *bytes_of[number]))
         step = max((peak for span, _, peak in self._alive() if span.phase == "optimizer"), default=0)
         peak = self.memory.peak_nbytes if self.memory is not None else 0
-        return StepSpans(tuple(parts), seconds["optimizer", 0], max(0, step - left), peak)
+        return StepTrace(tuple(parts), seconds["optimizer", 0], max(0, step - left), peak)
 
     def _seconds(self, count: int) -> dict[tuple[str, int], float]:
         found = {(phase, number): 0.0 for phase in ("forward", "backward", "optimizer") for number in range(count)}
@@ -261,11 +261,11 @@ class _Marks:
         return found[::-1], gradients
 
 
-def _before(marks: _Marks, path: str) -> Callable[..., None]:
+def _before(marks: _StepTracer, path: str) -> Callable[..., None]:
     return lambda module, args, kwargs: marks.begin_region(path, (args, kwargs))
 
 
-def _after(marks: _Marks, path: str) -> Callable[..., None]:
+def _after(marks: _StepTracer, path: str) -> Callable[..., None]:
     return lambda module, args, kwargs, output: marks.end_region(path, output)
 
 

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recompute.engine.checkpoint.region import is_recording
 from recompute.engine.recipes import local, open_book
-from recompute.engine.saved_tensors import Owner, is_under_a_checkpoint
+from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.scopes import is_recording
 
 Compute = Callable[[Tensor], Any]
 """Of a tensor of rows, what a module or the kernels in its place give."""
@@ -50,10 +50,10 @@ class Account(NamedTuple):
 
 
 class Accounts:
-    """Counts what kernels hold and what the module's own code would, for the owner of a runner."""
+    """Counts what kernels hold and what the module's own code would, for the statistics of a runner."""
 
-    def __init__(self, owner: Owner):
-        self._owner = owner
+    def __init__(self, statistics: RegionStatistics):
+        self._statistics = statistics
         self._known: dict[Hashable, Account | None] = {}
 
     def add(
@@ -84,8 +84,8 @@ class Accounts:
 
     def add_run(self) -> None:
         """Count a run of kernels that hold what the module's own code would."""
-        if _is_new() and not local.spans:
-            self._owner.frames += 1
+        if _is_new() and not local.active_frames:
+            self._statistics.frames += 1
 
     def add_known(self, x: Tensor, kernels: Held, eager: Held) -> None:
         """As ``add``, where it is known what is held."""
@@ -99,12 +99,12 @@ class Accounts:
         if book is not None and book.is_given_to_a_kernel(x, is_eager=account.eager.holds_input):
             nbytes = 0  # whoever gave it counts it
         kept_nbytes = account.kernels.of(rows, nbytes)
-        self._owner.eager_nbytes += account.eager.of(rows, nbytes)
-        if local.spans:  # a tape or a checkpoint around counts what is saved, in both ways
-            self._owner.eager_nbytes -= kept_nbytes
+        self._statistics.eager_nbytes += account.eager.of(rows, nbytes)
+        if local.active_frames:  # a tape or a checkpoint around counts what is saved, in both ways
+            self._statistics.eager_nbytes -= kept_nbytes
         else:
-            self._owner.kept_nbytes += kept_nbytes
-            self._owner.frames += is_frame
+            self._statistics.kept_nbytes += kept_nbytes
+            self._statistics.frames += is_frame
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -115,7 +115,9 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 def _is_new() -> bool:
     """Whether autograd records something, and not for the second time, as a checkpoint has it do."""
     is_eager = not torch.compiler.is_compiling() and is_recording() and not local.regenerating
-    return is_eager and (bool(local.spans) or not is_under_a_checkpoint())  # torch's, which does not say which time
+    return is_eager and (
+        bool(local.active_frames) or not is_inside_checkpoint()
+    )  # torch's, which does not say which time
 
 
 _accounts: dict[Hashable, Account | None] = {}

@@ -17,13 +17,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from recompute.compiled.runner import Forward, Runner
+from recompute.compiled.runner import Forward, Runner, is_active
 from recompute.compiled.under_torch_compile import CompiledRegion, is_compiling_training
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.engine.checkpoint.region import is_recording
+from recompute.engine.dtensors import has_layout
 from recompute.engine.recipes import is_fake, local, open_book
-from recompute.engine.saved_tensors import Owner, PassingBy, is_under_a_checkpoint
-from recompute.engine.sharded import has_layout
+from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.scopes import BypassScope
 from recompute.errors import warn
 from recompute.substitution.accounts import Accounts, Held
 from recompute.substitution.lazy_tensors import Activated, Linears, Logits, LossObserver, Normed, Operands
@@ -37,7 +37,7 @@ _NOTHING = nullcontext()
 class KernelRunner(Runner, ABC):
     """A kernel stands in, also without gradients: training and inference then compute the same function."""
 
-    owner: Owner
+    statistics: RegionStatistics
     fallback: Runner | None
     """Runs instead where the input is not on CUDA; None: the kernel's reference does."""
     note: str = field(init=False)
@@ -49,7 +49,7 @@ class KernelRunner(Runner, ABC):
     """Whether kernels may stand in for modules inside, too."""
 
     def __post_init__(self) -> None:
-        self.accounts = Accounts(self.owner)
+        self.accounts = Accounts(self.statistics)
         self.note = f"kernel: {self._what()}"
         if self.fallback is not None:
             self.note += f" on CUDA, else {self.fallback.note}"
@@ -74,7 +74,7 @@ class KernelRunner(Runner, ABC):
             if self.compiled_region is not None and is_compiling_training(module):
                 return self.compiled_region.run(self.run_kernel, (module, forward, args, kwargs), {})
             if not is_compiling:
-                self.owner.outside = []
+                self.statistics.dropped_outputs = []
             return self.run_kernel(module, forward, args, kwargs)
         return self.fallback.run(module, forward, args, kwargs)
 
@@ -84,13 +84,13 @@ class KernelRunner(Runner, ABC):
         """On DTensors, whose layout over the ranks no kernel knows: as without kernels."""
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
-        name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
+        name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
         warn(f"{name} is given DTensors, which no kernel takes: it runs as it is written.")
         return forward(*args, **kwargs)
 
     def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        return first is not None and (first.is_cuda or local.imagines_cuda)
+        return first is not None and (first.is_cuda or local.simulates_cuda)
 
 
 @dataclass
@@ -109,7 +109,7 @@ class KernelNormRunner(KernelRunner):
             return forward(*args, **kwargs)  # broadcast, which the kernel does not do
         eps, casting = self.norm.eps, self.norm.casting
         self.accounts.add((base_of(module),), x, [weight], lambda x: rms_norm(x, weight, eps, casting), forward)
-        with _Owned(self.owner):
+        with _CreditedTo(self.statistics):
             return rms_norm(x, weight, eps, casting)
 
 
@@ -135,7 +135,7 @@ class KernelMLPRunner(KernelRunner):
             return gated_mlp(x, *weights, activation, **biases)
 
         self.accounts.add((base_of(module), activation), x, [*weights, *biases.values()], run, forward)
-        with _Owned(self.owner):
+        with _CreditedTo(self.statistics):
             return run(x)
 
 
@@ -204,7 +204,7 @@ class KernelLayerRunner(KernelRunner):
             return self._run(module, forward, args, kwargs)
         before = book.entered
         is_given = isinstance(args[0] if args else None, Tensor) and book.knows(args[0])
-        with _NOTHING if self._records or is_given or not args else PassingBy():
+        with _NOTHING if self._records or is_given or not args else BypassScope():
             result = self._run(module, forward, args, kwargs)
         self._records = book.entered > before
         return result
@@ -216,7 +216,7 @@ class KernelLayerRunner(KernelRunner):
             return forward(*args, **kwargs)
         weight, mlp_weight = weights
         # What is run again must save what it saved: there nothing is learned in between.
-        linears = Linears() if is_under_a_checkpoint() else self._linears
+        linears = Linears() if is_inside_checkpoint() else self._linears
         normed = self._normed(x, weight, linears)
         attended = attend(_child(module, self.layer.attention), normed)
         linears.learn(normed)
@@ -234,7 +234,7 @@ class KernelLayerRunner(KernelRunner):
 
         def normalized() -> Tensor:
             self.accounts.add(self._kinds[:1], x, [weight], normalize, self._as_written(0), is_frame=False)
-            with _Owned(self.owner):
+            with _CreditedTo(self.statistics):
                 return normalize(x)
 
         def together(x: Tensor, linears: list[Operands]) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -271,7 +271,7 @@ class KernelLayerRunner(KernelRunner):
                 lambda x: sum_and_norm(x, x),
                 lambda x: (h := x + x, self._as_written(1)(h)),
             )
-            with _Owned(self.owner):
+            with _CreditedTo(self.statistics):
                 y, h = sum_and_norm(attended, stream)
             return h + mlp(y)
         activation = self.mlp.activation
@@ -287,7 +287,7 @@ class KernelLayerRunner(KernelRunner):
             lambda x: run(x, x),
             lambda x: (h := x + x) + self._as_written(2)(self._as_written(1)(h)),
         )
-        with _Owned(self.owner):
+        with _CreditedTo(self.statistics):
             return run(attended, stream)
 
     def _as_written(self, part: int) -> Callable[[Tensor], Tensor]:
@@ -331,7 +331,7 @@ class KernelRotaryRunner(KernelRunner):
         return True  # the function asks where its queries are
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        with _Owned(self.owner):
+        with _CreditedTo(self.statistics):
             output = self.rotary.bind(module, forward)(*args, **kwargs)
         self.accounts.add_run()
         return output
@@ -350,9 +350,9 @@ class KernelActivationRunner(KernelRunner):
         from recompute.kernels.swiglu import geglu, swiglu
 
         gate = _only_argument(args, kwargs)
-        if not (module.training and is_recording()) or torch.compiler.is_compiling():  # whose code fuses what it can
+        if not is_active(module) or torch.compiler.is_compiling():  # whose code fuses what it can
             return forward(*args, **kwargs)
-        owner, activation = self.owner, self.activation
+        statistics, activation = self.statistics, self.activation
 
         def run(gate: Tensor, up: Tensor) -> Tensor:
             return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _APPROXIMATE[activation])
@@ -361,7 +361,7 @@ class KernelActivationRunner(KernelRunner):
             self.accounts.add(
                 (base_of(module),), gate, [], lambda x: run(x, x.clone()), lambda x: forward(x) * x.clone()
             )
-            with _Owned(owner):
+            with _CreditedTo(statistics):
                 return run(gate, up)
 
         return Activated.of(gate, lambda: forward(*args, **kwargs), product)
@@ -383,11 +383,9 @@ class KernelHeadRunner(KernelRunner):
         from recompute.kernels.linears import autocast
 
         if is_compiling_training(module):
-            _warn_of_logits(self.owner.name)
+            _warn_of_logits(self.statistics.name)
             return forward(*args, **kwargs)
-        if not (module.training and is_recording()) or not is_plain_linear(module):
-            return forward(*args, **kwargs)
-        if is_fake() and not local.imagines_cuda:
+        if not is_active(module) or (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         assert isinstance(module, nn.Linear)
         x = _only_argument(args, kwargs)
@@ -423,21 +421,21 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-class _Owned:
-    """Recipes recorded inside are of ``owner``."""
+class _CreditedTo:
+    """Recipes recorded inside are of ``statistics``."""
 
-    __slots__ = ("_outer", "_owner")
+    __slots__ = ("_outer", "_statistics")
 
-    def __init__(self, owner: Owner):
-        self._owner = owner
+    def __init__(self, statistics: RegionStatistics):
+        self._statistics = statistics
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():  # which records nothing
-            self._outer, local.owner = local.owner, self._owner
+            self._outer, local.statistics = local.statistics, self._statistics
 
     def __exit__(self, *error: object) -> None:
         if not torch.compiler.is_compiling():
-            local.owner = self._outer
+            local.statistics = self._outer
 
 
 def kernel_of(runner: Runner | None) -> KernelRunner | None:

@@ -148,7 +148,7 @@ def _stand_in(original: Any, rotation: _Rotation, on_cuda_only: bool) -> Callabl
         from recompute.kernels.rope import rope
 
         takes_width = rotation.is_partial or cos.shape[-1] == q.shape[-1]
-        if takes_width and (q.is_cuda or local.imagines_cuda or not on_cuda_only) and _is_as_written(original):
+        if takes_width and (q.is_cuda or local.simulates_cuda or not on_cuda_only) and _is_as_written(original):
             try:
                 return rope(q, k, cos, sin, *args, **kwargs)
             except KernelError:

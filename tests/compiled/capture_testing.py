@@ -198,20 +198,20 @@ class counting:
     def __enter__(self) -> Callable[[], int]:
         from recompute.compiled import captured_function
 
-        self._run = run = captured_function.Frame.run
+        self._run = run = captured_function.CapturedFrame.run
         self._count = 0
 
         def counted(frame: Any) -> Any:
             self._count += 1
             return run(frame)
 
-        captured_function.Frame.run = counted  # type: ignore[method-assign]
+        captured_function.CapturedFrame.run = counted  # type: ignore[method-assign]
         return lambda: self._count
 
     def __exit__(self, *error: object) -> None:
         from recompute.compiled import captured_function
 
-        captured_function.Frame.run = self._run  # type: ignore[method-assign]
+        captured_function.CapturedFrame.run = self._run  # type: ignore[method-assign]
 
 
 def observed(module: nn.Module, step: Step) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import recompute
 from recompute.attach.runners import region_in
-from recompute.compiled.captured_function import Frame
-from recompute.compiled.captured_region import SHARED, TRIES, CapturedRegion
+from recompute.compiled.captured_function import CapturedFrame
+from recompute.compiled.captured_graph import MAX_FAILURES
+from recompute.compiled.captured_region import MAX_SHARED_GRAPHS, CapturedRegion
 
 SIZE = 4
 SETTLING = 6
@@ -206,10 +207,12 @@ def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_co
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs: list[str] = []
-    replay = Frame._replay
-    monkeypatch.setattr(Frame, "_replay", lambda self, *given: runs.append(self.owner.name) or replay(self, *given))
-    pair = Pair(Model([Affine() for _ in range(SHARED + 1)]), "Affine")
+    replay = CapturedFrame._replay
+    monkeypatch.setattr(
+        CapturedFrame, "_replay", lambda self, *given: runs.append(self.statistics.name) or replay(self, *given)
+    )
+    pair = Pair(Model([Affine() for _ in range(MAX_SHARED_GRAPHS + 1)]), "Affine")
     for seed in range(16):
         pair.step(transposed, seed=seed)
     assert all(region.is_captured for region in pair.regions)
-    assert len(runs) == TRIES
+    assert len(runs) == MAX_FAILURES

@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from capture_testing import SIZE, Around, Layers, Twins, body, captured_twins, rule, tokens, train
 from torch import Tensor, nn
 
-from recompute.compiled import captured_region as compiled_region
+from recompute.compiled import captured_graph, captured_region
 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The graphs that torch's frontend takes."""
     graphs: list[Any] = []
-    compile_graph = compiled_region.Graphs._compile
+    compile_graph = captured_graph.GuardedGraphs._compile
 
     def count(self: Any, module: Any, given: Any) -> Any:
         graphs.append(module)
         return compile_graph(self, module, given)
 
-    monkeypatch.setattr(compiled_region.Graphs, "_compile", count)
+    monkeypatch.setattr(captured_graph.GuardedGraphs, "_compile", count)
     return graphs
 
 
@@ -39,7 +39,7 @@ def test_equal_layers_are_traced_once_and_share_a_program(traced: list[Any]) -> 
 
 def test_a_region_is_not_captured_before_it_has_settled(traced: list[Any]) -> None:
     twins, step = Twins(Around(nn.GELU(), before=nn.Linear(SIZE, SIZE))), train(tokens())
-    for _ in range(compiled_region.SETTLED - 1):
+    for _ in range(captured_region.WARMUP_FRAMES - 1):
         twins.step(step)
     assert traced == []
     assert "captured" not in twins.handle.explain()
@@ -62,9 +62,9 @@ def test_guards_that_always_fail_are_not_traced_for_ever(traced: list[Any]) -> N
         return F.gelu(self.lin(x)) * self.count
 
     twins, step = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE), count=0))), train(tokens())
-    for _ in range(compiled_region.MISSES + 20):
+    for _ in range(captured_region.MAX_MISSES + 20):
         twins.step(step)
-    assert len(traced) <= compiled_region.SHARED + compiled_region.MOST
+    assert len(traced) <= captured_region.MAX_SHARED_GRAPHS + captured_region.MAX_GRAPHS
     count = len(traced)
     for _ in range(20):
         twins.step(step)
@@ -78,7 +78,7 @@ def test_shapes_that_always_differ_are_not_traced_for_ever(traced: list[Any]) ->
     for rows in range(2, 40):
         for _ in range(2):
             twins.step(train(tokens(rows, SIZE)))
-    assert len(traced) <= compiled_region.SHARED + compiled_region.MOST
+    assert len(traced) <= captured_region.MAX_SHARED_GRAPHS + captured_region.MAX_GRAPHS
 
 
 def test_two_shapes_in_turn_are_both_captured() -> None:

@@ -288,7 +288,7 @@ def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) 
 
 
 def test_a_weight_that_regions_share(x: Tensor) -> None:
-    class Shared(nn.Module):
+    class CaptureCache(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inside = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()) for _ in range(2))
@@ -299,7 +299,7 @@ def test_a_weight_that_regions_share(x: Tensor) -> None:
             y = F.linear(self.inside[0](F.linear(x, weight)) * 2, weight)
             return F.linear(self.inside[1](y) + y, weight)
 
-    Twins(Shared(), rule("inside.*")).settle(train(x))
+    Twins(CaptureCache(), rule("inside.*")).settle(train(x))
 
 
 def test_a_weight_that_is_used_several_times_in_one(x: Tensor) -> None:

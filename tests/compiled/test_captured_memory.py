@@ -30,25 +30,26 @@ def mlp() -> nn.Module:
 def watched() -> Iterator[list[StorageWeakRef]]:
     """References to all that frames keep of what they have made."""
     found: list[StorageWeakRef] = []
-    run = captured_function.Frame.run
+    run = captured_function.CapturedFrame.run
 
     def watch(frame: Any) -> Any:
         outputs = run(frame)
         found.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in frame._kept)
         return outputs
 
-    captured_function.Frame.run = watch  # type: ignore[method-assign]
+    captured_function.CapturedFrame.run = watch  # type: ignore[method-assign]
     gc.collect()
     gc.disable()
     try:
         yield found
     finally:
         gc.enable()
-        captured_function.Frame.run = run  # type: ignore[method-assign]
+        captured_function.CapturedFrame.run = run  # type: ignore[method-assign]
 
 
 def frames_alive() -> int:
-    return sum(isinstance(each, (captured_function.Frame, captured_function._Outputs)) for each in gc.get_objects())
+    kinds = captured_function.CapturedFrame, captured_function._Outputs
+    return sum(isinstance(each, kinds) for each in gc.get_objects())
 
 
 def alive(references: list[StorageWeakRef]) -> int:

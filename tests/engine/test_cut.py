@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import compress, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
@@ -332,7 +332,6 @@ def cost(
     return nbytes + Fraction(price) * sum(Fraction(ops[index].seconds) for index in rerun)
 
 
-@settings(max_examples=500, deadline=None)
 @given(tables(), EXACT_PRICES)
 def test_no_choice_is_cheaper_nor_as_cheap_with_other_ops(table: Tables, price: float) -> None:
     values, ops = table
@@ -353,7 +352,6 @@ def test_no_choice_is_cheaper_nor_as_cheap_with_other_ops(table: Tables, price: 
     }
 
 
-@settings(deadline=None)
 @given(tables(), st.floats(0, 1e12))
 def test_any_price_is_right_to_a_millionth_of_a_byte_an_op(table: Tables, price: float) -> None:
     values, ops = table
@@ -362,7 +360,6 @@ def test_any_price_is_right_to_a_millionth_of_a_byte_an_op(table: Tables, price:
         assert costs[minimum_cut(values, ops, price).rerun] - min(costs.values()) <= Fraction(len(ops), 10**6)
 
 
-@settings(deadline=None)
 @given(tables())
 def test_the_error_names_just_the_values_that_cannot_be_had(table: Tables) -> None:
     values, ops = table
@@ -377,7 +374,6 @@ def test_the_error_names_just_the_values_that_cannot_be_had(table: Tables) -> No
         minimum_cut(values, ops, 1.0)
 
 
-@settings(deadline=None)
 @given(tables(), st.lists(st.floats(0, 1e20) | EXACT_PRICES, min_size=2, max_size=2))
 def test_a_higher_price_runs_no_other_op_again(table: Tables, prices: list[float]) -> None:
     values, ops = table

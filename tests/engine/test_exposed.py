@@ -19,7 +19,7 @@ from engine_testing import holding
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.tape import exposed
+from recompute.engine.tape import exposed_memory
 
 SIZE = 8
 
@@ -318,7 +318,7 @@ def test_what_was_handed_out_is_forgotten_when_it_dies() -> None:
     region = recompute.recompute(body)
     for _ in range(2000):
         region(torch.ones(SIZE, requires_grad=True))
-    assert len(exposed._exposed) <= 600
+    assert len(exposed_memory._exposed) <= 600
 
 
 def test_methods_are_wrapped_only_once_a_region_is_made_and_go_on_as_before() -> None:

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import assert_same, tokens
+from engine_testing import (
+    Boom,
+    assert_same,
+    tokens,
+)
+from tiers import by_default
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -23,10 +28,6 @@ RULES = {
     "checkpoint": {"action": "checkpoint"},
     "checkpoint but gemms": {"action": "checkpoint", "keep": "gemm"},
 }
-
-
-class Boom(Exception):
-    pass
 
 
 class Faults:
@@ -149,11 +150,12 @@ class Trial:
         return {str(index): value.detach().clone() for index, value in enumerate(values)}
 
 
+@pytest.mark.parametrize("at_all_points", by_default({"some points": False, "all points": True}, "some points"))
 @pytest.mark.parametrize("points", POINTS, ids=lambda points: points.__name__)
 @pytest.mark.parametrize("frames", [0, 1], ids=["in the first frame", "in the second frame"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_step_is_right(
-    rule: dict[str, Any], frames: int, points: Any
+    rule: dict[str, Any], frames: int, points: Any, at_all_points: bool
 ) -> None:
     trial = Trial()
     expected = trial.step()
@@ -164,7 +166,8 @@ def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_
             trial.step()
         trial.step(points(count))
     assert count.passed > 0
-    for at in range(1, count.passed + 1):
+    first_middle_last = sorted({1, (1 + count.passed) // 2, count.passed})
+    for at in range(1, count.passed + 1) if at_all_points else first_middle_last:
         with recompute.apply(trial.model, {"rules": [{"match": "*", **rule}]}):
             for _ in range(frames):
                 trial.step()
@@ -172,7 +175,7 @@ def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_
             with pytest.raises(Boom):
                 trial.step(points(faults))
             assert saved_tensors.top_hooks() is None
-            assert (recipes.local.books, recipes.local.spans, recipes.local.regenerating) == ([], [], 0)
+            assert (recipes.local.books, recipes.local.active_frames, recipes.local.regenerating) == ([], [], 0)
             assert _get_current_dispatch_mode_stack() == []
             assert torch.is_grad_enabled()
             assert_same(trial.step(), expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_cut import ATTENTION, INTER, ROWS, H, K, Table, Tables, choices, cost, decoder_layer, tables
 
@@ -113,7 +113,6 @@ def slope(left: tuple[int, float], right: tuple[int, float]) -> float:
     return (left[0] - right[0]) / (right[1] - left[1])
 
 
-@settings(max_examples=300, deadline=None)
 @given(tables())
 def test_the_corners_are_those_of_all_choices(table: Tables) -> None:
     values, ops = table
@@ -123,7 +122,6 @@ def test_the_corners_are_those_of_all_choices(table: Tables) -> None:
     assert [(nbytes_of(table, cut), seconds_of(table, cut)) for _, cut in points] == exact(table)
 
 
-@settings(max_examples=300, deadline=None)
 @given(tables(), st.floats(1e-3, 1e6))
 def test_every_price_has_one_of_the_points_for_its_best(table: Tables, price: float) -> None:
     values, ops = table
@@ -135,7 +133,6 @@ def test_every_price_has_one_of_the_points_for_its_best(table: Tables, price: fl
     assert least - cost(values, ops, price, best.rerun, best.kept) <= max(1e-4, float(least) * 1e-5)
 
 
-@settings(max_examples=300, deadline=None)
 @given(tables())
 def test_a_point_comes_back_at_its_price_and_lower_prices_hold_less(table: Tables) -> None:
     values, ops = table

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recompute
-from recompute.engine import numerics, recipes, saved_tensors
-from recompute.engine.checkpoint import region
+from recompute.engine import numerics, recipes, saved_tensors, scopes
 from recompute.engine.numerics import default_dtype
 
 SIZE = 8
@@ -251,7 +250,7 @@ def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(
     def gradient(scope: bool) -> Tensor:
         torch.manual_seed(0)
         x = torch.randn(SIZE, requires_grad=True)
-        with region.Scope(saved_tensors.Owner("a test")) if scope else nullcontext(), kind():
+        with scopes.RecipeScope(saved_tensors.RegionStatistics("a test")) if scope else nullcontext(), kind():
             y = x.sin()
             if scope:
                 recipes.record(y, torch.sin, x)
@@ -405,9 +404,9 @@ def test_a_default_device_in_force_in_forward_alone(region_of: Callable[[Any], A
 
 @pytest.fixture
 def unwarned() -> Iterator[None]:
-    region._goes_without.cache_clear()
+    scopes._goes_without.cache_clear()
     yield
-    region._goes_without.cache_clear()
+    scopes._goes_without.cache_clear()
 
 
 @pytest.mark.usefixtures("unwarned")

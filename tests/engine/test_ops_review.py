@@ -310,6 +310,7 @@ def _norm() -> Any:
 
 class TestReview:
     @pytest.mark.parametrize("device", ["cpu", GPU])
+    @pytest.mark.slow
     def test_ops_do_what_is_claimed_of_them(self, op_db: list[Any], device: str) -> None:
         review = Review()
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ from numpy.random import rand as numpy_by_name
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.checkpoint.reach import sources_behind
+from recompute.engine.checkpoint.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 
 OWN_RANDOM = random.Random(1)
@@ -353,7 +353,7 @@ def test_the_search_for_generators_runs_no_code_and_ends() -> None:
     def function() -> Any:
         return trap.touched, trap.again(), trap.me, function()
 
-    assert sources_behind([function]) == [OWN_RANDOM]
+    assert find_generators([function]) == [OWN_RANDOM]
 
 
 def test_a_generator_of_the_operating_system_is_no_reason_to_fail() -> None:

@@ -12,10 +12,17 @@ from engine_testing import ROW_NBYTES, bits, holding, no_garbage_collection, pol
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.checkpoint.region import KeepSpan, Scope
 from recompute.engine.cut.layout import Layout
 from recompute.engine.recipes import OpRecipe, RecipeBook, local, open_book, record
-from recompute.engine.saved_tensors import Foreign, Kept, Owner, fetch, hold, storage_key
+from recompute.engine.saved_tensors import (
+    KeptTensor,
+    PackedByOuterHook,
+    RegionStatistics,
+    fetch,
+    pack_tensor,
+    storage_key,
+)
+from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.errors import MutationError, RegenerationError
 
 
@@ -38,8 +45,8 @@ class Cube:
         return x.pow(3) * scale
 
 
-def scoped(function: Callable[..., Any], *args: Any, owner: Owner | None = None) -> Any:
-    with Scope(owner or Owner("the model")):
+def scoped(function: Callable[..., Any], *args: Any, statistics: RegionStatistics | None = None) -> Any:
+    with RecipeScope(statistics or RegionStatistics("the model")):
         return function(*args)
 
 
@@ -124,7 +131,7 @@ def test_nothing_is_recorded_outside_of_a_scope_or_without_gradients() -> None:
     with torch.no_grad():
         hidden = scoped(cube, x)
     (hidden * x).sum().backward()
-    with Scope(Owner("outer")), torch.no_grad():
+    with RecipeScope(RegionStatistics("outer")), torch.no_grad():
         y = cube(x)
     (y * x).sum().backward()
     assert cube.regenerated == 0
@@ -152,7 +159,7 @@ def test_an_input_of_a_recipe_that_is_mutated_before_backward_is_refused() -> No
     def forward(given: Tensor) -> Tensor:
         return cube(given.detach()).mul(x)
 
-    result = scoped(forward, given, owner=Owner("the model"))
+    result = scoped(forward, given, statistics=RegionStatistics("the model"))
     given.data.add_(0.0)  # no version: nobody sees it, as in plain eager
     with torch.no_grad():
         given.add_(1.0)
@@ -181,17 +188,17 @@ def test_a_recipe_that_gives_back_another_layout_is_refused(what: str) -> None:
 
 
 def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it() -> None:
-    cube, owner, x = Cube(), Owner("the model"), tokens()
-    outer, local.owner = local.owner, owner
+    cube, statistics, x = Cube(), RegionStatistics("the model"), tokens()
+    outer, local.statistics = local.statistics, statistics
     try:
         scoped(cube, x)
-        assert (owner.dropped_tensors, owner.dropped_nbytes) == (0, 0)
+        assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (0, 0)
         result = scoped(lambda x: (y := cube(x)).sin() + y[1:].cos().sum() + y.t().exp().sum(), x)
     finally:
-        local.owner = outer
-    assert (owner.dropped_tensors, owner.dropped_nbytes) == (1, ROW_NBYTES)
+        local.statistics = outer
+    assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (1, ROW_NBYTES)
     result.sum().backward()
-    assert owner.regenerations == 1
+    assert statistics.regenerations == 1
 
 
 def test_values_are_freed_when_the_backward_that_wanted_some_of_them_only_ends() -> None:
@@ -280,7 +287,7 @@ def test_a_keep_span_keeps_what_is_saved_in_it_also_inside_of_a_scope() -> None:
     cube, references = Cube(), []
 
     def forward(x: Tensor) -> Tensor:
-        with KeepSpan():
+        with KeepScope():
             y = cube(x)
             references.append(weak(y))
             return y.sin()
@@ -310,7 +317,7 @@ def test_a_layout_is_all_there_is_to_a_view_but_its_bytes() -> None:
 
 def test_a_kept_tensor_is_itself_until_it_is_mutated() -> None:
     tensor = torch.ones(3)
-    kept = Kept(tensor, "somewhere")
+    kept = KeptTensor(tensor, "somewhere")
     assert kept.get() is tensor
     tensor[1:].zero_()
     with pytest.raises(MutationError, match=r"somewhere.*shape \(3,\).*version 1, expected version 0"):
@@ -325,8 +332,8 @@ def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_th
         return packed[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda text: torch.tensor(eval(text))):
-        held = hold(torch.tensor([1.0, 2.0], requires_grad=True), "somewhere")
-    assert isinstance(held, Foreign)
+        held = pack_tensor(torch.tensor([1.0, 2.0], requires_grad=True), "somewhere")
+    assert isinstance(held, PackedByOuterHook)
     assert packed == ["[1.0, 2.0]"]
     assert fetch(held).tolist() == [1.0, 2.0]
     assert fetch("anything else") == "anything else"
@@ -335,7 +342,7 @@ def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_th
 def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> None:
     book, cube = RecipeBook(), Cube()
     y = torch.ones(4, 4)
-    recipe = OpRecipe(Owner("op"), cube.again, (torch.ones(4, 4), 1.0), name="cube")
+    recipe = OpRecipe(RegionStatistics("op"), cube.again, (torch.ones(4, 4), 1.0), name="cube")
     book.enter(y, recipe, 0)
     assert book.handle(torch.ones(4, 4)) is None
     assert book.handle(y.view(torch.int32)) is None, "other bytes"
@@ -348,7 +355,7 @@ def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> N
 def test_a_book_drops_nothing_that_has_become_an_array() -> None:
     book, cube = RecipeBook(), Cube()
     y = torch.ones(4, 4)
-    book.enter(y, OpRecipe(Owner("op"), cube.again, (torch.ones(4, 4), 1.0), name="cube"), 0)
+    book.enter(y, OpRecipe(RegionStatistics("op"), cube.again, (torch.ones(4, 4), 1.0), name="cube"), 0)
     assert book.handle(y) is not None
     y.numpy()[:] = 2
     assert book.handle(y) is None

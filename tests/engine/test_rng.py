@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import recompute
 from recompute.counters import memory_trace
 from recompute.engine import rng
-from recompute.engine.rng import RngState, is_source
+from recompute.engine.rng import RngState, is_random_source
 
 GENERATOR = torch.Generator()
 
@@ -398,6 +398,6 @@ def test_generators_and_trackers_are_sources_and_nothing_else_is() -> None:
         np.random.rand,
         np.random.default_rng(),
     ):
-        assert is_source(source)
+        assert is_random_source(source)
     for other in (Tracker, Half(), torch.zeros(1), None, nn.Linear(1, 1), torch, random.SystemRandom(), str.upper):
-        assert not is_source(other)
+        assert not is_random_source(other)

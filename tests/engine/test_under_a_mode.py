@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
 from recompute.engine.cut.op_policy import op_policy
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import meaning_of
@@ -72,7 +72,9 @@ def outcome(function: Callable[..., Any], args: Any, kwargs: Any, around: str, t
 
     try:
         result = (
-            TapeRegion(Owner("the sample"), CHEAP_OPS).run(inside, args, kwargs) if tape else inside(*args, **kwargs)
+            TapeRegion(RegionStatistics("the sample"), CHEAP_OPS).run(inside, args, kwargs)
+            if tape
+            else inside(*args, **kwargs)
         )
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         found = [bits(leaf) for leaf in results]

@@ -10,12 +10,13 @@ import models
 import pytest
 import torch
 import transformers
+from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recompute
 from recompute.errors import EstimateError, ModelError, PolicyError
-from recompute.estimation import cuda_semantics, model_study
+from recompute.estimation import cuda_semantics, model_estimator
 from recompute.estimation.estimate_result import Estimate
 
 GIB = 2**30
@@ -134,17 +135,26 @@ def test_small_models_at_long_sequence_and_large_ones_get_different_advice() -> 
     assert large.advice[0].what.startswith("the optimizer's states")
 
 
-@pytest.mark.parametrize("policy", [None, "full", "elementwise", "auto", "kernel", "hook"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "tied"),
+    [
+        ("elementwise", False),
+        ("kernel", True),
+        *slow(*((policy, False) for policy in (None, "full", "auto", "kernel", "hook"))),
+        *slow(*((policy, True) for policy in (None, "full", "elementwise", "auto", "hook"))),
+    ],
+)
 def test_many_layers_from_few_are_all_of_them(policy: str | None, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(num_hidden_layers=26, tie_word_embeddings=tied)
-    monkeypatch.setattr(model_study, "step_of_many", lambda *arguments: pytest.fail("must not be needed"))
-    monkeypatch.setattr(model_study, "find_stack", lambda *arguments: None)
+    monkeypatch.setattr(model_estimator, "extrapolated_step", lambda *arguments: pytest.fail("must not be needed"))
+    monkeypatch.setattr(model_estimator, "find_stack", lambda *arguments: None)
     whole = estimate(config, seq_len=64, policy=policy)
     monkeypatch.undo()
     few = []
-    simulate = model_study.simulate
-    monkeypatch.setattr(model_study, "simulate", lambda *given, **options: few.append(1) or simulate(*given, **options))
+    simulate = model_estimator.simulate
+    monkeypatch.setattr(
+        model_estimator, "simulate", lambda *given, **options: few.append(1) or simulate(*given, **options)
+    )
     assert estimate(config, seq_len=64, policy=policy) == whole
     assert len(few) == 3
 
@@ -158,9 +168,9 @@ def test_many_layers_from_few_are_all_of_them(policy: str | None, tied: bool, mo
 )
 def test_layers_that_differ_are_all_run(config: Any, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    simulate = model_study.simulate
+    simulate = model_estimator.simulate
     monkeypatch.setattr(
-        model_study, "simulate", lambda *given, **options: runs.append(1) or simulate(*given, **options)
+        model_estimator, "simulate", lambda *given, **options: runs.append(1) or simulate(*given, **options)
     )
     estimate(config, seq_len=16, policy=policy)
     assert len(runs) == 1
@@ -263,7 +273,7 @@ def test_modules_are_left_as_they_are_and_may_be_on_meta() -> None:
         assert real == estimate(model.to("meta"), seq_len=32)
     assert not model.training
     assert state.keys() == model.state_dict().keys()
-    assert F.scaled_dot_product_attention is model_study.torch.nn.functional.scaled_dot_product_attention
+    assert F.scaled_dot_product_attention is model_estimator.torch.nn.functional.scaled_dot_product_attention
 
 
 def test_what_a_model_is_described_by(tmp_path: Path) -> None:

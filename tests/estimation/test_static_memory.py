@@ -6,12 +6,12 @@ import pytest
 
 from recompute.errors import EstimateError
 from recompute.estimation.static_memory import (
+    DTYPE_RECIPES,
     OPTIMIZERS,
-    RECIPES,
     ParameterShape,
     StaticBytes,
     check_sharding,
-    chosen,
+    read_option,
     shard_shapes,
     share_of,
     static_nbytes,
@@ -25,7 +25,7 @@ COUNT = 2048 * 512 + 4 * 1024 * 512
 
 def static(dtype: str = "bfloat16", optimizer: str = "adamw", sharding: str = "none", devices: int = 1) -> StaticBytes:
     return static_nbytes(
-        MODEL, recipe=RECIPES[dtype], optimizer=OPTIMIZERS[optimizer], sharding=sharding, devices=devices
+        MODEL, recipe=DTYPE_RECIPES[dtype], optimizer=OPTIMIZERS[optimizer], sharding=sharding, devices=devices
     )
 
 
@@ -83,7 +83,9 @@ def test_the_buffers_that_shardings_add() -> None:
     }
     assert added("fsdp2", "bfloat16-autocast") == added("fsdp2")  # what is gathered is cast first
     large = [ParameterShape((1_000_000, 2_000))]
-    found = static_nbytes(large, recipe=RECIPES["bfloat16"], optimizer=OPTIMIZERS["adamw"], sharding="zero3", devices=8)
+    found = static_nbytes(
+        large, recipe=DTYPE_RECIPES["bfloat16"], optimizer=OPTIMIZERS["adamw"], sharding="zero3", devices=8
+    )
     assert {name: each.nbytes for name, each in found.buffers.items()} == {
         "gathered parameters": 2 * 10**9,
         "reduce bucket": 10**9,
@@ -107,13 +109,13 @@ def test_states_of_optimizers(name: str, states: int) -> None:
 
 def test_states_of_eight_bits_have_a_scale_a_block_and_small_ones_stay_wide() -> None:
     parameters = [ParameterShape((300, 300)), ParameterShape((4095,))]
-    found = static_nbytes(parameters, recipe=RECIPES["bfloat16"], optimizer=OPTIMIZERS["adamw-8bit"])
+    found = static_nbytes(parameters, recipe=DTYPE_RECIPES["bfloat16"], optimizer=OPTIMIZERS["adamw-8bit"])
     assert found.optimizer == 2 * (90_000 + 352 * 4) + 2 * 4 * 4095
 
 
 def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
     parameters = [ParameterShape((100,), trains=False), ParameterShape((10,))]
-    found = static_nbytes(parameters, recipe=RECIPES["float32"], optimizer=OPTIMIZERS["adamw"])
+    found = static_nbytes(parameters, recipe=DTYPE_RECIPES["float32"], optimizer=OPTIMIZERS["adamw"])
     assert (found.parameters, found.gradients, found.optimizer) == (440, 40, 80)
 
 
@@ -142,17 +144,17 @@ def test_shardings_that_there_are_not(sharding: str, devices: int, message: str)
 
 def test_names_are_suggested() -> None:
     with pytest.raises(EstimateError, match=r"optimizer: .* found 'adamv' \(did you mean 'adamw'\?\)"):
-        chosen("optimizer", "adamv", OPTIMIZERS)
+        read_option("optimizer", "adamv", OPTIMIZERS)
 
 
 def test_what_people_call_an_option_is_that_option() -> None:
-    assert [chosen("dtype", name, RECIPES) for name in ("bf16", "FP32", "bf16_mixed", "amp")] == [
+    assert [read_option("dtype", name, DTYPE_RECIPES) for name in ("bf16", "FP32", "bf16_mixed", "amp")] == [
         "bfloat16",
         "float32",
         "bfloat16-mixed",
         "bfloat16-autocast",
     ]
-    assert {chosen("optimizer", name, OPTIMIZERS) for name in ("adam", "AdamW", "adamw_torch")} == {"adamw"}
-    assert {chosen("optimizer", name, OPTIMIZERS) for name in ("adam8bit", "adamw_bnb_8bit")} == {"adamw-8bit"}
+    assert {read_option("optimizer", name, OPTIMIZERS) for name in ("adam", "AdamW", "adamw_torch")} == {"adamw"}
+    assert {read_option("optimizer", name, OPTIMIZERS) for name in ("adam8bit", "adamw_bnb_8bit")} == {"adamw-8bit"}
     assert {check_sharding(name, 2) for name in ("fsdp", "FSDP", "FSDP2", "fsdp-2")} == {"fsdp2"}
     assert {check_sharding(name, 2) for name in ("ZeRO-3", "zero_3", "zero 3")} == {"zero3"}

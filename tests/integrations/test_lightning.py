@@ -20,6 +20,7 @@ from lightning_testing import (
     fitted,
     lightning,
 )
+from tiers import by_default
 from tiny import snapshot
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -35,7 +36,7 @@ LAYERS = {"rules": [{"match": "**.layers.*", "action": "checkpoint"}]}
 OF_MODEL = {"rules": [{"match": "model.layers.*", "action": "checkpoint"}]}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", by_default(["32-true", "bf16-mixed"], "bf16-mixed"))
 def test_memory_falls_and_not_a_bit_changes(precision: Any, tmp_path: Path) -> None:
     plain = fitted(tmp_path, precision=precision)
     for callback in (RecomputeCallback(), RecomputeCallback(LAYERS), RecomputeCallback(OF_MODEL, module="model")):
@@ -72,6 +73,7 @@ def test_manual_optimization(policy: str, tmp_path: Path) -> None:
     assert len(found.records.of("recompute_dropped_nbytes")) == STEPS
 
 
+@pytest.mark.slow
 def test_a_compiled_module_obeys_it_too(tmp_path: Path) -> None:
     def run(*callbacks: Callback) -> Any:
         module = Compiled()
@@ -365,6 +367,7 @@ def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
     assert found == {None: {"kernel: rms_norm"}, False: {"cheap ops run again"}}
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """Under DDP and FSDP2."""
     assert in_two_processes("two_lightnings.py", str(tmp_path)).count("two modules agree") == 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_default
 from tiny import snapshot
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -59,6 +60,9 @@ class MixedArguments(RecomputeArguments, OtherArguments):
     pass
 
 
+each_precision = pytest.mark.parametrize(
+    "precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast")
+)
 WAYS: dict[str, Any] = {
     "callback": lambda policy: {"callbacks": [RecomputeCallback(policy)], "kind": TrainingArguments},
     "arguments": lambda policy: {"kind": RecomputeTrainingArguments, "recompute_policy": policy},
@@ -66,8 +70,8 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "autocast"])
+@pytest.mark.parametrize("way", by_default(list(WAYS), "callback"))
+@each_precision
 def test_memory_falls_and_not_a_bit_changes(way: str, precision: dict[str, Any], tmp_path: Path) -> None:
     plain = trained(tmp_path, **precision)
     options = WAYS[way]("elementwise")
@@ -97,6 +101,7 @@ def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
     assert [entry.keys() for entry in without.state.log_history] == [entry.keys() for entry in plain.state.log_history]
 
 
+@pytest.mark.slow
 def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     plain = trained(tmp_path, **options)
@@ -149,7 +154,7 @@ def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> 
     assert not trainer.model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "autocast"])
+@each_precision
 def test_the_model_is_afterwards_what_it_was(precision: dict[str, Any], tmp_path: Path) -> None:
     llama = model()
     before = {path: kind for path, (kind, _) in snapshot(llama).items()}
@@ -368,7 +373,7 @@ def lora(vocabulary: int = VOCABULARY, **options: Any) -> nn.Module:
     return peft.get_peft_model(llama, peft.LoraConfig(r=4, init_lora_weights=False, **options))
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "autocast"])
+@each_precision
 def test_adapters_train_as_without_under_the_paths_of_the_model(precision: dict[str, Any], tmp_path: Path) -> None:
     plain = trained(tmp_path, of=lora(), **precision)
     found = trained(tmp_path, RecomputeCallback(LAYERS), of=lora(), **precision)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_default, slow
 from torch import nn
 from torch.nn import functional as F
 from trainer_testing import (
@@ -32,8 +33,8 @@ from recompute.substitution.lazy_tensors import Logits
 HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
 
 
-@pytest.mark.parametrize("way", ["callback", "arguments"])
-@pytest.mark.parametrize("policy", ["elementwise", "auto", "none"])
+@pytest.mark.parametrize("way", ["arguments", *slow("callback")])
+@pytest.mark.parametrize("policy", ["auto", *slow("elementwise", "none")])
 def test_the_peak_falls(policy: str, way: str, tmp_path: Path) -> None:
     plain = trained(tmp_path, RecomputeCallback(policy), of=model(MANY))
     options: dict[str, Any] = {}
@@ -85,7 +86,7 @@ class Whole(Trainer):
         return super().compute_loss(model, inputs, *given, **options)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "autocast"])
+@pytest.mark.parametrize("precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast"))
 def test_token_accuracy_is_that_of_the_logits(precision: dict[str, Any], tmp_path: Path) -> None:
     steps = 6
     options = {"max_steps": steps, "logging_steps": 2, "learning_rate": 0.05, **precision}

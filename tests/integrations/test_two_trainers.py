@@ -6,15 +6,17 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from tiers import by_default
 from trainer_testing import in_two_processes
 
 
+@pytest.mark.slow
 def test_ddp(tmp_path: Path) -> None:
     """Losses as without, and one accuracy, of the tokens of both."""
     assert in_two_processes("two_trainers.py", str(tmp_path)).count("two trainers agree") == 2
 
 
-@pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("way", by_default(["fsdp2", "zero2", "zero3"], "fsdp2"))
 def test_sharded(way: str, tmp_path: Path) -> None:
     """Losses and norms of gradients as without, and less held."""
     if way != "fsdp2" and importlib.util.find_spec("deepspeed") is None:

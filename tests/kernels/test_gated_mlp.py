@@ -29,9 +29,9 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from recompute.engine.checkpoint.region import Scope
 from recompute.engine.recipes import local
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import RecipeScope
 from recompute.errors import KernelError
 from recompute.kernels import gated_mlp as gated_mlp_module
 from recompute.kernels.gated_mlp import gated_mlp
@@ -341,11 +341,11 @@ def test_an_input_that_a_norm_gives_is_dropped_and_comes_back(device: str):
     x, norm_weight = make(B, S, H, device=device).requires_grad_(), make(H, seed=7, device=device).requires_grad_()
     weights = make_inputs(False, False, device)[1:]
     results, dropped = [], []
-    for scope in (contextlib.nullcontext(), Scope(Owner("a model"))):
-        before = local.owner.dropped_nbytes
+    for scope in (contextlib.nullcontext(), RecipeScope(RegionStatistics("a model"))):
+        before = local.statistics.dropped_nbytes
         with scope:
             y = ours()(rms_norm(x, norm_weight), *weights)
-        dropped.append(local.owner.dropped_nbytes - before)
+        dropped.append(local.statistics.dropped_nbytes - before)
         results.append(torch.autograd.grad(y.sum(), (x, norm_weight, *weights[:3])))
     assert dropped == [0, x.nbytes]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -30,9 +30,9 @@ from mlp_testing import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.engine.checkpoint.region import Scope
 from recompute.engine.recipes import local
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import RecipeScope
 from recompute.errors import KernelError
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import CASTINGS, rms_norm
@@ -345,11 +345,11 @@ def test_meta_tensors_give_shapes_and_dtypes():
 def test_a_stream_that_comes_back_is_dropped(with_residual: bool, device: str):
     x, residual, norm_weight, *others = make_inputs("plain", device)
     results, dropped = [], []
-    for scope in (contextlib.nullcontext(), Scope(Owner("a model"))):
-        before = local.owner.dropped_nbytes
+    for scope in (contextlib.nullcontext(), RecipeScope(RegionStatistics("a model"))):
+        before = local.statistics.dropped_nbytes
         with scope:
             y = ours()(rms_norm(x, norm_weight), residual if with_residual else None, norm_weight, *others)
-        dropped.append(local.owner.dropped_nbytes - before)
+        dropped.append(local.statistics.dropped_nbytes - before)
         results.append(torch.autograd.grad(y.sum(), (x, norm_weight, *others[:3])))
     assert dropped == [0, 0 if with_residual else x.nbytes]  # of the sum no recipe is known
     assert all(map(torch.equal, *results))

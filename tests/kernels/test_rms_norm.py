@@ -43,7 +43,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Tiles of whole rows, or blocks of the columns of rows that are taken for wide ones."""
     if request.param == "columns":
         for name in ("FORWARD", "BACKWARD"):
-            monkeypatch.setattr(kernels, name, {kernels.WIDE: kernels.Settings(2, 4, 3, name == "BACKWARD")})
+            monkeypatch.setattr(kernels, name, {kernels.WIDE: kernels.TileSettings(2, 4, 3, name == "BACKWARD")})
         monkeypatch.setattr(kernels, "WIDE_BLOCK", 128)
     kernels._tiles.cache_clear()
     yield request.param

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.checkpoint.region import Scope
-from recompute.engine.saved_tensors import Owner
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.scopes import RecipeScope
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.rms_norm import rms_norm
@@ -375,7 +375,7 @@ def test_what_comes_of_a_norm_comes_back_itself(dtype: torch.dtype, device: str)
         return outputs, [StorageWeakRef(x.untyped_storage()) for x in rotated]
 
     expected, _ = attend()
-    with Scope(Owner("attention")):
+    with RecipeScope(RegionStatistics("attention")):
         outputs, storages = attend()
     gc.collect()  # Triton's interpreter leaves its arguments to the garbage collector
     assert [storage.expired() for storage in storages] == [True, False]

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import recompute
 from recompute import load_policy
 from recompute.cli import app
-from recompute.estimation.models import build
-from recompute.planning import frontiers, solver
-from recompute.planning.plan_model import plan
+from recompute.estimation.build_model import build
+from recompute.planning import frontier_report, solver
+from recompute.planning.make_plan import plan
 from recompute.profiling.cost_table import Profile
 
 TINY = "model: {hidden_size: 64, intermediate_size: 172, layers: 4, heads: 4, kv_heads: 2}\n"
@@ -67,10 +67,10 @@ def test_json_is_one_object_alone(table: Path) -> None:
 def test_the_frontier_is_a_table_and_a_plot(table: Path, tmp_path: Path) -> None:
     code, printed, told = run("--profile", table, "--budget", "1600B", "--frontier", "--out", tmp_path / "p.yaml")
     found = plan(tables.transformer(8, capacity=4000), budget=1600, frontier=True)
-    assert (code, printed) == (0, f"{found}\n\n{frontiers.table(found)}\n")
+    assert (code, printed) == (0, f"{found}\n\n{frontier_report.table(found)}\n")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert f"written: {tmp_path / 'p.png'}" in told
-    axes = frontiers.plot(found).axes[0]
+    axes = frontier_report.plot(found).axes[0]
     line = axes.lines[0]
     drawn = [(round(float(x) * 1024), round(float(y))) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
     points = [point.prediction for point in solver.frontier(found.profile)]
@@ -200,7 +200,7 @@ def test_progress_is_told_on_stderr_in_lines(tiny: Path) -> None:
 def test_the_title_fits_into_the_figure() -> None:
     model = "LlamaForCausalLM, 8,030,261,248 parameters, bfloat16 calculated for each of 8 H200 under fsdp2; " * 2
     found = plan(tables.transformer(8).model_copy(update={"model": model}), budget=10_000, frontier=True)
-    figure = frontiers.plot(found)
+    figure = frontier_report.plot(found)
     figure.canvas.draw()
     title, whole = figure.axes[0].title.get_window_extent(), figure.bbox
     assert whole.x0 <= title.x0 <= title.x1 <= whole.x1

@@ -9,9 +9,15 @@ import tables
 
 from recompute.errors import BudgetError
 from recompute.planning import solver
-from recompute.planning.plan_model import plan
-from recompute.planning.plan_verification import Measured, MeasuredPlace, checked, corrected, not_outrun
-from recompute.planning.plans import Plan, policy_of
+from recompute.planning.make_plan import plan
+from recompute.planning.plan import Plan, policy_of
+from recompute.planning.plan_verification import (
+    MeasuredPlace,
+    MeasuredStep,
+    corrected,
+    or_faster_uniform,
+    run_and_replan,
+)
 from recompute.planning.solver import predict
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Profile
@@ -41,21 +47,21 @@ class Machine:
         numbers = [range(len(truth.regions[place.region].choices)) for place in truth.places]
         self.by_rules = {policy_of(truth, assignment).rules: assignment for assignment in product(*numbers)}
 
-    def __call__(self, policy: Policy) -> Measured:
+    def __call__(self, policy: Policy) -> MeasuredStep:
         self.ran.append(policy)
         assignment = self.by_rules[policy.rules]
         prediction = predict(self.truth, assignment)
         places = tuple(
             MeasuredPlace(choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
-            for choice in solver.chosen(self.truth, assignment)
+            for choice in solver.choices_of(self.truth, assignment)
         )
-        return Measured(prediction.peak_nbytes, prediction.step_seconds, places if self.tells_places_apart else ())
+        return MeasuredStep(prediction.peak_nbytes, prediction.step_seconds, places if self.tells_places_apart else ())
 
 
 def test_a_plan_that_holds_stays() -> None:
     machine = Machine(PROFILE)
     before = plan(PROFILE, budget=1500)
-    after = checked(before, machine)
+    after = run_and_replan(before, machine)
     assert (after.policy, after.profile, len(machine.ran)) == (before.policy, before.profile, 1)
     (found,) = after.rounds
     assert found.measured_peak_nbytes == found.predicted_peak_nbytes == before.predicted_peak_bytes
@@ -70,7 +76,7 @@ def test_a_plan_over_the_budget_is_made_again_until_it_is_not(
 ) -> None:
     truth = scaled(PROFILE, peaks, static)
     machine = Machine(truth, tells_places_apart=tells_places_apart)
-    after = checked(plan(PROFILE, budget=1490), machine)
+    after = run_and_replan(plan(PROFILE, budget=1490), machine)
     assert after.rounds[0].measured_peak_nbytes > 1490
     assert after.rounds[-1].measured_peak_nbytes <= 1490
     assert after.policy.rules == machine.ran[-1].rules
@@ -80,7 +86,7 @@ def test_a_plan_over_the_budget_is_made_again_until_it_is_not(
 def test_a_plan_that_takes_less_than_predicted_is_made_again_and_faster() -> None:
     truth = PROFILE.model_copy(update={"static_nbytes": 900})
     before = plan(PROFILE, budget=1450)
-    after = checked(before, Machine(truth))
+    after = run_and_replan(before, Machine(truth))
     assert after.predicted_step_seconds < before.predicted_step_seconds
     assert after.predicted_peak_bytes == after.rounds[-1].measured_peak_nbytes <= 1450
 
@@ -88,11 +94,11 @@ def test_a_plan_that_takes_less_than_predicted_is_made_again_and_faster() -> Non
 def test_three_rounds_and_no_more() -> None:
     ran = []
 
-    def worse_each_time(policy: Policy) -> Measured:
+    def worse_each_time(policy: Policy) -> MeasuredStep:
         ran.append(policy)
-        return Measured(1501 + len(ran), 10.0)
+        return MeasuredStep(1501 + len(ran), 10.0)
 
-    after = checked(plan(PROFILE, budget=1500), worse_each_time)
+    after = run_and_replan(plan(PROFILE, budget=1500), worse_each_time)
     assert len(ran) == len(after.rounds) == 3
     assert after.note.startswith("after 3 rounds, the measured peak of 1.5 KiB is over the budget")
     assert after.policy.rules == ran[0].rules  # the least over
@@ -101,14 +107,14 @@ def test_three_rounds_and_no_more() -> None:
 
 def test_what_no_plan_can_mend_is_an_error() -> None:
     with pytest.raises(BudgetError, match="cannot be met"):
-        checked(plan(PROFILE, budget=1500), Machine(scaled(PROFILE, 1.0, 450)))
+        run_and_replan(plan(PROFILE, budget=1500), Machine(scaled(PROFILE, 1.0, 450)))
 
 
 @pytest.mark.parametrize("assignment", [(0, 0, 0, 0, 0, 0), (0, 3, 3, 1, 0, 1), (0, 2, 1, 3, 2, 0)])
 def test_the_corrected_profile_predicts_what_was_measured(assignment: solver.Assignment) -> None:
     before = predict(PROFILE, assignment)
     for nbytes in (-70, 0, 45):
-        measured = Measured(before.peak_nbytes + nbytes, before.step_seconds * 1.5)
+        measured = MeasuredStep(before.peak_nbytes + nbytes, before.step_seconds * 1.5)
         after = predict(corrected(PROFILE, assignment, measured), assignment)
         assert after.peak_nbytes == measured.peak_nbytes
         assert after.step_seconds == pytest.approx(measured.step_seconds)
@@ -124,7 +130,7 @@ def test_the_correction_of_a_choice_is_what_its_places_took() -> None:
         MeasuredPlace(100, 110, 120),
         MeasuredPlace(20, 60, 80),
     )
-    after = corrected(PROFILE, assignment, Measured(1400, predict(PROFILE, assignment).step_seconds, places))
+    after = corrected(PROFILE, assignment, MeasuredStep(1400, predict(PROFILE, assignment).step_seconds, places))
     keep, hook, kernel, checkpoint = after.regions[1].choices
     assert (checkpoint.held_nbytes, checkpoint.forward_peak_nbytes, checkpoint.backward_peak_nbytes) == (12, 70, 140)
     assert after.regions[0].choices[0].held_nbytes == 11
@@ -147,7 +153,7 @@ def slowed(policy: Policy, factor: float) -> Machine:
     """A machine on which all but ``policy`` takes ``factor`` times what was predicted, as where the host is slow."""
 
     class Slowed(Machine):
-        def __call__(self, other: Policy) -> Measured:
+        def __call__(self, other: Policy) -> MeasuredStep:
             measured = super().__call__(other)
             if other.rules == policy.rules:
                 return measured
@@ -160,7 +166,7 @@ def test_a_uniform_policy_that_runs_faster_is_the_plan() -> None:
     before = plan(PROFILE, budget=BUDGET)
     uniform = checkpointed(before)
     machine = slowed(uniform, 2.0)
-    after = not_outrun(checked(before, machine), machine)
+    after = or_faster_uniform(run_and_replan(before, machine), machine)
     assert after.policy.rules == uniform.rules
     assert after.rounds[-1].measured_step_seconds == after.predicted_step_seconds < 2 * before.predicted_step_seconds
     assert after.rounds[0].measured_step_seconds == pytest.approx(2 * before.predicted_step_seconds)
@@ -170,7 +176,7 @@ def test_a_uniform_policy_that_runs_faster_is_the_plan() -> None:
 def test_a_plan_that_is_not_outrun_stays_and_little_is_run() -> None:
     before = plan(PROFILE, budget=BUDGET)
     machine = Machine(PROFILE)
-    after = not_outrun(checked(before, machine), machine)
+    after = or_faster_uniform(run_and_replan(before, machine), machine)
     assert (after.policy, after.note, len(after.rounds)) == (before.policy, before.note, 1)
     assert len(machine.ran) <= 5  # itself, and by each way to run a region one uniform policy
 
@@ -179,10 +185,10 @@ def test_a_uniform_policy_over_the_budget_is_no_plan() -> None:
     before = plan(PROFILE, budget=BUDGET)
     uniform = checkpointed(before)
 
-    def measure(policy: Policy) -> Measured:
-        return Measured(BUDGET + 1, 0.1) if policy.rules == uniform.rules else Measured(BUDGET, 99.0)
+    def measure(policy: Policy) -> MeasuredStep:
+        return MeasuredStep(BUDGET + 1, 0.1) if policy.rules == uniform.rules else MeasuredStep(BUDGET, 99.0)
 
-    after = not_outrun(checked(before, measure, replan=False), measure)
+    after = or_faster_uniform(run_and_replan(before, measure, replan=False), measure)
     assert after.rounds[-1].measured_peak_nbytes <= BUDGET
     assert after.policy.rules != uniform.rules
 
@@ -191,17 +197,17 @@ def test_a_plan_that_was_slow_for_a_moment_stays() -> None:
     before = plan(PROFILE, budget=BUDGET)
     machine = Machine(PROFILE)
 
-    def measure(policy: Policy) -> Measured:
+    def measure(policy: Policy) -> MeasuredStep:
         measured = machine(policy)
         return measured._replace(step_seconds=99.0) if len(machine.ran) == 1 else measured
 
-    after = not_outrun(checked(before, measure), measure)
+    after = or_faster_uniform(run_and_replan(before, measure), measure)
     assert after.policy == before.policy
     assert after.rounds[-1].measured_step_seconds == pytest.approx(before.predicted_step_seconds)
 
 
 def test_a_plan_that_misses_is_left_as_it_is_unless_it_is_to_be_made_again() -> None:
     machine = Machine(scaled(PROFILE, 1.3))
-    after = checked(plan(PROFILE, budget=BUDGET), machine, replan=False)
+    after = run_and_replan(plan(PROFILE, budget=BUDGET), machine, replan=False)
     assert (len(machine.ran), len(after.rounds)) == (1, 1)
     assert after.rounds[0].measured_peak_nbytes > BUDGET

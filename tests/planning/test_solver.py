@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import tables
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -16,8 +16,6 @@ from recompute.errors import BudgetError
 from recompute.planning import solver
 from recompute.planning.solver import Moment, floor, frontier, moments, predict, solve, uniforms
 from recompute.profiling.cost_table import Choice, Place, Profile
-
-MANY = settings(max_examples=300, deadline=None)
 
 
 @st.composite
@@ -56,18 +54,16 @@ def peak_by_running(profile: Profile, assignment: solver.Assignment) -> int:
     return max(peak, alive + profile.optimizer_peak_nbytes)
 
 
-@MANY
 @given(profiles(), st.data())
 def test_the_prediction_is_what_a_step_acted_out_takes(profile: Profile, data: st.DataObject) -> None:
     assignment = data.draw(st.sampled_from(every(profile)))
     prediction = predict(profile, assignment)
     assert prediction.peak_nbytes == peak_by_running(profile, assignment)
-    ways = solver.chosen(profile, assignment)
+    ways = solver.choices_of(profile, assignment)
     assert prediction.held_nbytes == sum(way.held_nbytes for way in ways)
     assert prediction.step_seconds == pytest.approx(0.5 + sum(w.forward_seconds + w.backward_seconds for w in ways))
 
 
-@MANY
 @given(profiles(), st.integers(0, 120))
 def test_no_assignment_is_better_than_the_solution(profile: Profile, budget: int) -> None:
     all_of_them = [predict(profile, assignment) for assignment in every(profile)]
@@ -85,7 +81,6 @@ def test_no_assignment_is_better_than_the_solution(profile: Profile, budget: int
     assert solution.prediction.peak_nbytes == leanest
 
 
-@MANY
 @given(profiles(), st.data())
 def test_to_put_equal_choices_together_never_raises_the_peak(profile: Profile, data: st.DataObject) -> None:
     assignment = data.draw(st.sampled_from(every(profile)))
@@ -96,7 +91,6 @@ def test_to_put_equal_choices_together_never_raises_the_peak(profile: Profile, d
     assert of_region[0] == of_region[1]
 
 
-@MANY
 @given(profiles())
 def test_the_floor_is_the_least_peak_of_all(profile: Profile) -> None:
     least = min(peak_by_running(profile, assignment) for assignment in every(profile))
@@ -107,7 +101,6 @@ def test_the_floor_is_the_least_peak_of_all(profile: Profile) -> None:
         solve(profile, least - 1)
 
 
-@MANY
 @given(profiles(most_places=5))
 def test_the_frontier_is_all_that_nothing_undercuts(profile: Profile) -> None:
     pairs = {(round(p.step_seconds, 9), p.peak_nbytes) for p in (predict(profile, a) for a in every(profile))}
@@ -121,7 +114,6 @@ def test_the_frontier_is_all_that_nothing_undercuts(profile: Profile) -> None:
         assert (few[0], few[-1]) == (best[0], best[-1])
 
 
-@MANY
 @given(profiles(), st.integers(0, 120))
 def test_uniform_policies_are_all_that_fit_the_fastest_first(profile: Profile, budget: int) -> None:
     fitting = {}
@@ -242,6 +234,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_80_layers_by_12_choices_take_no_time(pattern: list[int]) -> None:
     profile = random_profile(np.random.default_rng(0), pattern, 12, kinds=max(pattern) + 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -338,7 +338,6 @@ def test_a_word_of_an_enumeration_is_suggested():
     )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.text(st.sampled_from("rules:match action-keep[]{}&*!'\"|>#%@\n\t0123456789.,~<\\\x00é"), max_size=60) | st.text()
 )
@@ -347,7 +346,6 @@ def test_any_text_is_read_or_refused_but_never_anything_else(text):
         assert isinstance(parse_document(Policy, text), Policy)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text(st.characters()))
 def test_any_string_survives_being_written_and_read(text):
     assert parse_document(Policy, dump_document({"rules": "none", "name": text})).name == text

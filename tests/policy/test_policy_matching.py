@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+from engine_testing import calls
 
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.rules import Policy, Rule
@@ -190,7 +189,7 @@ def test_each_rule_that_governs_nothing_gets_one_message():
     assert [message.split()[0] for message in messages] == ["rules[0]", "rules[2]"]
 
 
-def test_two_thousand_modules_and_five_rules_take_less_than_50_milliseconds():
+def test_two_thousand_modules_and_five_rules_take_less_than_100_thousand_calls():
     modules = [
         ModuleEntry(f"model.layers.{layer}.block.part_{part}", f"Toy{part}", layer, 100)
         for layer in range(100)
@@ -205,10 +204,5 @@ def test_two_thousand_modules_and_five_rules_take_less_than_50_milliseconds():
             Rule(match="**.part_*", type="Toy?", action="keep"),
         ]
     )
-    seconds = []
-    for _ in range(5):
-        start = time.thread_time()  # which no other process lengthens
-        assignment = assign(policy, modules)
-        seconds.append(time.thread_time() - start)
-    assert len(assignment) == 52 * 10 + 100 * 10
-    assert min(seconds) < 0.050
+    assert len(assign(policy, modules)) == 52 * 10 + 100 * 10
+    assert calls(lambda: assign(policy, modules)) < 100_000  # about 11 ms

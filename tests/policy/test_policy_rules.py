@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import recompute.policy
@@ -78,13 +78,11 @@ policies = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(policies)
 def test_every_policy_survives_a_round_trip_through_yaml(policy):
     assert parse_document(Policy, policy.to_yaml()) == policy
 
 
-@settings(max_examples=30, deadline=None)
 @given(policies)
 def test_every_policy_survives_a_round_trip_through_a_dict_a_copy_and_a_pickle(policy):
     assert load_policy(policy.model_dump()) == policy
@@ -332,7 +330,6 @@ def test_a_word_close_to_a_family_names_a_tensor():
     assert Rule(match="a", action="recompute", keep="attenton").keep == ("attenton",)
 
 
-@settings(deadline=None)
 @given(families | op_name | tensor_name)
 def test_a_word_in_keep_has_one_meaning(text):
     assert [text in FAMILIES, is_op_name(text), is_tensor_name(text)].count(True) == 1

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from recompute.attach.entries import module_entries
+from recompute.attach.module_entries import module_entries
 from recompute.policy.loading import load_policy, preset_names
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 

@@ -17,8 +17,8 @@ from torch.optim import AdamW
 import recompute
 from recompute import counters
 from recompute.errors import ModelError
-from recompute.profiling.dry_run import rehearsal
-from recompute.profiling.step_trace import StepSpans
+from recompute.profiling.dry_run import dry_run
+from recompute.profiling.step_trace import StepTrace
 
 CPU = torch.device("cpu")
 FLOAT = 4
@@ -36,7 +36,7 @@ POLICIES: dict[str, Any] = {
 
 def tiny_step(
     policy: Any = None, layers: int = 3, optimizer: Any = AdamW, *, whole: bool = False, **options: Any
-) -> StepSpans:
+) -> StepTrace:
     """The second step of a tiny decoder under a policy: plans are cached, optimizer states are there."""
     model = decoder(layers=layers)
     ids = token_ids()
@@ -46,13 +46,13 @@ def tiny_step(
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     applied = nullcontext() if policy is None else recompute.apply(model, policy)
-    with rehearsal(model, ids, loss=loss, optimizer=optimizer) as run, applied:
+    with dry_run(model, ids, loss=loss, optimizer=optimizer) as run, applied:
         run.step(regions)
         return run.step(None if whole else regions, **options)
 
 
-def timeline(spans: StepSpans) -> int:
-    """The peak by the parts, as ``profile_table`` puts them together."""
+def timeline(spans: StepTrace) -> int:
+    """The peak by the parts, as ``cost_table`` puts them together."""
     held = [part.held_nbytes for part in spans.parts]
     gradients = [part.gradient_nbytes for part in spans.parts]
     moments = [sum(gradients) + spans.optimizer_peak_nbytes]
@@ -136,10 +136,10 @@ class Stack(nn.Module):
         return x.sum()
 
 
-def stack_step(order: tuple[int, ...], paths: tuple[str, ...], **options: Any) -> StepSpans:
+def stack_step(order: tuple[int, ...], paths: tuple[str, ...], **options: Any) -> StepTrace:
     model = Stack(order, **options)
     regions = {path: model.get_submodule(path) for path in paths}
-    with rehearsal(model, torch.ones(())) as run:
+    with dry_run(model, torch.ones(())) as run:
         run.step(regions)
         return run.step(regions, memory=counters.memory_trace(CPU))
 
@@ -179,7 +179,7 @@ def test_regions_that_cannot_be_told_apart_are_refused(
 def test_a_step_leaves_no_hook_and_no_gradient() -> None:
     model = Stack((0, 1, 2))
     before = tiny.snapshot(model)
-    with rehearsal(model, torch.ones(())) as run:
+    with dry_run(model, torch.ones(())) as run:
         for _ in range(2):
             run.step({"layers.1": model.layers[1]}, clock=counters.clock(CPU))
         assert all(parameter.grad is None for parameter in model.parameters())

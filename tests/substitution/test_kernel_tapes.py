@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 import recompute
 from recompute.engine.cut.frontier import Point, frontier
 from recompute.errors import PolicyError
-from recompute.estimation.models import build, imagined
+from recompute.estimation.build_model import build, build_fake
 from recompute.substitution.kernel_runners import KernelLayerRunner
 from recompute.substitution.lazy_tensors import Logits
 
@@ -163,7 +163,7 @@ def test_the_frontier_is_the_same_on_fake_tensors(tmp_path: Path) -> None:
             model(**batch)
         return [frontier(plan) for plan in handle.plans().values()]
 
-    with imagined(str(tmp_path), **given) as imaginary:
+    with build_fake(str(tmp_path), **given) as imaginary:
         found = frontiers(*imaginary)
     assert found == frontiers(*build(str(tmp_path), **given))
     assert [len(points) > 3 for points in found] == [True] * LAYERS

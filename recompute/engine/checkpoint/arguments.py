@@ -19,20 +19,20 @@ from torch.utils._pytree import SUPPORTED_NODES
 from recompute.engine.recipes import count_different
 from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import (
-    Foreign,
     Hooks,
-    Kept,
+    KeptTensor,
+    PackedByOuterHook,
     describe,
-    hold_through,
+    pack_through,
     storage_key,
     top_hooks,
     version_of,
 )
-from recompute.engine.tape.exposed import is_shared
+from recompute.engine.tape.exposed_memory import is_shared
 from recompute.errors import MutationError
 
 
-class _Input:
+class _HeldTensor:
     """A tensor among a frame's arguments, and as it stands while the frame runs."""
 
     __slots__ = ("attributes", "before", "original", "requires_grad", "saved", "stride", "version")
@@ -42,9 +42,9 @@ class _Input:
         # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
         is_plain = type(tensor) is Tensor
         is_parameter = not is_plain and isinstance(tensor, nn.Parameter)
-        self.saved = Kept(tensor, name) if is_parameter else hold_through(hooks, tensor.detach(), name)
+        self.saved = KeptTensor(tensor, name) if is_parameter else pack_through(hooks, tensor.detach(), name)
         self.attributes = None if is_plain or type(tensor) is nn.Parameter else dict(vars(tensor))
-        is_foreign = type(self.saved) is Foreign
+        is_foreign = type(self.saved) is PackedByOuterHook
         self.stride = tensor.stride() if is_foreign and tensor.layout is torch.strided else None
         self.requires_grad = tensor.requires_grad
         self.original: Tensor | None = tensor
@@ -56,7 +56,7 @@ class _Input:
 
     def expose(self) -> None:
         """Others may write to it unseen."""
-        if self.before is None and type(self.saved) is Kept:
+        if self.before is None and type(self.saved) is KeptTensor:
             self.before = self.saved.tensor.detach().clone()
 
     def changed(self) -> bool:
@@ -82,7 +82,7 @@ class _Input:
         return tensor
 
 
-class _Opaque:
+class _HeldObject:
     """An object with state that forward may change, such as a key/value cache, and a copy of its state before."""
 
     __slots__ = ("before", "fingerprint", "used", "value")
@@ -110,7 +110,7 @@ class _Opaque:
         return value if as_it_was else snapshot(self.before)
 
 
-class Inputs:
+class HeldArguments:
     """A frame's arguments, with every tensor in tuples, lists, dicts and dataclasses held for backward."""
 
     __slots__ = ("_arguments", "_hooks", "_name", "_opaque", "_tensors", "others")
@@ -118,8 +118,8 @@ class Inputs:
     def __init__(self, arguments: tuple[tuple, dict], name: str):
         self._name = name
         self._hooks: Hooks | None = top_hooks()
-        self._tensors: dict[int, _Input] = {}  # by id: one tensor passed twice is one tensor again
-        self._opaque: dict[int, _Opaque] = {}
+        self._tensors: dict[int, _HeldTensor] = {}  # by id: one tensor passed twice is one tensor again
+        self._opaque: dict[int, _HeldObject] = {}
         self.others: list[Any] = []
         """The arguments that are neither, and random generators in those that have a state."""
         self._arguments = take_apart(self._hold, arguments)
@@ -128,13 +128,13 @@ class Inputs:
     def _hold(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if (held := self._tensors.get(id(value))) is None:
-                held = self._tensors[id(value)] = _Input(value, self._name, self._hooks)
+                held = self._tensors[id(value)] = _HeldTensor(value, self._name, self._hooks)
             return held
         if type(value) in _ATOMS:
             return value
         if _is_opaque(value):
             if (opaque := self._opaque.get(id(value))) is None:
-                opaque = self._opaque[id(value)] = _Opaque(value, self.others)
+                opaque = self._opaque[id(value)] = _HeldObject(value, self.others)
             return opaque
         self.others.append(value)
         return value
@@ -173,7 +173,7 @@ class Inputs:
             if held.original is not None:
                 given.append(held.original)
                 held.original = None
-            if type(held.saved) is Kept:
+            if type(held.saved) is KeptTensor:
                 kept.append(held.saved.tensor)
         return given, kept
 
@@ -189,7 +189,7 @@ class Inputs:
         return put_together(lambda value: restored.get(id(value), value), self._arguments)
 
 
-class _Node:
+class _SplitContainer:
     """A container of another kind than a tuple, list or dict, taken apart."""
 
     __slots__ = ("build", "parts")
@@ -226,7 +226,7 @@ def _take_apart(leaf: Callable[[Any], Any], value: Any, seen: dict[int, Any]) ->
     if (split := _split(value)) is None:
         return leaf(value)
     parts, build = split
-    seen[id(value)] = node = _Node(None, build)
+    seen[id(value)] = node = _SplitContainer(None, build)
     node.parts = _take_apart(leaf, parts, seen)
     return node
 
@@ -283,7 +283,7 @@ def _put_together(leaf: Callable[[Any], Any], part: Any, made: dict[int, Any]) -
     kind = type(part)
     if kind is tuple:
         return tuple([_put_together(leaf, item, made) for item in part])
-    if kind not in (dict, list, _Node):
+    if kind not in (dict, list, _SplitContainer):
         return leaf(part)
     if (value := made.get(id(part))) is not None:
         return value

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from recompute.engine.dtensors import has_layout
 from recompute.engine.saved_tensors import describe, storage_of, version_of
-from recompute.engine.sharded import has_layout
 from recompute.errors import MutationError
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -220,9 +220,14 @@ class ModuleState:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
             present = [(module, type(module), module.__dict__) for module in self.modules()]
-            stack.callback(_become, present)
+            stack.callback(_swap_attributes, present)
             plain = self._are_plain
-            _become([(module, kind, _again(module, then, parts, plain)) for module, kind, then, parts in self._modules])
+            _swap_attributes(
+                [
+                    (module, kind, _attributes_for_replay(module, then, parts, plain))
+                    for module, kind, then, parts in self._modules
+                ]
+            )
             yield
 
 
@@ -242,7 +247,9 @@ def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return _with_parts_copied(copied) if has_parts else copied, has_parts
 
 
-def _again(module: nn.Module, attributes: dict[str, Any], has_parts: bool, are_plain: bool) -> dict[str, Any]:
+def _attributes_for_replay(
+    module: nn.Module, attributes: dict[str, Any], has_parts: bool, are_plain: bool
+) -> dict[str, Any]:
     """A module's attributes as ``_attributes_of`` has them, for a replay to change: the next one finds the same.
 
     are_plain: there are no DTensors among its parameters then.
@@ -265,15 +272,15 @@ def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
     for name, value in attributes.items():
         kind = type(value)
         if kind is list:
-            copied[name] = [_apart(item) if type(item) is Tensor else item for item in value]
+            copied[name] = [_without_graph(item) if type(item) is Tensor else item for item in value]
         elif kind is Tensor:
-            copied[name] = _apart(value)
+            copied[name] = _without_graph(value)
         elif kind is dict and name[0] != "_":
             copied[name] = value.copy()
     return copied
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def _without_graph(tensor: Tensor) -> Tensor:
     """Without its graph: that of an auxiliary loss, say, would be held from step to step."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
@@ -281,7 +288,7 @@ def _apart(tensor: Tensor) -> Tensor:
 _set = object.__setattr__  # not the module's, which looks what kind of value it is
 
 
-def _become(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -> None:
+def _swap_attributes(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -> None:
     """attributes: the ``__dict__`` itself, so that all of them change at once, and are those of before afterwards."""
     for module, kind, attributes in states:
         if type(module) is not kind:
@@ -307,7 +314,7 @@ def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             buffer.copy_(value)
 
 
-class Autocast:
+class AutocastState:
     """The autocast state of every device type that has one switched on; of none, mostly."""
 
     __slots__ = ("_cache", "_dtypes")

@@ -1,28 +1,12 @@
-"""Regions: spans of forward whose saved tensors are dropped, and how one run of such a span, a frame, is run again.
+"""Checkpoints: regions whose Python runs again in backward, whatever it does.
 
-The invariants of the engine; code that depends on one cites its number.
-
-1. Exact: gradients equal those without the policy, bit for bit.
-2. A saved tensor is never written into, nor is any buffer this code did not allocate.
-3. A storage is known by its StorageImpl, held weakly, never by an address or an id that can be reused.
-4. What is not provably regenerable is kept.
-5. Versions are checked: a tensor mutated after it was saved is kept as it was, or refused with an error that names it.
-6. Random state is captured when, and only when, a region draws, for every generator it draws from, and put back.
-7. Parameters, buffers and inputs that live anyway are neither copied nor counted as savings. But a tape copies what is
-   small and takes no gradients, since buffers may change before backward (``plan.LARGEST_COPY``).
-8. Memory is released by reference count: nothing here forms a cycle.
-9. Regions compose: nested, inside or around other saved-tensor hooks and torch's checkpoint, on several threads.
-10. The cost is bounded: microseconds a region and a saved tensor.
-
-Of two kinds of region this module has one: a checkpoint, whose Python is run again, whatever it does, kernels that no
-dispatcher sees included; ``tape.py`` has the other. A checkpoint's frame keeps everything until it ends. Then it is
-decided: if it changed its own inputs it stays as it is (4, 5); otherwise what autograd saved in it is dropped, but for
-what lives anyway (7).
+So kernels that no dispatcher sees run again, too. A frame, which is one run of a region, keeps everything until it
+ends. Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4
+and 5). Otherwise it drops what autograd saved in it, but for what lives anyway (invariant 7).
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -32,147 +16,62 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.checkpoint.arguments import Inputs
-from recompute.engine.checkpoint.module_state import Autocast, Learned, ModuleState
-from recompute.engine.checkpoint.reach import behind
-from recompute.engine.checkpoint.replay import Expected, OpNames, Replay, Stop
+from recompute.engine.checkpoint.arguments import HeldArguments
+from recompute.engine.checkpoint.module_state import AutocastState, Learned, ModuleState
+from recompute.engine.checkpoint.reachable_objects import walk_references
+from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
-from recompute.engine.kept import kept
+from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import (
-    Modes,
-    are_others_in_force,
+    ActiveModes,
     count_dispatch_modes,
     count_function_modes,
-    out_of_sight,
-    unseen,
+    has_foreign_modes,
+    hidden_from_any_modes,
+    hidden_from_modes,
 )
 from recompute.engine.recipes import (
     Handle,
     Recipe,
-    RecipeBook,
     count_different,
     is_fake,
     is_verifying,
     local,
-    open_book,
 )
-from recompute.engine.rng import RngState, is_source
+from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import (
-    Alive,
-    AliveView,
-    Hooks,
-    Kept,
-    Owner,
-    Saved,
-    Sharded,
+    KeptTensor,
+    PackedDTensor,
+    PackedTensor,
+    ParameterReference,
+    ParameterView,
+    RegionStatistics,
     explain_transforms,
-    hold_through,
     may_be_held,
+    pack_through,
     storage_key,
     top_hooks,
     unpack_saved,
     version_of,
 )
-from recompute.engine.sharded import has_layout, local_of
 from recompute.errors import RegenerationError, warn
-from recompute.policy.rules import is_tensor_name
 
 T = TypeVar("T")
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _strided = torch.strided
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-def is_recording() -> bool:
-    """Whether autograd records, by saved-tensor hooks if there are any, and plainly.
-
-    Not where a compiler, a functional transform or forward-mode differentiation is at work.
-    """
-    return (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and (_has_hooks() or _goes_without())
-    )
-
-
-@functools.cache
-def _goes_without() -> bool:
-    """False, and the first time a warning."""
-    warn(
-        "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and a policy needs "
-        "them: modules run as without it, and nothing is dropped. Take them out of the policy, or run them outside of "
-        "that context."
-    )
-    return False
-
-
-class Scope:
-    """The span in which the outputs that recipes give back are dropped, wherever they are saved.
-
-    Innermost scopes share the book of the outermost one, so that a consumer in any of them finds the recipe.
-    """
-
-    is_checkpoint = False
-    may_be_passed = True
-
-    def __init__(self, owner: Owner):
-        self._owner = owner
-        self.outer = top_hooks()
-        self._book: RecipeBook | None = open_book() or RecipeBook()
-
-    def __enter__(self) -> None:
-        _push_hooks(self._pack, unpack_saved)
-        local.books.append(self._book)
-
-    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
-        _pop_hooks()
-        local.books.pop()
-        explain_transforms(error, self._owner)
-        self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
-
-    def _pack(self, tensor: Tensor) -> Saved:
-        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
-            with unseen():
-                return self._pack(tensor)
-        handle = self._book.handle(local_of(tensor)) if self._book is not None else None
-        if handle is not None:
-            return Sharded(tensor.detach(), handle, self._owner.name) if has_layout(tensor) else handle
-        return hold_through(self.outer, tensor.detach(), self._owner.name)
-
-
-class KeepSpan:
-    """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops.
-
-    There are no hooks of ours in it, so that ``torch.func.grad``, which bears none, works there.
-    """
-
-    def __enter__(self) -> None:
-        self._hooks: list[Hooks] = []
-        while (top := top_hooks()) is not None and top[1] is unpack_saved:
-            self._hooks.append(top)
-            _pop_hooks()
-        local.books.append(None)
-
-    def __exit__(self, *error: object) -> None:
-        local.books.pop()
-        while self._hooks:
-            _push_hooks(*self._hooks.pop())
-
-
-class Region:
+class CheckpointRegion:
     """A module's forward or a function that is run under ``action: checkpoint``: all that autograd saves is dropped."""
 
-    def __init__(self, owner: Owner, *, beyond: Iterable[Any] = ()):
+    def __init__(self, statistics: RegionStatistics, *, beyond: Iterable[Any] = ()):
         """beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
-        self.owner = owner
+        self.statistics = statistics
         self.learned = Learned()
         self.found: list[Any] | None = None
         """The random generators that its first frame may have drawn from, or was seen to."""
@@ -183,22 +82,22 @@ class Region:
     def reach(self, beyond: Iterable[Any]) -> None:
         """Take care of the random generators, tensors and modules in ``beyond``."""
         unique = {id(value): value for value in beyond}.values()
-        self.sources = [value for value in unique if is_source(value)]
+        self.sources = [value for value in unique if is_random_source(value)]
         self.tensors = [weakref.ref(value) for value in unique if isinstance(value, Tensor)]
         self.modules = [weakref.ref(value) for value in unique if isinstance(value, nn.Module)]
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
-        modes = Modes()
-        with out_of_sight():
-            frame = Frame(self, function, modules, args, kwargs, modes)
+        modes = ActiveModes()
+        with hidden_from_any_modes():
+            frame = CheckpointFrame(self, function, modules, args, kwargs, modes)
         with frame:
             if self.found is not None:
                 result = function(*args, **kwargs)
             else:
                 with frame.watched():
                     result = function(*args, **kwargs)
-        with out_of_sight():
+        with hidden_from_any_modes():
             frame.decide()
         return result
 
@@ -207,7 +106,7 @@ def _alive(references: Iterable[weakref.ref[T]]) -> list[T]:
     return [value for reference in references if (value := reference()) is not None]
 
 
-class Frame(Recipe):
+class CheckpointFrame(Recipe):
     """One run of a region. Slots 0, 1, … are what autograd saved, in order."""
 
     is_checkpoint = True
@@ -216,7 +115,7 @@ class Frame(Recipe):
         "_expected",
         "_function",
         "_inputs",
-        "_lives",
+        "_living",
         "_modes",
         "_originals",
         "_pins",
@@ -228,19 +127,19 @@ class Frame(Recipe):
 
     def __init__(
         self,
-        region: Region,
+        region: CheckpointRegion,
         function: Callable[..., Any],
         modules: tuple[nn.Module, ...],
         args: tuple,
         kwargs: dict,
-        modes: Modes,
+        modes: ActiveModes,
     ):
-        super().__init__(region.owner, "a checkpoint")
-        region.owner.frames += 1
+        super().__init__(region.statistics, "a checkpoint")
+        region.statistics.frames += 1
         self._region = region
         self._function = function
         self._modes = modes
-        self._inputs = Inputs((args, kwargs), region.owner.name)
+        self._inputs = HeldArguments((args, kwargs), region.statistics.name)
         if self._inputs.others:
             modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
         if region.modules:
@@ -250,39 +149,41 @@ class Frame(Recipe):
         if not is_fake():
             given = self._inputs.others
             if (found := region.found) is None:
-                reached = [*behind((function, *self._state.modules(), *given))]
+                reached = [*walk_references((function, *self._state.modules(), *given))]
                 region.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in reached)
-                found = [*{id(value): value for value in reached if is_source(value)}.values()]
-            self._rng = RngState([*region.sources, *found, *filter(is_source, given)], name=region.owner.name)
-        self._autocast = Autocast()
-        self._expected: list[Expected | None] = []
-        self._lives: dict[int, Tensor] = {}
+                found = [*{id(value): value for value in reached if is_random_source(value)}.values()]
+            self._rng = RngState(
+                [*region.sources, *found, *filter(is_random_source, given)], name=region.statistics.name
+            )
+        self._autocast = AutocastState()
+        self._expected: list[ExpectedTensor | None] = []
+        self._living: dict[int, Tensor] = {}
         self._originals: dict[int, Tensor] = {}  # copies, to compare with
-        self._pins: list[Kept] = []
+        self._pins: list[KeptTensor] = []
         self.outer = top_hooks()
 
     def __enter__(self) -> None:
         _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
-        local.spans.append(self)
+        local.active_frames.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         _pop_hooks()
-        local.spans.pop()
+        local.active_frames.pop()
         local.books.pop()
         if kind is not None:  # what ran of the region may live on, as it is
-            explain_transforms(error, self.owner)
+            explain_transforms(error, self.statistics)
             for ref in self.handles:
                 if (handle := ref()) is not None and handle.tensor is not None:
-                    handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))
+                    handle.keep(KeptTensor(handle.tensor.detach(), self.statistics.name, handle.version))
 
-    def _pack(self, tensor: Tensor) -> Saved:
-        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
-            with unseen():
+    def _pack(self, tensor: Tensor) -> PackedTensor:
+        if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
+            with hidden_from_modes():
                 return self._pack(tensor)
         if type(tensor) is not Tensor:
             if has_layout(tensor):
-                return Sharded(tensor.detach(), self._pack(local_of(tensor)), self.owner.name)
+                return PackedDTensor(tensor.detach(), self._pack(local_of(tensor)), self.statistics.name)
             tensor = local_of(tensor)
             if type(tensor) is nn.Parameter:
                 tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
@@ -301,7 +202,7 @@ class Frame(Recipe):
         """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""
         if name is not None:
             return tensor
-        self._pins.append(Kept(tensor.detach(), self.owner.name))
+        self._pins.append(KeptTensor(tensor.detach(), self.statistics.name))
         return tensor
 
     def hand_out(self, memory: Any, is_array: bool) -> None:
@@ -313,10 +214,10 @@ class Frame(Recipe):
         """What was pinned as number ``index``, in the place of ``tensor`` in its graph."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
             raise RegenerationError(
-                f"in {self.owner.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "
+                f"in {self.statistics.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "
                 f"passed others (number {index} has shape {tuple(tensor.shape)})."
             )
-        return _InPlaceOf.apply(tensor, self._pins[index].get())
+        return _SubstituteValue.apply(tensor, self._pins[index].get())
 
     def decide(self) -> None:
         """Drop what comes back by running again: everything, unless the frame changed what it started from."""
@@ -348,8 +249,8 @@ class Frame(Recipe):
             key = None if expected is None else tensor.untyped_storage()._cdata
             if key in pinned or (expected is not None and key != expected[2]):
                 self._expected[slot] = None  # forward has given it other data (tensor.data = ...), which autograd uses
-            elif (lives := alive.get(key)) is not None:
-                self._lives[slot] = lives
+            elif (living := alive.get(key)) is not None:
+                self._living[slot] = living
             else:
                 saved[key] = tensor.untyped_storage().nbytes()
                 if changed is None:
@@ -364,20 +265,20 @@ class Frame(Recipe):
                 self._region.found = self._rng.extra()
             self._rng = self._rng.drawn()
         if changed is not None:
-            self.owner.kept_nbytes += sum(saved.values())
-            self.owner.eager_nbytes += sum(saved.values())
+            self.statistics.kept_nbytes += sum(saved.values())
+            self.statistics.eager_nbytes += sum(saved.values())
             self._state.unlearn()
-            name = re.sub("[0-9]+", "*", self.owner.name)  # one warning for all layers
+            name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
             warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
             del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
-        self.owner.dropped_tensors += len(savings)
-        self.owner.dropped_nbytes += sum(savings)
-        self.owner.eager_nbytes += sum(savings)
+        self.statistics.dropped_tensors += len(savings)
+        self.statistics.dropped_nbytes += sum(savings)
+        self.statistics.eager_nbytes += sum(savings)
 
-    def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> Saved:
-        """What holds a tensor as it is, but for its graph, of which the node that saved it may be part (8)."""
+    def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> PackedTensor:
+        """What holds a tensor as it is, without its graph: the node that saved it may be part of that (invariant 8)."""
         if parameter is not None:
             now = version_of(parameter)
             # One that is at another version counts for itself, as ``parameter.data`` does.
@@ -385,27 +286,27 @@ class Frame(Recipe):
                 part = local_of(parameter)
                 is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
                 if is_whole or not may_be_held(parameter):
-                    return Alive(parameter, Layout.of(tensor), now, self.owner.name)
-                return AliveView(parameter, tensor.detach(), now, self.owner.name)
+                    return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name)
+                return ParameterView(parameter, tensor.detach(), now, self.statistics.name)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
-            return hold_through(self.outer, tensor.detach(), self.owner.name)
-        return Kept(tensor.detach(), self.owner.name, version)
+            return pack_through(self.outer, tensor.detach(), self.statistics.name)
+        return KeptTensor(tensor.detach(), self.statistics.name, version)
 
-    def regenerate(self, wanted: Collection[int]) -> dict[int, Saved]:
-        replay = Replay(self.owner.name, self.pinned, self._expected, self._lives, wanted)
+    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
+        replay = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
         self._run(replay)
         what = replay.mismatch
         if what is None and len(replay.values) < len(wanted):
             what = f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
-            named = Replay(self.owner.name, self.pinned, self._expected, self._lives, wanted)
+            named = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
             self._run(named, OpNames(named))
             what = named.mismatch or self._difference(named) or what
         if what is not None:
             raise RegenerationError(
-                f"{self.owner.name} did not run the same way twice: {what}. Look for state that forward changes (a "
-                "cache, a counter), an op that is not deterministic, control flow that depends on one, or TorchScript "
-                "that still profiles (run it twice before); or leave the module out of the policy."
+                f"{self.statistics.name} did not run the same way twice: {what}. Look for state that forward changes "
+                "(a cache, a counter), an op that is not deterministic, control flow that depends on one, or "
+                "TorchScript that still profiles (run it twice before); or leave the module out of the policy."
             )
         return replay.values
 
@@ -422,7 +323,7 @@ class Frame(Recipe):
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
             _without_transforms(),
-            self._state.replayed(self.owner.name),
+            self._state.replayed(self.statistics.name),
             # Also a region after which a stream was where it had been before may have moved it: torch.manual_seed(0).
             _NOTHING if is_fake() else RngState(self._region.found or ()),
             _NOTHING if self._rng is None else self._rng.replayed(),
@@ -434,7 +335,7 @@ class Frame(Recipe):
             with self._modes.replayed(), names, replay:
                 try:
                     self._function(*args, **kwargs)
-                except (Stop, RuntimeError):  # as which TorchScript passes it on
+                except (ReplayComplete, RuntimeError):  # as which TorchScript passes it on
                     if not replay.is_done:
                         raise
 
@@ -467,7 +368,7 @@ class _FirstFrame(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class _InPlaceOf(torch.autograd.Function):
+class _SubstituteValue(torch.autograd.Function):
     """The second tensor's value with the first one's gradient."""
 
     @staticmethod
@@ -477,27 +378,3 @@ class _InPlaceOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def keep(tensor: Tensor, name: str | None = None) -> Tensor:
-    """Pin ``tensor``: it is kept, and what runs again in backward uses it instead of calculating it anew.
-
-    Call it inside a module's forward, on what must not come out differently the second time, such as a router's logits;
-    returns ``tensor``. Outside of every region it does nothing.
-
-    name: pin it only where the rule that governs the module lists this name in its ``keep``.
-    """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"recompute.keep takes a tensor, got {type(tensor).__name__}")
-    if name is not None and not is_tensor_name(name):
-        raise ValueError(
-            f"recompute.keep takes a name that a rule's keep can list, such as 'router_logits', got {name!r}"
-        )
-    if torch.compiler.is_compiling():
-        return kept(tensor, name) if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag else tensor
-    with out_of_sight():
-        for span in local.spans:
-            tensor = span.pin(tensor, name)
-    if name is None and (book := open_book()) is not None:
-        book.forget(tensor)
-    return tensor

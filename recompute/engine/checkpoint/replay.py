@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from recompute.engine.modes import are_others_in_force, count_dispatch_modes, count_function_modes, unseen
+from recompute.engine.dtensors import has_layout, local_of
+from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.recipes import local
-from recompute.engine.saved_tensors import Kept, Saved, Sharded, describe, storage_key, unpack_saved
-from recompute.engine.sharded import has_layout, local_of
+from recompute.engine.saved_tensors import KeptTensor, PackedDTensor, PackedTensor, describe, storage_key, unpack_saved
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-class Stop(Exception):
+class ReplayComplete(Exception):
     """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
 
 
-Expected = tuple[torch.Size, torch.dtype, int | None]
+ExpectedTensor = tuple[torch.Size, torch.dtype, int | None]
 """What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed."""
 
 
@@ -41,17 +41,17 @@ class Replay:
         self,
         name: str,
         pinned: Callable[[int, Tensor], Tensor],
-        expected: list[Expected | None],
-        lives: dict[int, Tensor],
+        expected: list[ExpectedTensor | None],
+        living: dict[int, Tensor],
         wanted: Collection[int],
     ):
         self.name = name
         self._pinned = pinned
         self.expected = expected
-        self.lives = lives
+        self.living = living
         self.wanted = wanted
         self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
-        self.values: dict[int, Saved] = {}
+        self.values: dict[int, PackedTensor] = {}
         self._missing = len(wanted)
         self.count = 0
         self._unfilled = -2  # the last slot with a tensor that has no gradient
@@ -69,18 +69,18 @@ class Replay:
             torch._C._autograd._saved_tensors_hooks_enable()
         _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
-        local.spans.append(self)
+        local.active_frames.append(self)
 
     def __exit__(self, *error: object) -> None:
         _pop_hooks()
         if self._refusal is not None:
             torch._C._autograd._saved_tensors_hooks_disable(self._refusal)
-        local.spans.pop()
+        local.active_frames.pop()
         local.books.pop()
 
-    def _pack(self, tensor: Tensor) -> Saved:
-        if (count_dispatch_modes() or count_function_modes()) and are_others_in_force():
-            with unseen():
+    def _pack(self, tensor: Tensor) -> PackedTensor:
+        if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
+            with hidden_from_modes():
                 return self._pack(tensor)
         slot = self.count
         self.count += 1
@@ -99,20 +99,20 @@ class Replay:
             if tensor.shape != shape or tensor.dtype is not dtype:
                 self._refuse(slot, tensor, shape, dtype)
             # Others may be freed by now, and their storage's address used again.
-            if (is_wanted or slot in self.lives) and storage_key(tensor) != self._key_in(slot, storage, tensor):
+            if (is_wanted or slot in self.living) and storage_key(tensor) != self._key_in(slot, storage, tensor):
                 self._refuse(slot, tensor)
-        kept = Kept(tensor, self.name)
+        kept = KeptTensor(tensor, self.name)
         if is_wanted:
             self.values[slot] = kept
             self._ops[slot] = self.op
             self._missing -= 1
             if not self._missing:
                 self._stop_if_filled(slot)
-        return kept if alias is None else Sharded(alias, kept, self.name)
+        return kept if alias is None else PackedDTensor(alias, kept, self.name)
 
     def _stop(self) -> NoReturn:
         self.is_done = True
-        raise Stop
+        raise ReplayComplete
 
     def described(self, slot: int, tensor: Tensor) -> str:
         """Which tensor it was that was received, for messages."""
@@ -121,7 +121,7 @@ class Replay:
     def _key_in(self, slot: int, storage: int | None, tensor: Tensor) -> int | None:
         """Where in this run the storage is that was ``storage`` in forward: what came first for it is ``tensor``."""
         if (key := self._storages.get(storage)) is None:
-            key = self._storages[storage] = storage_key(self.lives.get(slot, tensor))
+            key = self._storages[storage] = storage_key(self.living.get(slot, tensor))
         return key
 
     def _refuse(self, slot: int, tensor: Tensor, shape: torch.Size | None = None, dtype: Any = None) -> NoReturn:

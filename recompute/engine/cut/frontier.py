@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from recompute.engine.cut.minimum_cut import Cut, Op, Value, minimum_cut
-from recompute.engine.cut.save_plan import Plan, tables
+from recompute.engine.cut.save_plan import SavePlan, tables
 
 
 class Point(NamedTuple):
@@ -26,16 +26,16 @@ class Point(NamedTuple):
     held_nbytes: int
     """Of what is kept and does not live anyway."""
     rerun_seconds: float
-    """Of running ops again, on the nominal accelerator of ``engine.ops``."""
+    """Of running ops again, on the nominal accelerator of ``engine.cut.ops``."""
 
 
-def frontier(plan: Plan) -> tuple[Point, ...]:
+def frontier(plan: SavePlan) -> tuple[Point, ...]:
     """All that the region of ``plan`` can hold: from a high price, where it holds most, to 0, where it holds least.
 
     What the plan's rule does not run again is not run again here either, nor has the plan its time. So have it made by
     a rule whose ``rerun`` lists all families that may be in question, whatever its ``price``.
     """
-    values, ops = tables(plan.steps, plan.facts, plan.saves, plan.stale)
+    values, ops = tables(plan.steps, plan.facts, plan.saves, plan.overwritten)
     found = [(price, _line(values, ops, cut)) for price, cut in sweep(values, ops)]
     return tuple(Point(price, line.nbytes, float(line.seconds)) for price, line in found)
 

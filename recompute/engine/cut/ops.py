@@ -58,7 +58,7 @@ class OpFacts(NamedTuple):
     reason: str = ""
     """Why its outputs cannot be regenerated; "" if they can."""
     varies: bool = False
-    statistics: tuple[int | str, ...] = ()
+    running_statistics: tuple[int | str, ...] = ()
     """The arguments, all of ``writes``, that only collect statistics: given None for them the op is pure, and its
     outputs are the same."""
     casts_inside: bool = False
@@ -273,7 +273,7 @@ def _classify(op: Any) -> OpFacts:
     _variants[op] = condition, best
     kind = Kind.OPAQUE if condition.reason else Kind.RANDOM
     worst = best._replace(kind=kind, reason=condition.reason, writes=writes, varies=True)
-    return worst._replace(statistics=writes) if base in _STATEFUL_NORMS else worst
+    return worst._replace(running_statistics=writes) if base in _STATEFUL_NORMS else worst
 
 
 def _classify_writer(op: OpOverload, space: str, base: str, writes: tuple[int | str, ...]) -> OpFacts:

@@ -13,7 +13,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
 
 
-class Ref(NamedTuple):
+class ValueRef(NamedTuple):
     """A tensor as a view of a value."""
 
     value: int
@@ -37,7 +37,7 @@ class ValueFacts(NamedTuple):
     """Whether others may write to its memory unseen, so that nothing that reads it runs again."""
 
 
-class Step(NamedTuple):
+class TapeStep(NamedTuple):
     """One op, or ``recompute.keep`` of a tensor."""
 
     op: Any
@@ -54,13 +54,13 @@ class Step(NamedTuple):
     """Whether it changes arguments."""
     overwrites: tuple[int, ...] = ()
     """The values that are gone after it."""
-    dark: bool = False
+    unobserved: bool = False
     """Whether it ran where not all that happens is seen."""
     op_policy: Any = None
     """Which ops may run again where this one ran: an ``OpPolicy``."""
 
 
-class Row(NamedTuple):
+class SavedTensorRow(NamedTuple):
     """A line of ``explain``: a tensor that autograd saved, or one that is held so that others come back."""
 
     made_by: str
@@ -73,20 +73,20 @@ class Row(NamedTuple):
     reason: str
 
 
-class Guide(NamedTuple):
+class StepInstruction(NamedTuple):
     """What a frame that follows a plan does at a step."""
 
     op: Any
     matters: bool
     """Whether there is anything to do but to run it."""
-    again: bool
-    dark: bool
+    runs_again: bool
+    unobserved: bool
     op_policy: Any
     inputs: tuple[int, ...]
     made: tuple[int, ...]
     layouts: tuple[Layout, ...]
     """Of what it makes."""
-    overwritten: frozenset[int]
+    tracked_overwritten: frozenset[int]
     """The values, of those that such a frame knows, that are gone after it."""
 
 
@@ -104,10 +104,10 @@ longer than its launch. The tables of angles and the masks that every layer read
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What to do in a frame of these ``steps``."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TapeStep, ...]
     facts: tuple[ValueFacts, ...]
     saves: tuple[tuple[int, int], ...]
     """The values that autograd saved, in order, each with the step that was next then."""
@@ -116,15 +116,15 @@ class Plan:
     """The steps that run again, in order: those that give back what autograd saved, and then those for outputs."""
     outputs: frozenset[int] = frozenset()
     """Values of the region's results that come back cheaply: whoever else saves them may drop them."""
-    stale: frozenset[int] = frozenset()
+    overwritten: frozenset[int] = frozenset()
     """Values that were overwritten: autograd refuses them if it saved them, and nothing is regenerated from them."""
-    opening: Hashable = None
+    guard: Hashable = None
     """How its frame began; None of one that had followed another plan, and had let go of tensors when it left that."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all that its frame made was there to be kept or not."""
-        return self.opening is not None
+        return self.guard is not None
 
     @cached_property
     def demanded(self) -> frozenset[int]:
@@ -133,7 +133,7 @@ class Plan:
     @cached_property
     def dropped(self) -> frozenset[int]:
         """The values that autograd saved and that come back by running steps again."""
-        return self.demanded - self.kept - self.stale
+        return self.demanded - self.kept - self.overwritten
 
     @cached_property
     def kept_nbytes(self) -> int:
@@ -145,7 +145,7 @@ class Plan:
         return sum(self.facts[number].nbytes for number in self.dropped)
 
     @cached_property
-    def lent(self) -> frozenset[int]:
+    def copyable(self) -> frozenset[int]:
         """The values that it keeps where others may write to them, and that are small enough to be copied."""
         facts = self.facts
         return frozenset(n for n in self.kept if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY)
@@ -156,7 +156,7 @@ class Plan:
         return sum(self.facts[number].nbytes for number in self.demanded if not self.facts[number].alive)
 
     @cached_property
-    def again(self) -> frozenset[int]:
+    def rerun_set(self) -> frozenset[int]:
         return frozenset(self.rerun)
 
     def origin(self, number: int) -> tuple[int, int]:
@@ -178,22 +178,32 @@ class Plan:
         return frozenset(number for step in self.steps if step.op is HAND_OUT for number in (*step.inputs, *step.made))
 
     @cached_property
-    def overwritten(self) -> frozenset[int]:
-        return self.stale & self.tracked
+    def tracked_overwritten(self) -> frozenset[int]:
+        return self.overwritten & self.tracked
 
     @cached_property
-    def guides(self) -> tuple[Guide, ...]:
+    def instructions(self) -> tuple[StepInstruction, ...]:
         """What a frame that follows this plan does at each step."""
-        guides = []
+        instructions = []
         for index, step in enumerate(self.steps):
             overwritten = self.tracked.intersection(step.overwrites)
-            again = index in self.again
-            matters = again or step.op is KEEP or step.writes or not self.tracked.isdisjoint(step.made)
+            runs_again = index in self.rerun_set
+            matters = runs_again or step.op is KEEP or step.writes or not self.tracked.isdisjoint(step.made)
             layouts = tuple([self.facts[number].layout for number in step.made])
-            guides.append(
-                Guide(step.op, matters, again, step.dark, step.op_policy, step.inputs, step.made, layouts, overwritten)
+            instructions.append(
+                StepInstruction(
+                    step.op,
+                    matters,
+                    runs_again,
+                    step.unobserved,
+                    step.op_policy,
+                    step.inputs,
+                    step.made,
+                    layouts,
+                    overwritten,
+                )
             )
-        return tuple(guides)
+        return tuple(instructions)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -201,7 +211,7 @@ class Plan:
         given = (known for known in self.facts if known.step is None and not known.is_parameter)
         return next((tuple(known.layout.shape) for known in given), ())
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[SavedTensorRow]:
         """Each value that autograd saved or that is kept for others, in the order in which they came to be."""
         users = self._users()
         savers = dict(reversed(self.saves))
@@ -215,7 +225,7 @@ class Plan:
                 fate, why = "kept", self._why_kept(number, users.get(number, 0))
             made_by = "(given)" if known.step is None else self.steps[known.step].name
             saved_by = self._saver(number, savers[number]) if number in savers else "-"
-            yield Row(made_by, saved_by, known.layout, known.nbytes, fate, why)
+            yield SavedTensorRow(made_by, saved_by, known.layout, known.nbytes, fate, why)
 
     def _saver(self, number: int, step: int) -> str:
         """The op that saved a value when ``step`` was next: that one if it reads the value, else the one before."""
@@ -234,7 +244,7 @@ class Plan:
         known = self.facts[number]
         if known.is_exposed or number in self.handed_out:
             why = "its memory was handed out, as an array or an address, and may change unseen"
-        elif number in self.stale:
+        elif number in self.overwritten:
             why = "overwritten after it was saved"
         elif known.step is None:
             why = "made outside of the module"
@@ -247,20 +257,20 @@ class Plan:
         return why if number in self.demanded else f"{why}; autograd itself did not save it"
 
 
-def _pinned(steps: Iterable[Step]) -> set[int]:
+def _pinned(steps: Iterable[TapeStep]) -> set[int]:
     return {number for step in steps if step.op is KEEP for number in step.inputs}
 
 
 def tables(
-    steps: Sequence[Step],
+    steps: Sequence[TapeStep],
     facts: Sequence[ValueFacts],
     saves: Collection[tuple[int, int]],
-    stale: Collection[int],
-    gone: Collection[int] = (),
+    overwritten: Collection[int],
+    released: Collection[int] = (),
 ) -> tuple[list[Value], list[Op]]:
     """The values and the ops that there is a cut of, numbered as ``facts`` and ``steps`` are; see ``solve``."""
-    unkeepable = {*stale, *gone}
-    wanted = {number for number, _ in saves}.difference(stale)
+    unkeepable = {*overwritten, *released}
+    wanted = {number for number, _ in saves}.difference(overwritten)
     values = [
         Value(
             None if number in unkeepable else known.nbytes, number in wanted, known.alive and number not in unkeepable
@@ -281,21 +291,22 @@ def tables(
 
 
 def solve(
-    steps: Sequence[Step],
+    steps: Sequence[TapeStep],
     facts: Sequence[ValueFacts],
     saves: Collection[tuple[int, int]],
-    stale: Collection[int],
+    overwritten: Collection[int],
     results: Collection[int],
     price: float,
-    gone: Collection[int] = (),
-    opening: Hashable = None,
-) -> Plan:
+    released: Collection[int] = (),
+    guard: Hashable = None,
+) -> SavePlan:
     """The plan that holds least, counting a second of running again as ``price`` bytes.
 
-    stale: values that have been overwritten; gone: values whose memory has been let go of. Neither can be kept.
+    overwritten: values that later ones have replaced in their memory; released: values whose memory has been freed.
+    Neither can be kept.
     results: values of the region's results, of which the plan tells which come back without a costly step.
     """
-    values, ops = tables(steps, facts, saves, stale, gone)
+    values, ops = tables(steps, facts, saves, overwritten, released)
     cut = minimum_cut(values, ops, price)
     rerun = set(cut.rerun)
     kept, pinned = cut.kept, _pinned(steps)
@@ -308,20 +319,20 @@ def solve(
         ):
             rerun |= needed
             outputs.add(number)
-    return Plan(
+    return SavePlan(
         steps=tuple(steps),
         facts=tuple(facts),
         saves=tuple(saves),
         kept=frozenset(kept),
         rerun=tuple(sorted(rerun)),
         outputs=frozenset(outputs),
-        stale=frozenset(stale),
-        opening=opening,
+        overwritten=frozenset(overwritten),
+        guard=guard,
     )
 
 
 def _derivation(
-    number: int, steps: Sequence[Step], facts: Sequence[ValueFacts], kept: Collection[int]
+    number: int, steps: Sequence[TapeStep], facts: Sequence[ValueFacts], kept: Collection[int]
 ) -> set[int] | None:
     """The steps that give ``number`` back from ``kept`` values; None if a costly one, or one never run again, is."""
     needed: set[int] = set()
@@ -344,9 +355,9 @@ class PlanCache:
 
     def __init__(self, size: int = 256):
         self._size = size
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._plans: OrderedDict[Hashable, SavePlan] = OrderedDict()
 
-    def get(self, key: Hashable) -> Plan | None:
+    def get(self, key: Hashable) -> SavePlan | None:
         plan = self._plans.get(key)
         if plan is not None:
             with suppress(KeyError):  # another thread has just dropped it
@@ -356,7 +367,7 @@ class PlanCache:
     def forget(self, key: Hashable) -> None:
         self._plans.pop(key, None)
 
-    def put(self, key: Hashable, plan: Plan) -> None:
+    def put(self, key: Hashable, plan: SavePlan) -> None:
         self._plans[key] = plan
         if len(self._plans) > self._size:
             self._plans.popitem(last=False)

@@ -13,34 +13,53 @@ from torch import Tensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import is_defined
-from recompute.engine.cut.save_plan import HAND_OUT, Guide, Plan, PlanCache, Ref, Step, ValueFacts, solve
-from recompute.engine.modes import hidden
-from recompute.engine.recipes import Group, Handle, OpRecipe, Unpacking, asking, holding, is_verifying, local, open_book
+from recompute.engine.cut.save_plan import (
+    HAND_OUT,
+    PlanCache,
+    SavePlan,
+    StepInstruction,
+    TapeStep,
+    ValueFacts,
+    ValueRef,
+    solve,
+)
+from recompute.engine.dtensors import has_layout, local_of
+from recompute.engine.modes import runs_hidden_from_modes
+from recompute.engine.recipes import (
+    Handle,
+    OpRecipe,
+    OuterUnpackRecipe,
+    RecipeGroup,
+    is_verifying,
+    local,
+    open_book,
+    packing_for_recipe,
+    sharing_values,
+)
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
-    Alive,
-    Foreign,
-    Kept,
-    KeptPart,
-    Owner,
-    Saved,
-    View,
-    Watch,
-    hold_through,
+    KeptShard,
+    KeptTensor,
+    PackedByOuterHook,
+    PackedTensor,
+    PackedView,
+    ParameterReference,
+    RegionStatistics,
+    VersionGuard,
+    pack_through,
     seen_as,
     top_hooks,
     unpack_saved,
     version_of,
 )
-from recompute.engine.sharded import has_layout, local_of
-from recompute.engine.tape.operands import copied, parameter_of
+from recompute.engine.tape.op_arguments import copied, parameter_of
 
-Source = Callable[[Ref], Saved]
+HoldValue = Callable[[ValueRef], PackedTensor]
 """What stands for a value that is kept."""
 
 
-class Rerun(NamedTuple):
-    """All that it takes to run a step again, a ``Ref`` in the place of each tensor."""
+class RecordedCall(NamedTuple):
+    """All that it takes to run a step again, a ``ValueRef`` in the place of each tensor."""
 
     op: Any
     args: list[Any]
@@ -60,78 +79,78 @@ _plans = PlanCache()
 RELEASED = "it reads a weight that was gathered for a part of the module, and is not held to its end"
 
 
-class Record:
+class TapeFrame:
     """The steps and values of one frame. As long as it follows a plan, it knows only the values that this needs."""
 
-    def __init__(self, owner: Owner, op_policy: OpPolicy, plans: PlanCache, variant: Hashable):
-        """plans: the last plans of the regions that this one shares them with, by how their frames begin."""
-        self.owner = owner
+    def __init__(self, statistics: RegionStatistics, op_policy: OpPolicy, plan_cache: PlanCache, variant: Hashable):
+        """plan_cache: of the regions that this one shares its plans with."""
+        self.statistics = statistics
         self.outer = top_hooks()
-        self.plan: Plan | None = None
+        self.plan: SavePlan | None = None
         """The one that this frame has followed so far."""
         self.count = 0  # steps taken
         self.current: dict[int, int] = {}  # the value in each storage, by the address of its StorageImpl …
         self.weak: list[Any] = []  # … which cannot be used again while these are held (invariant 3)
         self.versions: dict[int, int | None] = {}  # of each value; None where an op has just written it
-        self.stale: set[int] = set()
+        self.overwritten: set[int] = set()
         self.exposed: set[int] = set()
         """The storages, by the addresses of their StorageImpls, that others may write to unseen."""
         self.held: dict[int, Tensor] = {}  # with their graphs, until the frame ends
         self.parameters: dict[int, Tensor] = {}
         self.sharded: dict[int, Tensor] = {}
         """The parameters that are DTensors, by the storage of what this rank has of them."""
-        self._wholes: dict[int, weakref.ref[Tensor]] = {}  # other DTensors, likewise
-        self.reruns: dict[int, Rerun] = {}
+        self._dtensors: dict[int, weakref.ref[Tensor]] = {}  # other DTensors, likewise
+        self.reruns: dict[int, RecordedCall] = {}
         self.saves: list[tuple[int, int]] = []  # what autograd saved, and the step that was next then
         self.handles: list[weakref.ref[Handle]] = []
-        self.undetached: list[Kept] = []
+        self.undetached: list[KeptTensor] = []
         self._asked: weakref.WeakKeyDictionary[Handle, Handle] | None = None
         """The handles that ``autograd.grad``, say, has asked while the frame runs, and what stands in for each."""
-        self.holds_alone = _ends_with_us(self.outer)
+        self.holds_alone = _has_only_our_hooks(self.outer)
         """Whether what was made in this frame concerns no hooks around it."""
         self._demanded: Collection[int] = ()
         """The values that autograd saved, once the frame has ended."""
-        self.begun = False
-        self._departed = False
+        self.has_begun = False
+        self._is_deoptimized = False
         self._book = open_book()
         self._op_policy = op_policy
-        self._plans = plans
+        self._plan_cache = plan_cache
         self._variant = variant
-        self._opening: Hashable = None
-        self._steps: list[Step] = []
+        self._guard: Hashable = None
+        self._steps: list[TapeStep] = []
         self._facts: list[ValueFacts] = []
-        self._sources: dict[Ref, Saved | Unpacking] = {}
-        self._copies: dict[int, Kept] = {}
+        self._packed: dict[ValueRef, PackedTensor | OuterUnpackRecipe] = {}
+        self._copies: dict[int, KeptTensor] = {}
         self._originals: dict[int, Tensor] | None = {} if is_verifying() else None  # copies, to compare with
-        self._group = Group()
+        self._group = RecipeGroup()
         self._dtype = torch.get_default_dtype()
 
-    def begin(self, last: Plan | None, event: Any, layout: Layout | None) -> None:
+    def choose_plan(self, last: SavePlan | None, event: Any, layout: Layout | None) -> None:
         """Choose the plan to follow by the first thing that happens: the last frame's, or one that began alike."""
-        self.begun = True
-        self._opening = (self._op_policy, self._variant, event, layout)
-        self.plan = last if last is not None and last.opening == self._opening else self._plans.get(self._opening)
+        self.has_begun = True
+        self._guard = (self._op_policy, self._variant, event, layout)
+        self.plan = last if last is not None and last.guard == self._guard else self._plan_cache.get(self._guard)
 
-    @hidden
-    def leave(self) -> None:
+    @runs_hidden_from_modes
+    def deoptimize(self) -> None:
         """Go on without the plan: take back what it has let go of, so that nothing depends on what it foresaw."""
         plan = self.plan
         assert plan is not None
-        with asking():
+        with sharing_values():
             for dropped, stand_in in self._stand_ins():
                 dropped.tensor = stand_in.get()
                 dropped.version = version_of(dropped.tensor)
                 self.held.setdefault(dropped.slot, seen_as(dropped.tensor, plan.facts[dropped.slot].layout))
         for reference in self.handles:
             handle = reference()
-            if handle is not None and handle.tensor is not None and handle.slot not in self.stale:
+            if handle is not None and handle.tensor is not None and handle.slot not in self.overwritten:
                 self.held.setdefault(handle.slot, handle.tensor)
         self._steps = list(plan.steps[: self.count])
         size = max([number + 1 for step in self._steps for number in step.made], default=0)
         size = max([size, *(number + 1 for number in self.versions)])
         self._facts = list(plan.facts[:size])
         self.plan = None
-        self._departed = True
+        self._is_deoptimized = True
         self._asked = None
 
     def _stand_ins(self) -> list[tuple[Handle, Handle]]:
@@ -156,7 +175,7 @@ class Record:
             self._asked = weakref.WeakKeyDictionary(self._stand_ins())
         return self._asked[handle].get()
 
-    def see(self, tensors: Iterable[Tensor]) -> None:
+    def note_dtensors(self, tensors: Iterable[Tensor]) -> None:
         """Note of which DTensors it is that the tape sees the parts."""
         for tensor in tensors:
             if has_layout(tensor):
@@ -164,10 +183,10 @@ class Record:
                 parameter = parameter_of(tensor)
                 if parameter is not None:
                     self.sharded[key] = parameter
-                elif key not in self._wholes or self._wholes[key]() is None:
-                    self._wholes[key] = weakref.ref(tensor)
+                elif key not in self._dtensors or self._dtensors[key]() is None:
+                    self._dtensors[key] = weakref.ref(tensor)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: TapeStep) -> None:
         """Note a step that no plan has."""
         self._steps.append(step)
         self.count += 1
@@ -208,11 +227,11 @@ class Record:
         if old is None:
             self.weak.append(storage._weak_ref())
         else:
-            self.stale.add(old)
+            self.overwritten.add(old)
             self.held.pop(old, None)
         self.versions[number] = None if written else version_of(tensor)  # autograd counts the write at the op's end
         if key in self.exposed:
-            self.stale.add(number)
+            self.overwritten.add(number)
         if parameter is not None:
             self.parameters[number] = parameter
             self.held[number] = local_of(parameter)
@@ -226,19 +245,19 @@ class Record:
         number: int,
         tensor: Tensor,
         parameter: Tensor | None,
-        dark: bool,
+        unobserved: bool,
         op_policy: OpPolicy,
-        guide: Guide | None,
+        instruction: StepInstruction | None,
     ) -> None:
         """The memory of ``tensor``, which holds the value ``number``, holds another one from now on.
 
-        dark: and that one stays what it is. guide: what the plan that is being followed says of this.
+        unobserved: and that one stays what it is. instruction: what the plan that is being followed says of this.
         """
         key = tensor.untyped_storage()._cdata
-        if not dark:
+        if not unobserved:
             self.exposed.add(key)
-        if guide is not None:
-            self.adopt(guide.made[0], tensor, parameter)
+        if instruction is not None:
+            self.adopt(instruction.made[0], tensor, parameter)
             self.count += 1
             return
         layout = self.known(number).layout
@@ -250,7 +269,7 @@ class Record:
                     handle.version = version_of(handle.tensor)
         made = self.enter(tensor, layout, self.count, None, alive=parameter is not None, parameter=parameter)
         self.step(
-            Step(
+            TapeStep(
                 HAND_OUT,
                 HAND_OUT,
                 (number,),
@@ -258,7 +277,7 @@ class Record:
                 "its memory was handed out",
                 writes=True,
                 overwrites=(number,),
-                dark=dark,
+                unobserved=unobserved,
                 op_policy=op_policy,
             )
         )
@@ -267,8 +286,8 @@ class Record:
         """Whether a recipe of the scope around gives the tensor back, so that holding it costs nothing."""
         return self._book is not None and self._book.knows(tensor)
 
-    @hidden
-    def finish(self, outputs: Collection[Tensor], source: Source | None = None) -> Plan | None:
+    @runs_hidden_from_modes
+    def finish(self, outputs: Collection[Tensor], hold_value: HoldValue | None = None) -> SavePlan | None:
         """Decide what is kept of what autograd saved; the rest is dropped, if following a plan has not done it.
 
         outputs: of the region, which the scope around may drop too. source: otherwise as the hooks around have it.
@@ -279,55 +298,61 @@ class Record:
             results = {number: tensor for tensor, number in values if number is not None} if self._book else {}
             plan = self._decide(results)
             self._demanded = plan.demanded
-            recipes = self.recipes(plan, source or functools.partial(self._unchanged, plan.lent))
-            self._settle(plan, recipes, source or self._source)
-            self.owner.outside = []
+            recipes = self.recipes(plan, hold_value or functools.partial(self._pack_for_rerun, plan.copyable))
+            self._settle(plan, recipes, hold_value or self._pack)
+            self.statistics.dropped_outputs = []
             for number in plan.outputs.intersection(results):
                 (step, slot), counted = plan.origin(number), number in plan.demanded
                 assert self._book is not None
                 self._book.enter(results[number], recipes[step], slot, plan.facts[number].layout, counted=counted)
-            self.owner.plan = plan
-            return None if self._departed else plan
+            self.statistics.plan = plan
+            return None if self._is_deoptimized else plan
         finally:
             self._clear()
 
-    def _decide(self, results: Collection[int]) -> Plan:
+    def _decide(self, results: Collection[int]) -> SavePlan:
         for number, tensor in self.held.items():
             version = self.versions[number]
             if version is not None and version != version_of(tensor):  # written to by what the tape does not see
-                self.stale.add(number)
+                self.overwritten.add(number)
         plan = self.plan
         if plan is not None:
             if (
                 self.count == len(plan.steps)
                 and len(self.saves) == len(plan.saves)
-                and self.stale & plan.tracked == plan.overwritten
+                and self.overwritten & plan.tracked == plan.tracked_overwritten
             ):
                 return plan
-            self.leave()
+            self.deoptimize()
         if released := self._released():
             self._steps = [
                 step if step.reason or released.isdisjoint(step.inputs) else step._replace(reason=RELEASED)
                 for step in self._steps
             ]
-        if self._departed:  # of the start, it knows only what the plan was interested in
-            self._plans.forget(self._opening)
+        if self._is_deoptimized:  # of the start, it knows only what the plan was interested in
+            self._plan_cache.forget(self._guard)
             return self._solve_for_what_is_left(results)
         key = (
             self._op_policy.price,
             tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in self._steps]),
             tuple(self._facts),
             tuple(self.saves),
-            frozenset(self.stale),
+            frozenset(self.overwritten),
             frozenset(results),
         )
         plan = _plans.get(key)
         if plan is None:
             plan = solve(
-                self._steps, self._facts, self.saves, self.stale, results, self._op_policy.price, opening=self._opening
+                self._steps,
+                self._facts,
+                self.saves,
+                self.overwritten,
+                results,
+                self._op_policy.price,
+                guard=self._guard,
             )
             _plans.put(key, plan)
-        self._plans.put(self._opening, plan)
+        self._plan_cache.put(self._guard, plan)
         return plan
 
     def _released(self) -> set[int]:
@@ -342,33 +367,33 @@ class Record:
             and (held.untyped_storage().nbytes() == 0 or hasattr(parameter, "ds_id"))
         }
 
-    def _solve_for_what_is_left(self, results: Collection[int]) -> Plan:
+    def _solve_for_what_is_left(self, results: Collection[int]) -> SavePlan:
         """The plan where this frame has let go of tensors and of arguments, as the plan that it began with said.
 
-        What autograd saved and ``leave`` has not taken back was of a graph that is dead by now.
+        What autograd saved and ``deoptimize`` has not taken back was of a graph that is dead by now.
         """
-        saves = [save for save in self.saves if save[0] in self.held or save[0] in self.stale]
+        saves = [save for save in self.saves if save[0] in self.held or save[0] in self.overwritten]
         steps = [
             step if step.reason or index in self.reruns else step._replace(reason="its arguments are not held any more")
             for index, step in enumerate(self._steps)
         ]
-        gone = [number for number in range(len(self._facts)) if number not in self.held]
-        return solve(steps, self._facts, saves, self.stale, results, self._op_policy.price, gone)
+        released = [number for number in range(len(self._facts)) if number not in self.held]
+        return solve(steps, self._facts, saves, self.overwritten, results, self._op_policy.price, released)
 
-    def as_it_is(self, ref: Ref) -> Saved:
+    def as_it_is(self, ref: ValueRef) -> PackedTensor:
         """What stands for a value that is kept while the frame still runs."""
-        return Kept(seen_as(aliased(self.held[ref.value]), ref.layout), self.owner.name)
+        return KeptTensor(seen_as(aliased(self.held[ref.value]), ref.layout), self.statistics.name)
 
-    def recipes(self, plan: Plan, source: Source) -> dict[int, OpRecipe]:
+    def recipes(self, plan: SavePlan, hold_value: HoldValue) -> dict[int, OpRecipe]:
         """For each step that runs again, and has been taken, how."""
         recipes: dict[int, OpRecipe] = {}
         for index in plan.rerun:
             if (rerun := self.reruns.get(index)) is not None:
                 recipes[index] = OpRecipe(
-                    self.owner,
+                    self.statistics,
                     rerun.op,
-                    [_filled(value, plan, source, recipes) for value in rerun.args],
-                    {key: _filled(value, plan, source, recipes) for key, value in rerun.kwargs.items()},
+                    [_filled(value, plan, hold_value, recipes) for value in rerun.args],
+                    {key: _filled(value, plan, hold_value, recipes) for key, value in rerun.kwargs.items()},
                     name=plan.steps[index].name,
                     dtype=None if rerun.dtype is self._dtype else rerun.dtype,
                     rng=rerun.rng,
@@ -378,7 +403,7 @@ class Record:
                 )
         return recipes
 
-    def _originals_of(self, step: Step) -> dict[int, Tensor] | None:
+    def _originals_of(self, step: TapeStep) -> dict[int, Tensor] | None:
         """What a step gave, by slot; None where nothing is compared."""
         if self._originals is None:
             return None
@@ -389,36 +414,38 @@ class Record:
             if slot is not None and is_defined(step.op, slot)
         }
 
-    def _unchanged(self, lent: Collection[int], ref: Ref) -> Saved:
-        """What holds a kept value for the steps that run again: of what is ``lent``, and takes no gradients, a copy.
+    def _pack_for_rerun(self, copyable: Collection[int], ref: ValueRef) -> PackedTensor:
+        """What holds a kept value for the steps that run again: a copy, if it is ``copyable`` and takes no gradients.
 
         A buffer may so change between forward and backward, as in plain PyTorch. What autograd itself saved does not
         come from here: it is refused if it has changed, as in plain PyTorch too.
         """
         number, layout = ref
-        if number not in lent or self.held[number].requires_grad:
-            return self._source(ref)
+        if number not in copyable or self.held[number].requires_grad:
+            return self._pack(ref)
         copy = self._copies.get(number)
         if copy is None:
             whole = self.known(number).layout
-            copy = self._copies[number] = Kept(copied(seen_as(self.held[number].detach(), whole)), self.owner.name)
-        return View(copy, layout)
+            copy = self._copies[number] = KeptTensor(
+                copied(seen_as(self.held[number].detach(), whole)), self.statistics.name
+            )
+        return PackedView(copy, layout)
 
-    def _source(self, ref: Ref) -> Saved:
+    def _pack(self, ref: ValueRef) -> PackedTensor:
         """What holds a kept value for backward, as the hooks around the region would have it (invariant 9)."""
         number, layout = ref
         if number in self.parameters:
             return self.alive(number, layout, memory=self.held[number].untyped_storage())
         whole = self.known(number).layout
-        held = self._sources.get(ref) or self._sources.get(Ref(number, whole)) or self._hold(number, whole)
-        if isinstance(held, Unpacking):
+        held = self._packed.get(ref) or self._packed.get(ValueRef(number, whole)) or self._pack_once(number, whole)
+        if isinstance(held, OuterUnpackRecipe):
             if held.layout != layout:  # of the storage the others' hooks have but what they saw
-                held = self._hold(number, layout)
-                assert isinstance(held, Unpacking)
+                held = self._pack_once(number, layout)
+                assert isinstance(held, OuterUnpackRecipe)
             return held.handle(0)
         if isinstance(held, Handle):  # each that asks has its own
             return held.again((layout, whole))
-        return held if layout == whole else View(held, layout)
+        return held if layout == whole else PackedView(held, layout)
 
     def alive(
         self,
@@ -426,37 +453,41 @@ class Record:
         layout: Layout,
         parameter: Tensor | None = None,
         memory: torch.UntypedStorage | None = None,
-    ) -> Alive:
-        """parameter: which one it is, of several in one storage. memory: as ``Alive`` takes it."""
+    ) -> ParameterReference:
+        """parameter: which one it is, of several in one storage. memory: as ``ParameterReference`` takes it."""
         parameter = self.parameters[number] if parameter is None else parameter
         is_known = parameter is self.parameters[number] and not has_layout(parameter)
         version = self.versions[number] or 0 if is_known else version_of(parameter)
-        return Alive(parameter, layout, version, self.owner.name, memory)
+        return ParameterReference(parameter, layout, version, self.statistics.name, memory)
 
-    def _hold(self, number: int, layout: Layout) -> Saved | Unpacking:
+    def _pack_once(self, number: int, layout: Layout) -> PackedTensor | OuterUnpackRecipe:
         tensor = seen_as(self.held[number].detach(), layout)
         if self.holds_alone and self.known(number).step is not None:
-            saved: Saved = Kept(tensor, self.owner.name)
+            saved: PackedTensor = KeptTensor(tensor, self.statistics.name)
         elif number in self._demanded:
-            saved = hold_through(self.outer, tensor, self.owner.name)
+            saved = pack_through(self.outer, tensor, self.statistics.name)
         else:
-            with holding():
-                saved = hold_through(self.outer, tensor, self.owner.name)
-        if type(saved) is Kept and self._wholes:
+            with packing_for_recipe():
+                saved = pack_through(self.outer, tensor, self.statistics.name)
+        if type(saved) is KeptTensor and self._dtensors:
             saved = self._watched(saved)
-        held = Unpacking(self.owner, saved, layout, self._group) if isinstance(saved, Foreign) else saved
-        self._sources[Ref(number, layout)] = held
+        held = (
+            OuterUnpackRecipe(self.statistics, saved, layout, self._group)
+            if isinstance(saved, PackedByOuterHook)
+            else saved
+        )
+        self._packed[ValueRef(number, layout)] = held
         return held
 
-    def _watched(self, saved: Kept) -> Kept:
+    def _watched(self, saved: KeptTensor) -> KeptTensor:
         """Of what is a part of a DTensor, one that minds changes to that."""
-        reference = self._wholes.get(saved.tensor.untyped_storage()._cdata)
+        reference = self._dtensors.get(saved.tensor.untyped_storage()._cdata)
         whole = None if reference is None else reference()
         if whole is None:
             return saved
-        return KeptPart(saved.tensor, self.owner.name, Watch(aliased(whole), self.owner.name))
+        return KeptShard(saved.tensor, self.statistics.name, VersionGuard(aliased(whole), self.statistics.name))
 
-    def _settle(self, plan: Plan, recipes: dict[int, OpRecipe], source: Source) -> None:
+    def _settle(self, plan: SavePlan, recipes: dict[int, OpRecipe], hold_value: HoldValue) -> None:
         """Give each handle what it stands for."""
         for kept in self.undetached:
             kept.tensor = kept.tensor.detach()
@@ -465,31 +496,33 @@ class Record:
             if handle is None:
                 continue
             number = handle.slot
-            if number in plan.stale:  # to be refused if autograd minds
+            if number in plan.overwritten:  # to be refused if autograd minds
                 assert handle.tensor is not None
-                handle.keep(Kept(handle.tensor.detach(), self.owner.name, handle.version))
+                handle.keep(KeptTensor(handle.tensor.detach(), self.statistics.name, handle.version))
             elif number in plan.kept:
-                handle.keep(source(Ref(number, plan.facts[number].layout if handle.view is None else handle.view[0])))
+                handle.keep(
+                    hold_value(ValueRef(number, plan.facts[number].layout if handle.view is None else handle.view[0]))
+                )
             else:
                 handle.drop()
                 step, handle.slot = plan.origin(number)
                 handle.recipe = recipes[step]
                 recipes[step].handles.append(reference)
-        self.owner.dropped_tensors += len(plan.dropped)
-        self.owner.dropped_nbytes += plan.dropped_nbytes
-        self.owner.kept_nbytes += plan.kept_nbytes
-        self.owner.eager_nbytes += plan.eager_nbytes
+        self.statistics.dropped_tensors += len(plan.dropped)
+        self.statistics.dropped_nbytes += plan.dropped_nbytes
+        self.statistics.kept_nbytes += plan.kept_nbytes
+        self.statistics.eager_nbytes += plan.eager_nbytes
 
     def _clear(self) -> None:
-        """Let go of everything: autograd keeps the pack hook, and with it this, as long as the graph lives (8)."""
+        """Let go of everything: autograd holds the pack hook, and so this, as long as the graph lives (invariant 8)."""
         for reference in self.weak:
             torch.UntypedStorage._free_weak_ref(reference)
         self.weak, self.plan = [], None
-        for container in (self.current, self.held, self.parameters, self.reruns, self._sources, self._copies):
+        for container in (self.current, self.held, self.parameters, self.reruns, self._packed, self._copies):
             container.clear()
         self.sharded.clear()
         self.exposed.clear()
-        self._wholes.clear()
+        self._dtensors.clear()
         self._steps, self._facts, self.handles, self.saves, self.undetached = [], [], [], [], []
         self.versions, self._originals, self._asked = {}, None, None
 
@@ -503,21 +536,21 @@ def aliased(tensor: Tensor, *, copy: bool = False) -> Tensor:
         local.regenerating -= 1
 
 
-def _ends_with_us(hooks: Any) -> bool:
+def _has_only_our_hooks(hooks: Any) -> bool:
     """Whether around these hooks, scopes of ours, there are no others'."""
     while hooks is not None and hooks[1] is unpack_saved:
         hooks = hooks[0].__self__.outer
     return hooks is None
 
 
-def _filled(value: Any, plan: Plan, source: Source, recipes: dict[int, OpRecipe]) -> Any:
-    """An argument with what stands for a tensor in the place of each ``Ref``."""
+def _filled(value: Any, plan: SavePlan, hold_value: HoldValue, recipes: dict[int, OpRecipe]) -> Any:
+    """An argument with what stands for a tensor in the place of each ``ValueRef``."""
     if isinstance(value, list):
-        return [_filled(item, plan, source, recipes) for item in value]
-    if type(value) is not Ref:
+        return [_filled(item, plan, hold_value, recipes) for item in value]
+    if type(value) is not ValueRef:
         return value
     if value.value in plan.kept:
-        return source(value)
+        return hold_value(value)
     step, slot = plan.origin(value.value)
     whole = plan.facts[value.value].layout
     return recipes[step].handle(slot, None if value.layout == whole else (value.layout, whole))

@@ -1,0 +1,252 @@
+"""``recompute.ablate``: policies compared on a model of the caller's own, by the code that compares them on a Llama."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from recompute import counters
+from recompute.ablation import ablation_report
+from recompute.ablation.peers import BASELINE, COMPILED, is_peer
+from recompute.ablation.trials import AblationRow, Experiment, Progress, recorded, seeded
+from recompute.attach.apply import PolicyLike
+from recompute.counters import resolve_device
+from recompute.errors import AblationError, ModelError
+from recompute.estimation.factories import (
+    Factory,
+    call,
+    check_batch,
+    check_factory,
+    describe,
+    loss_in,
+    make,
+    placed,
+)
+from recompute.policy.loading import load_policy
+
+POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel")
+PEERS = ("torch-checkpoint",)
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What each policy and peer did. Printed, it is a table."""
+
+    rows: tuple[AblationRow, ...]
+    """The baseline ``none`` first. One that failed has an ``error``."""
+    results: Mapping[str, Any]
+    """The same as ``results.json`` has it, with ``machine`` and ``config``: what was run where."""
+
+    def row(self, policy: str) -> AblationRow:
+        """That of a policy or peer. Raises ``KeyError`` if there is none."""
+        found = {row.policy: row for row in self.rows}
+        return found[policy]
+
+    def table(self) -> str:
+        """The rows as text: bytes held and at the peak, milliseconds, and whether losses and gradients match."""
+        return ablation_report.text(self.results["rows"])
+
+    __str__ = table
+
+    def markdown(self) -> str:
+        """The rows as a table in Markdown, what failed, and below it what was run, and on what."""
+        return ablation_report.markdown(self.results)
+
+    def plot(self) -> Figure:
+        """Memory against the time of a step, as a matplotlib figure."""
+        return ablation_report.plot(self.results["rows"])
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``results.json``, ``results.md`` and ``results.png`` into ``folder``, which is made."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "results.json").write_text(json.dumps(self.results, indent=2) + "\n", encoding="utf-8")
+        ablation_report.write(self.results, path)
+
+
+def ablate(
+    model_factory: Factory,
+    batch: Any = None,
+    policies: Sequence[PolicyLike] | Mapping[str, PolicyLike] = POLICIES,
+    *,
+    peers: Sequence[str] = PEERS,
+    layers: str | Sequence[str] | None = None,
+    compile: bool = False,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    steps: int = 12,
+    warmup: int = 6,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "auto",
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    on_row: Callable[[AblationRow], None] | None = None,
+) -> Ablation:
+    """Train a model under each of several policies; compare memory, time, losses and gradients.
+
+    model_factory: returns the model, or ``(model, batch)``. Called anew for each policy, with the same random state: it
+        is to give equal weights.
+    batch: what forward is given at each step: a tensor, a tuple of arguments, a mapping of keyword arguments; or a
+        function that returns one, called once a step before anything is trained.
+    policies: as ``recompute.apply`` takes them, or a mapping from what their rows are to be called. The baseline
+        ``none`` runs first, listed or not.
+    peers: what others offer, as further rows: "torch-checkpoint", "torch-selective", "torch-compile",
+        "torch-compile-selective", "torch-budget-0.5" (any share), "liger" (Llama alone).
+    layers: globs over paths of modules, which peers and ``compile`` take for layers; None: those whose classes are
+        called ``*Layer`` or ``*Block``.
+    compile: whether each policy also runs, as ``POLICY+compile``, with these layers compiled.
+    loss: a scalar of what the model returns; None: its own ``loss`` (attribute or key), or the sum of what it returns.
+    optimizer: makes one of the parameters; None: AdamW with a learning rate of 1e-3.
+    steps: training steps a policy; the first ``warmup`` are not timed, but where no other is left.
+    seed: of the weights, and of what training draws, such as dropout.
+    dtype: of the model and of the batch's tensors of floats; None as they come.
+    device: "auto" (CUDA if there is one), "cpu", "cuda", or a ``torch.device``.
+    out: a folder for ``results.json``, written again after each row, and for the table and the plot at the end.
+    progress: called after each step with what runs, the steps done, and the steps in all. on_row: with each row.
+
+    A policy that fails is a row with an ``error``, and the others go on. Memory is in bytes above what is there before
+    a step, times are in seconds: see ``AblationRow``.
+
+    Raises before anything is trained: ``AblationError`` for an option that cannot be, ``ModelError`` where the factory
+    gives no model, ``PolicyError`` for a bad policy.
+    """
+    given = {"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}
+    _check(given, dtype, peers)
+    named = _named(policies)
+    place = resolve_device(device) if isinstance(device, str) else device
+    subject = _Subject(model_factory, batch, steps, seed, dtype, place)
+    experiment = Experiment(
+        make=subject.model,
+        loss=partial(subject.loss, loss),
+        batches=subject.batches,
+        optimizer=optimizer or partial(AdamW, lr=1e-3),
+        device=place,
+        progress=progress or (lambda what, done, total: None),
+        wider=subject.wider,
+        warmup=warmup,
+        seed=seed,
+        policies=named,
+        layers=layers,
+    )
+    ways = ("", COMPILED) if compile else ("",)
+    names = dict.fromkeys([*(policy + way for policy in (BASELINE, *named) for way in ways), *peers])
+    results = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "machine": counters.describe_machine(place),
+        "config": {"model": subject.description, "steps": steps, "warmup": warmup, "seed": seed},
+    }
+    rows = []
+    for row in recorded(results, experiment.rows(names), None if out is None else Path(out)):
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
+    found = Ablation(tuple(rows), results)
+    if out is not None:
+        found.save(out)
+    return found
+
+
+class _Subject:
+    """What is trained: models with equal weights, and a batch a step."""
+
+    def __init__(
+        self,
+        factory: Factory,
+        batch: Any,
+        steps: int,
+        seed: int,
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ):
+        self.name = getattr(factory, "__qualname__", type(factory).__name__)
+        self._factory = check_factory(factory, self.name)
+        self._seed, self._dtype, self._device = seed, dtype, device
+        model, own = self._make()
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ModelError(f"{self.name}: expected a model with parameters to train; {type(model).__name__} has none")
+        self._weights = _fingerprint(model)
+        found = _batches(own, batch, steps, seed, device, self.name)
+        self.batches = [placed(each, dtype=dtype, device=device) for each in found]
+        self.description = describe(model, self.batches[0])
+        halves = {torch.float16, torch.bfloat16}.intersection(each.dtype for each in model.parameters())
+        self.wider = torch.float32 if halves else torch.float64
+
+    def _make(self) -> tuple[nn.Module, Any]:
+        with seeded(self._seed, self._device):
+            return make(self._factory, self.name, dtype=self._dtype, device=self._device)
+
+    def model(self) -> nn.Module:
+        model, _ = self._make()
+        if _fingerprint(model) != self._weights:
+            raise AblationError(
+                f"{self.name} gives other weights when it is called again with the same random state, so that policies "
+                "cannot be compared: have it draw from the default generators of torch, NumPy or Python alone"
+            )
+        return model
+
+    def loss(self, loss: Callable[[Any], Tensor] | None, model: nn.Module, batch: Any) -> Tensor:
+        output = call(model, batch)
+        return loss_in(output, self.name) if loss is None else loss(output)
+
+
+def _check(numbers: Mapping[str, tuple[Any, int]], dtype: Any, peers: Any) -> None:
+    for name, (number, least) in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise AblationError(f"{name}: expected a whole number, at least {least}; found {number!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise AblationError(f"dtype: expected a torch.dtype of floats, or None; found {dtype!r}")
+    for peer in (peers,) if isinstance(peers, str) else peers:
+        if isinstance(peers, str) or not isinstance(peer, str) or not is_peer(peer):
+            raise AblationError(f"peers: expected a list of names such as {PEERS[0]!r}; found {peer!r}")
+
+
+def _named(policies: Any) -> dict[str, PolicyLike]:
+    """Policies by the names of their rows, without the baseline; each is read."""
+    if isinstance(policies, str):
+        raise AblationError(f"policies: expected several, as in [{policies!r}]; found one name")
+    given = policies.items() if isinstance(policies, Mapping) else ((None, policy) for policy in policies)
+    named: dict[str, PolicyLike] = {}
+    for name, policy in given:
+        loaded = load_policy(policy)
+        if name is None:
+            name = str(policy) if not isinstance(policy, Mapping) and policy is not loaded else loaded.name
+        if name == BASELINE and not loaded.rules:
+            continue
+        if name in named or name == BASELINE or is_peer(name) or name.endswith(COMPILED):
+            raise AblationError(
+                f"policies: expected a name for each, of no other policy and no peer; found {name!r}. Pass a mapping "
+                "of names to policies"
+            )
+        named[name] = loaded
+    return named
+
+
+def _batches(own: Any, batch: Any, steps: int, seed: int, device: torch.device, name: str) -> list[Any]:
+    """One a step: the factory's own, the one given, or what a function gives."""
+    if own is not None and batch is not None:
+        raise AblationError(f"{name} returns a batch, and one is passed, too: drop either")
+    if own is None and batch is None:
+        raise AblationError(f"expected a batch: pass one, or have {name} return (model, batch)")
+    if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
+        with seeded(seed, device):
+            return [check_batch(batch(), "batch") for _ in range(steps)]
+    return [own if batch is None else check_batch(batch, "batch")] * steps
+
+
+def _fingerprint(model: nn.Module) -> list[tuple[float, float]]:
+    """Two sums of each parameter: equal weights have equal ones."""
+    with torch.no_grad():
+        wide = (parameter.double().flatten() for parameter in model.parameters())
+        return [(each.sum().item(), each.square().sum().item()) for each in wide]

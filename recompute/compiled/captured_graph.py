@@ -1,0 +1,345 @@
+"""Graphs of a region's forward: the guards that choose among them, and the programs that are made of them.
+
+torch's frontend takes a graph of a call, and guards on all of the Python world that the graph depends on. The first
+call of a graph runs by the tape and is observed, and so is its backward. The program that is made of what ran serves
+all later calls that the guards accept.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from recompute.compiled.captured_function import CapturedFrame, CapturedFunction
+from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
+from recompute.compiled.observation import GraphTape, Observation
+from recompute.compiled.program import Program
+from recompute.compiled.recording import Departure, Recording
+from recompute.engine.checkpoint.module_state import RUNNER
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.numerics import Numerics
+from recompute.engine.rng import RngState
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
+from recompute.engine.tape.recorder import TapeRegion
+
+MAX_FAILURES = 3
+"""Calls of equal regions that torch's frontend may fail on, and frames of one graph that may be observed in vain."""
+
+
+class GraphCaller(Protocol):
+    """What a graph asks of the region that calls it."""
+
+    tape: TapeRegion
+    statistics: RegionStatistics
+    is_checkpoint: bool
+    recording: Recording | None
+
+    def can_run(self, program: Program) -> bool: ...
+    def knows(self, plan: SavePlan) -> bool: ...
+    def count(self, plan: SavePlan | None) -> None: ...
+    def count_kernels(self) -> None: ...
+    def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
+
+
+class CachedGraphs:
+    """What equal regions share: those that run the same function under the same rule, as the layers of a model do."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.failure = ""
+        """Why torch's frontend took no graph when it failed last."""
+        self.draws = False
+        """Whether a traced call drew from Python's or NumPy's generator, which a trace draws from, too."""
+        self.programs: dict[Hashable, list[Program]] = {}
+        """By the code of the graph, and by what it is given."""
+        self.graphs = GuardedGraphs(self)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.failures >= MAX_FAILURES
+
+
+class GuardedGraphs:
+    """The graphs of a function, one for each kind of call, and the guards that tell these apart."""
+
+    def __init__(self, cached: CachedGraphs):
+        self._cached = cached
+        self._calls: GuardedCalls | None = None
+        self._lock = threading.Lock()
+        self._traces = 0
+        """Traces that are going on."""
+        self._substitutes: dict[Any, Any] = {}
+        """What the graph is to call in the place of functions, as kernels stand in for them."""
+        self.graphs: list[CapturedGraph] = []
+
+    def trace(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Take the graph of a call and run that; ``MISSED`` if there is none, and then nothing has run."""
+        generators = RngState()
+        result = self._run(self._trace, region, function, args, kwargs)
+        if result is MISSED and (drawn := generators.drawn()) is not None:  # before it came to the graph
+            drawn.restore()
+            self._cached.draws = True
+        return result
+
+    def _trace(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        with self._lock:
+            if self._calls is None:
+                self._calls = GuardedCalls(self._compile)
+            self._substitutes = {
+                original: ours
+                for runner in runners_in(function, args)
+                for original, ours in getattr(runner, "substitutes", {}).items()
+            }
+            self._traces += 1
+        try:
+            return self._calls.trace(function, args, kwargs, self._substitutes)
+        finally:
+            self._traces -= 1
+
+    def run(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run a call by the graph whose guards accept it; ``MISSED`` if there is none, and then nothing has run."""
+        if self._calls is None:
+            _running.waits = self._traces > 0
+            return MISSED
+        result = self._run(self._calls.run, region, function, args, kwargs)
+        _running.waits = _running.waits or self._traces > 0  # on another thread
+        return result
+
+    def _run(self, call: Callable[..., Any], region: GraphCaller, *arguments: Any) -> Any:
+        _running.region, _running.has_begun, _running.waits = region, False, False
+        try:
+            return call(*arguments)
+        except Refusal:
+            return MISSED
+        except Exception as error:
+            if _running.has_begun:
+                raise
+            self._cached.failures += 1
+            self._cached.failure = _first_line(error)
+            return MISSED
+        finally:
+            _running.region = None
+
+    def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                node.target = self._substitutes.get(node.target, node.target)
+        module.recompile()
+        unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
+        graph = CapturedGraph(self._cached, module, unfit or "")
+        self.graphs.append(graph)
+        return graph.run
+
+
+class _Running(threading.local):
+    region: GraphCaller | None = None
+    has_begun = False
+    waits = False
+    """Whether the last call missed only because another one is being traced or observed."""
+
+
+_running = _Running()
+
+
+def waits_for_another() -> bool:
+    """Whether the last call of this thread missed only because another call is being traced or observed."""
+    return _running.waits
+
+
+class Refusal(Exception):
+    """A graph does not run this call; nothing of it has run."""
+
+
+class CapturedGraph:
+    """A graph of a region, and the programs that were made of it: one for each plan."""
+
+    def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
+        """failure: why no program can be made of it, if so."""
+        self._cached = cached
+        self._graph = module.forward
+        self._code = module.code
+        self._programs: list[Program] = []
+        self._observed: weakref.ref[Observation] | None = None
+        self._failures = 0
+        self.failure = failure
+        """Why no program was made of it when that was tried last."""
+        self.has_failed = bool(failure)
+
+    def program(self, region: GraphCaller) -> Program | None:
+        """The one that does in the region what a frame of its own has done."""
+        return next((program for program in self._programs if region.can_run(program)), None)
+
+    def run(self, *given: Any) -> Any:
+        """The outputs of the graph on the inputs that torch's frontend has found for it."""
+        region = _running.region
+        assert region is not None
+        numerics = Numerics()
+        program = _fitting(self._programs, region, numerics)
+        if program is None and not self.has_failed and region.recording is not None:
+            program = self._known(region, given, numerics)
+            if program is None:
+                return self._observe(region, given, region.recording)
+        if program is None or any(map(is_shared, given)):
+            _running.waits = program is None and self._is_observed()
+            raise Refusal
+        for position, offset in program.offsets:
+            if given[position].storage_offset() != offset:
+                raise Refusal
+        _running.has_begun = True
+        region.count_kernels()
+        frame = CapturedFrame(
+            program,
+            self._graph,
+            region.statistics,
+            given,
+            numerics,
+            region.count_replay,
+            is_checkpoint=region.is_checkpoint,
+        )
+        return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
+
+    def _known(self, region: GraphCaller, given: Sequence[Any], numerics: Numerics) -> Program | None:
+        """The program that was made of the same graph in an equal region."""
+        program = _fitting(self._cached.programs.get(self._key(given), ()), region, numerics)
+        if program is not None:
+            self._programs.append(program)
+        return program
+
+    def _key(self, given: Sequence[Any]) -> Hashable:
+        return self._code, tuple([_kind(value) for value in given])
+
+    def _observe(self, region: GraphCaller, given: Sequence[Any], expected: Recording) -> Any:
+        """Run the graph by the tape and record what runs: it must be what the recording of the region says."""
+        if self._is_observed():
+            _running.waits = True
+            raise Refusal
+        region.recording = None  # it serves for one frame: a region that never runs backward is not observed for ever
+        learn = functools.partial(self._learn, self._key(given))
+        expose_arrays(given)
+        state = _GlobalState()
+        try:
+            if not all(isinstance(value, Tensor) for value in given):
+                raise Departure("its graph is given what is no tensor")
+            seen = Observation(given, expected, learn)
+            self._observed = weakref.ref(seen)
+            tape = GraphTape(region.tape, None, seen)
+            with tape:
+                outputs = self._graph(*given)
+                seen.end_forward()
+                if not all(isinstance(output, Tensor) for output in outputs):
+                    raise Departure("its graph gives what is no tensor")
+        except Exception as error:  # of the code itself, too: by the tape it is raised again
+            state.put_back()
+            learn(_first_line(error))
+            raise Refusal from None
+        _running.has_begun = True
+        plan = tape.record.finish(tape.plain(tree_leaves(outputs)))
+        region.count(plan)
+        if plan is None or not region.knows(plan):
+            learn("its graph saves other tensors than its forward does")
+            return outputs
+        return seen.finish(plan, given, outputs)
+
+    def _is_observed(self) -> bool:
+        """Whether a frame of it is, until its backward has run or its graph has died."""
+        return self._observed is not None and self._observed() is not None
+
+    def _learn(self, key: Hashable, result: Program | str) -> None:
+        """What was observed has ended: with a program, or with the reason why there is none."""
+        self._observed = None
+        if isinstance(result, Program):
+            self._programs.append(result)
+            self._cached.programs.setdefault(key, []).append(result)
+            self.failure = ""
+            return
+        self._failures += 1
+        self.failure = result
+        self.has_failed = self._failures >= MAX_FAILURES
+
+
+class _GlobalState:
+    """What code that is left in its middle may leave walk_references: random states, and switches of torch."""
+
+    def __init__(self) -> None:
+        self._rng = RngState()
+        self._numerics = Numerics()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+        self._cache = torch.is_autocast_cache_enabled()
+        self._nesting = _autocast_nesting()
+
+    def put_back(self) -> None:
+        self._rng.restore()
+        self._numerics.put()
+        torch.set_grad_enabled(self._grad)
+        for device, is_enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._cache)
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def modules_in(function: Callable[..., Any], args: tuple) -> Iterable[nn.Module]:
+    """The module whose forward ``function`` is, or is given, and those inside of it."""
+    module = next((m for m in (getattr(function, "__self__", None), *args[:1]) if isinstance(m, nn.Module)), None)
+    return () if module is None else module.modules()
+
+
+def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
+    """What runs the modules inside of the one whose forward ``function`` is, or is given."""
+    for inside in modules_in(function, args):
+        runner = vars(inside).get(RUNNER)
+        while getattr(runner, "statistics", None) is not None:
+            yield runner
+            runner = getattr(runner, "inner", None)
+
+
+def _fitting(programs: Iterable[Program], region: GraphCaller, numerics: Numerics) -> Program | None:
+    """The program that does in the region what its own frames do, and was made under such settings of torch."""
+    return next((each for each in programs if region.can_run(each) and numerics.are(each.numerics)), None)
+
+
+def _kind(value: Any) -> Hashable:
+    """All of a tensor that code which was made for it depends on."""
+    layout = Layout.of(value)
+    return layout, value.device, value.requires_grad, isinstance(value, nn.Parameter)
+
+
+_REFUSED_METHODS = frozenset(
+    ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward")
+)
+
+
+def _unfit_node(module: torch.fx.GraphModule) -> str | None:
+    """Why a graph is more than ops on tensors."""
+    for node in module.graph.nodes:
+        if node.op == "call_method" and node.target in _REFUSED_METHODS:
+            return f"it calls Tensor.{node.target}"
+        if "functorch" in (getattr(node.target, "__module__", None) or ""):
+            return "it calls a transform of torch.func"
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return f"it has a higher-order operator, {node.target}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,173 @@
+"""What code gets at without being given it: found by the names in it, before it runs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.rng import is_random_source
+
+
+def references_of_function(function: Callable[..., Any]) -> list[Any]:
+    """What ``function`` can use without being passed it: bound arguments, closure, defaults and named globals."""
+    found: list[Any] = []
+    pending: list[Any] = [function]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            inside = [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            inside = [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
+        elif isinstance(value, FunctionType):
+            inside = _given_at_definition(value)
+            found += [value.__globals__.get(name) for name in _names(value.__code__)]
+        elif value is function and hasattr(value, "__dict__"):  # an object that can be called
+            inside = [type(value).__call__, *vars(value).values()]
+        else:
+            continue
+        found += inside
+        pending += inside
+    return found
+
+
+def references_of_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """What the forwards of ``modules`` reach besides arguments, parameters and buffers, by attribute or name."""
+    found: list[Any] = []
+    for module in modules:
+        found += [*references_of_function(type(module).forward), *_attributes_of(module)]
+    return found
+
+
+def find_generators(roots: Iterable[Any]) -> list[Any]:
+    """The random generators among what is behind ``roots``."""
+    return list({id(value): value for value in walk_references(roots) if is_random_source(value)}.values())
+
+
+def walk_references(roots: Iterable[Any]) -> Iterator[Any]:
+    """What ``roots``, which are functions, modules or any objects, may use; some of it more than once.
+
+    Follows the names in their code through helpers, methods, Python modules, objects and containers, as far as it is
+    not torch's, NumPy's or Python's own. It misses what no name leads to: ``getattr(self, name)``, code in C, a
+    generator that is made while the code runs.
+    """
+    functions: list[tuple[FunctionType, Any]] = []  # and what it is a method of
+    walked: set[tuple[int, int]] = set()
+    values: list[Any] = list(roots)
+    names: tuple[str, ...] = ()
+    while True:
+        seen: set[int] = set()
+        while values:
+            value = values.pop()
+            if isinstance(value, _PRIMITIVE) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            yield value
+            if isinstance(value, FunctionType):
+                functions.append((value, None))
+            elif isinstance(value, MethodType):
+                values.append(value.__self__)
+                functions.append((value.__func__, value.__self__))  # type: ignore[arg-type]
+            elif isinstance(value, functools.partial):
+                values += [value.func, *value.args, *value.keywords.values()]
+            elif "__wrapped__" in (own := getattr(value, "__dict__", {})):  # as by functools.cache
+                values.append(own["__wrapped__"])
+            elif isinstance(value, (dict, list, tuple)):
+                values += itertools.islice(value.values() if isinstance(value, dict) else value, _MANY)
+            elif not _is_foreign(value):
+                for attribute in _named(value, names):
+                    if isinstance(attribute, FunctionType):
+                        functions.append((attribute, value))
+                    else:
+                        values.append(attribute)
+        while not values:
+            if not functions:
+                return
+            function, owner = functions.pop()
+            if (id(function), id(owner)) not in walked:
+                walked.add((id(function), id(owner)))
+                names = () if _is_foreign(function) else tuple({*_names(function.__code__)})
+                values = [function.__globals__.get(name) for name in names]
+                values += [owner, *_given_at_definition(function)]
+
+
+_PRIMITIVE = (int, float, complex, str, bytes, type(None), Tensor)
+_MANY = 1000  # of a longer container, such as a vocabulary, the rest is left alone
+_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]))
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether it is code whose random numbers are those of the global generators, or that is given others."""
+    if isinstance(value, nn.Module):
+        return False  # of torch's, too, the attributes and hooks may be the user's
+    if isinstance(value, ModuleType):
+        name = value.__name__
+    elif isinstance(value, FunctionType):
+        name = value.__globals__.get("__name__", "")
+    else:
+        name = (value if isinstance(value, type) else type(value)).__module__
+    return str(name).partition(".")[0] in _FOREIGN
+
+
+def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
+    """What the attributes of ``value`` that are called ``names`` are: looked up, so that no property runs."""
+    if isinstance(value, nn.Module):
+        yield from _defined(base_of(value), "forward")
+        yield from _attributes_of(value)
+    elif not isinstance(value, (type, ModuleType)) and callable(value):
+        yield from _defined(type(value), "__call__")
+    own = getattr(value, "__dict__", {})
+    children = own.get("_modules", {})
+    for name in names:
+        if name in own:
+            yield _plain(own[name])
+        elif name in children:
+            yield children[name]
+        elif not isinstance(value, ModuleType):
+            for attribute in _defined(value if isinstance(value, type) else type(value), name):
+                yield getattr(value, name, None) if isinstance(attribute, MemberDescriptorType) else attribute
+
+
+def _defined(kind: type, name: str) -> list[Any]:
+    return next(([_plain(vars(base)[name])] for base in kind.__mro__ if name in vars(base)), [])
+
+
+def _plain(attribute: Any) -> Any:
+    if isinstance(attribute, (staticmethod, classmethod)):
+        return attribute.__func__
+    if isinstance(attribute, functools.cached_property):
+        return attribute.func
+    return attribute.fget if isinstance(attribute, property) else attribute
+
+
+def _attributes_of(module: nn.Module) -> Iterator[Any]:
+    """What a module holds besides parameters, buffers and modules, also in its lists and dicts."""
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield value
+            if isinstance(value, (list, tuple)):
+                yield from value
+            elif isinstance(value, dict):
+                yield from value.values()
+
+
+def _given_at_definition(function: FunctionType) -> list[Any]:
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

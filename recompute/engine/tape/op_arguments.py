@@ -1,0 +1,145 @@
+"""What an op is given, and what the dispatcher sees of it: tensors that are views of storages, and others."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.recipes import in_backward
+from recompute.engine.rng import RngState
+
+PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
+LISTS = frozenset((list, tuple))
+
+
+class NotRegenerable(Exception):
+    """Why an op's outputs cannot be regenerated."""
+
+
+def not_regenerable(tensor: Tensor) -> NotRegenerable:
+    return NotRegenerable(f"it reads a {type(tensor).__name__} that is more, or less, than a view of a storage")
+
+
+def parameter_of(tensor: Tensor) -> Tensor | None:
+    """The parameter that ``tensor`` is, or is a view of."""
+    if _is_parameter(tensor):
+        return tensor
+    base = tensor._base
+    return base if base is not None and _is_parameter(base) and base.dtype is tensor.dtype else None
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+
+
+def without(places: Collection[int | str], args: Sequence[Any]) -> list[Any]:
+    return [None if place in places else value for place, value in enumerate(args)]
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in lists and tuples."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def at(places: tuple[int | str, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    return [kwargs.get(place) if isinstance(place, str) else args[place] for place in places]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether all there is to it is a storage and a layout."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def is_dense(layout: Layout, nbytes: int) -> bool:
+    """Whether a tensor of ``layout`` has every byte of a storage of ``nbytes`` once."""
+    step = 1
+    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return bool(layout.offset == 0) and step * layout.dtype.itemsize == nbytes
+
+
+def fits(layout: Layout, tensor: Tensor) -> bool:
+    """Whether a tensor of ``layout`` has just the memory that ``tensor`` is a view of, each byte once."""
+    return is_dense(layout, tensor.untyped_storage().nbytes())
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The same view of a copy of all the memory that ``tensor`` is a view of."""
+    layout, nbytes = Layout.of(tensor), tensor.untyped_storage().nbytes()
+    if is_dense(layout, nbytes):
+        return tensor.clone()
+    memory = tensor.as_strided((nbytes // layout.dtype.itemsize,), (1,), 0)
+    return memory.clone().as_strided(layout.shape, layout.stride, layout.offset)
+
+
+_OBSERVED = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
+"""Modules whose custom Functions do nothing but ops that the dispatcher sees."""
+
+
+def is_unobserved(outermost: CodeType) -> bool:
+    """Whether a custom ``autograd.Function`` runs, whose kernels may write to memory unseen, or backward does."""
+    if in_backward():
+        return True
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not outermost:
+        if (function := _function_of(frame.f_code)) is not None:
+            return not (getattr(function, "seen_by_dispatcher", False) or function.__module__.startswith(_OBSERVED))
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@functools.lru_cache(4096)
+def _function_of(code: CodeType) -> Any:
+    """The custom ``autograd.Function`` of whose forward this is the code; None for any other code."""
+    if code.co_filename == __file__:
+        return None
+    pending = [torch.autograd.Function]
+    while pending:
+        kind = pending.pop()
+        if (
+            getattr(inspect.unwrap(kind.forward), "__code__", None) is code
+            or getattr(kind.forward, "__code__", None) is code
+        ):
+            return kind
+        pending += kind.__subclasses__()
+    return None
+
+
+def capture(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> RngState | None:
+    """The state of the generator that an op of the module called ``name`` is about to draw from."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return None
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return RngState.of(value, name)
+    tensors = tensors_in(args)
+    device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+    if device.type == "cpu":
+        return RngState.of(torch.default_generator, name)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return RngState.of(torch.cuda.default_generators[index], name)
+    raise NotRegenerable(f"it draws from the generator of a {device.type} device")

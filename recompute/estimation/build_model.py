@@ -1,0 +1,185 @@
+"""The model that a file describes, and a batch for it: real, or on fake tensors, which have shapes and no memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+from transformers import masking_utils
+from transformers.initialization import no_init_weights
+
+from recompute.counters import resolve_device
+from recompute.errors import ModelError
+from recompute.estimation.check_paths import check_source
+from recompute.estimation.factories import load_factory, make, names_factory, placed
+from recompute.estimation.fake_tensors import move
+from recompute.estimation.llama import ModelFile, build_llama
+from recompute.policy.document import load_document
+
+_PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
+_SEED = 0
+
+
+Source = str | transformers.PretrainedConfig
+
+
+def build(
+    source: Source,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    stretches: bool = False,
+) -> tuple[nn.Module, Any]:
+    """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
+
+    source: an ablation's configuration file (YAML, of which ``model`` counts), a file or a folder with the
+        ``config.json`` of a Hugging Face model, the name of such a model, or such a configuration; or
+        ``package.module:factory``, a function that returns a model and a batch, of sizes of its own.
+    sequence_length: of token ids (batch_size, sequence_length); at most as many as the model has positions for.
+    stretches: give it more positions, if it is to have them by its configuration.
+
+    Leaves the global random state as it was. Raises ``PolicyError`` for a configuration that is not valid, and
+    ``ModelError`` where there is none, or the model is given neither tokens nor images.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(_SEED)
+        if isinstance(source, str) and names_factory(source):
+            return _of_factory(source, dtype, device)
+        if isinstance(source, str) and source.endswith((".yaml", ".yml")):
+            shape = load_document(ModelFile, source, kind="configuration").model
+            model: nn.Module = build_llama(shape, positions=sequence_length, dtype=dtype, device=device, seed=_SEED)
+        else:
+            model = _hugging_face(source, dtype, device, sequence_length if stretches else 0)
+        return model, batch_of(model, source, sequence_length, batch_size, dtype, device)
+
+
+def build_options(*, seq_len: int, batch_size: int, dtype: str, device: str) -> dict[str, Any]:
+    """The options of ``build`` from a command line's: dtype and device by name, "auto" being CUDA if there is one."""
+    return {
+        "sequence_length": seq_len,
+        "batch_size": batch_size,
+        "dtype": getattr(torch, dtype),
+        "device": resolve_device(device),
+    }
+
+
+@contextmanager
+def build_fake(source: Source, *, device: torch.device, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """What ``build`` returns, on fake tensors: inside, the model runs, computes nothing and needs no memory.
+
+    Raises ``ModelError`` where the model asks inside for the value of a tensor.
+    """
+    with without_packing(_called(source)), FakeTensorMode():
+        with no_init_weights():  # which asks for values, of some models
+            model, batch = build(source, device=torch.device("cpu"), **options)
+        if isinstance(model, transformers.PreTrainedModel):
+            model.tie_weights()  # which initializing would have done
+        if device.type != "cpu":  # only now: CUDA's random state is not to be saved and put back among fakes
+            move(model, device)
+            batch = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), batch)
+        yield model, batch
+
+
+@contextmanager
+def without_packing(name: str) -> Iterator[None]:
+    """Have Hugging Face's attention make of fake positions what it makes of a single sequence's.
+
+    Raises ``ModelError`` where the model, called ``name``, asks inside for the value of a tensor.
+    """
+    find = masking_utils.find_packed_sequence_indices
+    # Asked about fake positions, it allows for several sequences in a row, whose mask changes what attention saves.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(
+            f"{name}: its forward depends on the values of tensors ({error}), so only a real run can tell: apply the "
+            "policy, run forward, and print the handle's explain()"
+        ) from error
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
+def _of_factory(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Any]:
+    model, batch = make(load_factory(name), name, dtype=dtype, device=device)
+    if batch is None:
+        raise ModelError(f"{name}: expected it to return (model, batch), as nothing else says what forward is given")
+    return model, placed(batch, dtype=dtype, device=device)
+
+
+def _called(source: Source) -> str:
+    return source if isinstance(source, str) else type(source).__name__
+
+
+def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, positions: int) -> nn.Module:
+    config = _read(source) if isinstance(source, str) else copy.deepcopy(source)
+    text = config.get_text_config()
+    config.dtype = dtype
+    text.use_cache = False
+    if positions > (getattr(text, "max_position_embeddings", None) or positions):
+        text.max_position_embeddings = positions
+    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+    make: Any = next(filter(None, classes), transformers.AutoModelForCausalLM.from_config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device, _refusals_named(source):
+            return make(config).train()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _read(source: str) -> transformers.PretrainedConfig:
+    check_source(source)
+    with _refusals_named(source):
+        return transformers.AutoConfig.from_pretrained(source)
+
+
+@contextmanager
+def _refusals_named(source: Source) -> Iterator[None]:
+    """Raise ``ModelError`` with the configuration's name and a line for whatever transformers raises."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # transformers checks some values, and of others comes upon what follows from them: any exception may come.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        told = (lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]).rstrip(".")
+        kind = "" if isinstance(error, (OSError, ValueError)) or len(lines) > 1 else f"{type(error).__name__}: "
+        raise ModelError(
+            f"{_called(source)}: expected a configuration that transformers {transformers.__version__} builds a model "
+            f"of; it refuses this one: {kind}{told}. Correct that, or give the path of another config.json"
+        ) from error
+
+
+def batch_of(
+    model: Any, source: Source, sequence_length: int, batch_size: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Random keyword arguments for a Hugging Face model, as ``build`` has them. ``source``: what to call it."""
+    config = model.config
+    name = model.main_input_name
+    if name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        return {name: torch.rand(batch_size, config.num_channels, *size, dtype=dtype, device=device)}
+    if name != "input_ids":
+        raise ModelError(
+            f"{_called(source)}: {type(model).__name__} is given {name}; expected a model of tokens or of images"
+        )
+    text = config.get_text_config()
+    length = min(sequence_length, getattr(text, "max_position_embeddings", None) or sequence_length)
+    ids = torch.randint(text.vocab_size, (batch_size, length), device=device)
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    labels = {"labels": ids} if takes_labels and _PREDICTS_TOKENS.search(type(model).__name__) else {}
+    return {name: ids, **labels}

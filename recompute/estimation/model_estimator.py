@@ -1,0 +1,319 @@
+"""Estimates of one model under different options: what takes time is done once for all that share it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from recompute.attach.apply import apply
+from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
+from recompute.estimation.build_model import batch_of, build_fake, without_packing
+from recompute.estimation.estimate_options import EstimateOptions
+from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
+from recompute.estimation.factories import describe
+from recompute.estimation.fake_tensors import fake_batch, fake_copy
+from recompute.estimation.layer_extrapolation import extrapolated_step, find_stack
+from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
+from recompute.estimation.simulation import SimulatedStep, fake_mode, optimizer_peak_nbytes, simulate
+from recompute.estimation.static_memory import (
+    DTYPE_RECIPES,
+    OPTIMIZERS,
+    ExtraBuffer,
+    StaticBytes,
+    shard_shapes,
+    share_of,
+    static_nbytes,
+)
+from recompute.estimation.workspaces import WORKSPACE_NBYTES
+from recompute.policy.loading import load_policy
+from recompute.policy.meaning import Mechanism, meaning_of
+from recompute.policy.rules import Policy, Rule
+
+OPTIMIZER_STEP = "optimizer step"
+_FUSED = "a fused optimizer"
+_WORTH_TELLING = 1e-3  # of the peak
+_ADVISED = ("elementwise", "auto", "full")
+
+
+class ModelAndBatch(NamedTuple):
+    """A model and a batch, both on fake tensors."""
+
+    model: nn.Module
+    batch: Any
+    name: str
+
+    def run(self) -> tuple[Tensor, Any]:
+        if isinstance(self.batch, Mapping):
+            output = self.model(**self.batch)
+        else:
+            output = self.model(*(self.batch if isinstance(self.batch, (tuple, list)) else (self.batch,)))
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss, output
+        values = getattr(output, "to_tuple", lambda: output)()
+        floats = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
+        if not floats:
+            raise ModelError(f"{self.name}: expected a loss or tensors of floats; found {type(output).__name__}")
+        return torch.stack([each.float().sum() if each.dim() else each for each in floats]).sum(), output
+
+
+@contextmanager
+def fake_model_and_batch(
+    model: Any, options: EstimateOptions, batch_size: int, length: int, batch: Any
+) -> Iterator[ModelAndBatch]:
+    dtype = torch.float32 if DTYPE_RECIPES[options.dtype].parameter == 4 else torch.bfloat16
+    if isinstance(model, nn.Module):
+        name = type(model).__name__
+        with without_packing(name), fake_mode():
+            fake = fake_copy(model, dtype)
+            if batch is not None:
+                yield ModelAndBatch(fake, fake_batch(batch), name)
+            elif hasattr(model, "config") and hasattr(model, "main_input_name"):
+                given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
+                yield ModelAndBatch(fake, given, describe(fake, given))
+            else:
+                raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
+        return
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if not isinstance(model, (str, PretrainedConfig)):
+        raise ModelError(
+            "expected an nn.Module, a configuration of transformers, a path or a name; "
+            f"found {type(model).__name__}: {model!r}"
+        )
+    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
+    with build_fake(model, device=torch.device("cpu"), stretches=True, **sizes) as (network, given):
+        yield ModelAndBatch(network, given if batch is None else fake_batch(batch), describe(network, given))
+
+
+class ModelEstimator:
+    """Estimates of one model with different options, of which those that take time are made once."""
+
+    def __init__(self, subject: ModelAndBatch, *, on_cuda: bool = True, strict: bool = True):
+        """on_cuda: count as on CUDA; else as the CPU runs it. strict: as ``recompute.apply`` takes it."""
+        self._strict = strict
+        self._subject = subject
+        self._on_cuda = on_cuda
+        self._steps: dict[Any, SimulatedStep] = {}
+        self._optimizer_peaks: dict[Any, int] = {}
+        self._parameters = parameter_shapes(subject.model)
+        if not any(each.trains for each in self._parameters):
+            raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
+
+    def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
+        static = self._static(options)
+        governing = self._with_chunked_loss(policy) if options.loss == "chunked" else policy
+        step = self.step(governing, DTYPE_RECIPES[options.dtype].autocast)
+        optimizer_peak = self._optimizer_peak(options)
+        if offloads:
+            static, optimizer_peak = replace(static, optimizer=0), 0
+        share = share_of(options.sharding, options.devices)
+        moments = {}
+        for moment in step.moments:
+            phase = "backward" if moment.name.startswith("backward") else "forward"
+            moments[moment.name] = static.in_phase(phase) + moment.peak_nbytes(share)
+        moments[OPTIMIZER_STEP] = static.in_phase("optimizer") + static.gradients + optimizer_peak
+        found = Estimate(
+            settings=self._settings(options, policy),
+            static_bytes=static,
+            activation_bytes=sum(step.held.values()),
+            activation_bytes_per_layer=_per_layer(step.held),
+            activations=by_module(step.held),
+            logits_peak_bytes=step.logits_peak_nbytes,
+            moments=moments,
+            parts={},
+            advice=(),
+        )
+        return replace(found, parts=_parts(found, step, share, optimizer_peak))
+
+    def advice(self, options: EstimateOptions, policy: Policy | None, now: Estimate) -> Iterator[Advice]:
+        """Of each change that lowers the peak, by how much. Of two together, if that is more than either alone does."""
+        found: dict[str, int] = {}
+
+        def try_out(
+            what: str, changed: EstimateOptions, under: Policy | None = policy, *, offloads: bool = False
+        ) -> None:
+            try:
+                found[what] = now.peak_bytes - self.estimate(changed, under, offloads=offloads).peak_bytes
+            except NoEffectError:  # nothing for that preset to govern
+                return
+
+        def with_fused(what: str, changed: EstimateOptions, under: Policy | None = policy) -> None:
+            try_out(what, changed, under)
+            if can_fuse and what in found:
+                both = f"{what} and {_FUSED}"
+                try_out(both, changed._replace(optimizer="adamw-fused"), under)
+                if found[both] <= max(found[what], found[_FUSED]):
+                    del found[both]
+
+        can_fuse = options.optimizer in ("adamw", "adamw-loop")
+        if can_fuse:
+            try_out(_FUSED, options._replace(optimizer="adamw-fused"))
+        for name in _ADVISED:
+            if policy is None or policy.name != name:
+                with_fused(f"policy {name}", options, load_policy(name))
+        if options.loss == "full" and self.head() is not None:
+            with_fused("a chunked cross-entropy", options._replace(loss="chunked"))
+        devices = 2 * options.devices
+        kind = "fsdp2" if options.sharding in ("none", "ddp") else options.sharding
+        try_out(f"{kind} over {devices} devices", options._replace(sharding=kind, devices=devices))
+        try_out("the optimizer's states and step on the CPU or NVMe", options, offloads=True)
+        told = [Advice(what, saved) for what, saved in found.items() if saved >= _WORTH_TELLING * now.peak_bytes]
+        return iter(sorted(told, key=lambda each: -each.saves_nbytes))
+
+    def _settings(self, options: EstimateOptions, policy: Policy | None) -> EstimateSettings:
+        batch = self._subject.batch
+        named = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
+        shapes = [f"{name} {'x'.join(map(str, each.shape))}" for name, each in named if isinstance(each, Tensor)]
+        return EstimateSettings(
+            self._subject.name.partition(";")[0].removesuffix(" on cpu"),
+            ", ".join(shapes),
+            *options[:4],
+            "none" if policy is None else policy.name,
+            options.loss,
+        )
+
+    def _static(self, options: EstimateOptions) -> StaticBytes:
+        recipe, optimizer = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
+        found = static_nbytes(
+            self._parameters, recipe=recipe, optimizer=optimizer, sharding=options.sharding, devices=options.devices
+        )
+        given = sum(each.nbytes for each in tree_leaves(self._subject.batch) if isinstance(each, Tensor))
+        buffers = {
+            **found.buffers,
+            "the model's buffers": ExtraBuffer(sum(each.nbytes for each in self._subject.model.buffers())),
+            "the batch": ExtraBuffer(given),
+            "cuBLAS workspaces": ExtraBuffer(WORKSPACE_NBYTES),
+        }
+        return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
+
+    def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
+        """What a step takes under ``policy``. autocast: forward and loss run under bfloat16's."""
+        if (policy, autocast) not in self._steps:
+            stack = find_stack(self._subject.model, policy)
+            step = None if stack is None else extrapolated_step(stack, lambda: self._simulate(policy, autocast))
+            self._steps[policy, autocast] = step or self._simulate(policy, autocast)
+        return self._steps[policy, autocast]
+
+    def _simulate(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
+        subject = self._subject
+        with warnings.catch_warnings():
+            if policy is not None and policy.name == _CHUNKED:  # whose rule for the head goes before any other
+                warnings.simplefilter("ignore", PolicyWarning)
+            handle = None if policy is None else apply(subject.model, policy, strict=self._strict)
+        try:
+            return simulate(
+                subject.model,
+                subject.run,
+                tokens=self._tokens(),
+                classes=self._classes(),
+                autocast=torch.bfloat16 if autocast else None,
+                warm_up=policy is not None and any(_learns(rule) for rule in policy.rules),
+                on_cuda=self._on_cuda,
+            )
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _optimizer_peak(self, options: EstimateOptions) -> int:
+        recipe = DTYPE_RECIPES[options.dtype]
+        make = _MAKERS[options.optimizer]
+        shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
+        key = options.optimizer, shapes, recipe
+        if key not in self._optimizer_peaks:
+            dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
+            peak = 0
+            if make is not None:
+                peak = optimizer_peak_nbytes(make, shapes, dtype)
+            if recipe.master:  # the gradients once more, in the dtype of the master weights
+                peak += sum(torch.Size(shape).numel() for shape in shapes) * recipe.master
+            self._optimizer_peaks[key] = peak
+        return self._optimizer_peaks[key]
+
+    def _tokens(self) -> int:
+        batch = self._subject.batch
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        return ids.numel() if isinstance(ids, Tensor) else 0
+
+    def _classes(self) -> int | None:
+        config = getattr(self._subject.model, "config", None)
+        text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
+        return getattr(text, "vocab_size", None) if self._tokens() else None
+
+    def head(self) -> str | None:
+        """The path of the Linear that gives logits."""
+        find = getattr(self._subject.model, "get_output_embeddings", None)
+        head = None if find is None else find()
+        return next((path for path, module in self._subject.model.named_modules() if module is head and head), None)
+
+    def _with_chunked_loss(self, policy: Policy | None) -> Policy:
+        head = self.head()
+        if head is None:
+            raise EstimateError(
+                f"loss: chunked is for a language model, whose head gives logits; {self._subject.name} has none"
+            )
+        rule = Rule(match=[head], action="recompute", via="kernel")
+        rules = () if policy is None else policy.rules
+        return Policy(name=_CHUNKED, rules=[rule, *rules])
+
+
+_CHUNKED = "chunked"
+
+
+def _learns(rule: Rule) -> bool:
+    """Whether a second forward may hold less than the first."""
+    return meaning_of(rule).mechanism is Mechanism.TAPE
+
+
+_MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adamw-fused": None,  # one kernel for all parameters, in place
+    "adamw-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "adamw-8bit": None,  # one kernel a parameter, in place
+    "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
+}
+
+
+def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
+    found: dict[str, ModuleActivations] = {}
+    for path, nbytes in held.items():
+        pattern = pattern_of(path)
+        _, count, so_far = found.get(pattern, (pattern, 0, 0))
+        found[pattern] = ModuleActivations(pattern, count + 1, so_far + nbytes)
+    return tuple(found.values())
+
+
+def _per_layer(held: Mapping[str, int]) -> int:
+    layers: dict[str, int] = {}
+    for path, nbytes in held.items():
+        unit = unit_of(path)
+        if unit.split(".")[-1].isdigit():
+            layers[unit] = layers.get(unit, 0) + nbytes
+    return max(layers.values(), default=0)
+
+
+def _parts(found: Estimate, step: SimulatedStep, share: Callable[[int], int], optimizer_peak: int) -> dict[str, int]:
+    """What is alive at the peak, by what it is."""
+    static, name = found.static_bytes, found.peak_moment
+    parts = {"parameters": static.parameters, "optimizer states": static.optimizer}
+    phase = "optimizer"
+    if name == OPTIMIZER_STEP:
+        parts |= {"gradients": static.gradients, "optimizer step": optimizer_peak}
+    else:
+        phase = "backward" if name.startswith("backward") else "forward"
+        moment = next(each for each in step.moments if each.name == name)
+        gradients, alive = max(moment.alive.items(), key=lambda each: each[1] + share(each[0]))
+        logits = min(alive, step.logits_peak_nbytes) if name.endswith(LOSS) else 0
+        parts |= {"gradients": share(gradients), "logits": logits, "activations": alive - logits}
+    parts["buffers"] = static.in_phase(phase) - static.parameters - static.optimizer
+    return {part: nbytes for part, nbytes in parts.items() if nbytes}

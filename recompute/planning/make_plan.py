@@ -1,0 +1,94 @@
+"""Plans a model: profiles it, chooses how each region runs, and runs what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from recompute.errors import PlanError
+from recompute.estimation.gpus import Gpu
+from recompute.planning.allowed_ways import check_allowed, only_allowed
+from recompute.planning.plan import Plan, solve_plan, with_frontier
+from recompute.policy.document import show
+from recompute.profiling.cost_table import Profile
+from recompute.units import parse_budget
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+def plan(
+    model: nn.Module | Profile,
+    example_batch: Any = None,
+    *,
+    budget: str | int,
+    profile: Profile | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    allowed: Collection[str] | None = None,
+    device: str | Gpu | None = None,
+    sharding: str = "none",
+    devices: int = 1,
+    frontier: bool = False,
+    verify: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Plan:
+    """Choose, for each region of a model, how to run it: the fastest training step whose memory stays in ``budget``.
+
+    The plan of a model is run, and so is each uniform policy that fits and may be as fast: if one of them is faster, it
+    is the plan. The plan of a ``Profile`` is what the profile predicts.
+
+    model: what to train, which is profiled on ``example_batch`` first; or a ``Profile``, which takes milliseconds.
+    example_batch, loss, optimizer: as ``recompute.profile`` takes them.
+    profile: of this model and batch, which then is not profiled.
+    device, sharding, devices: as ``recompute.profile`` takes them, for GPUs that are not here.
+    budget: of the whole step, with parameters, gradients and optimizer states: bytes, "40GiB", "40GB", or "80%" of the
+        device.
+    allowed: which of "keep" (as it is), "hook", "kernel" and "checkpoint" a region may run by; all of them unless
+        given. A region that has none of them stays as it is.
+    frontier: solve for other budgets as well.
+    verify: if the plan's peak is over the budget when it runs, or off by more than 2%, correct the profile and plan
+        again.
+    progress: called with what is being done, how far it is, and of how much.
+
+    Raises ``BudgetError`` for a budget that cannot be read or met, and ``PlanError`` for what else is given wrong.
+    """
+    if isinstance(model, Profile):
+        if verify:
+            raise PlanError(
+                "expected a model and a batch to verify a plan with; found a profile alone: give plan() the model"
+            )
+        table = model
+    else:
+        check_request(budget, allowed)
+        if example_batch is None:
+            raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
+        if verify and device is not None:
+            raise PlanError(f"expected a plan for {show(device)} to be verified there; found verify=True here")
+        options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
+        shared = {"device": device, "sharding": sharding, "devices": devices}
+        table = profile or _measured(model, example_batch, allowed, **options, **shared)
+    table = only_allowed(table, allowed)
+    found = solve_plan(table, parse_budget(budget, table.capacity_nbytes))
+    if not isinstance(model, Profile) and (verify or table.source == "measured"):
+        from recompute.planning.plan_verification import verify_plan  # which imports torch
+
+        found = verify_plan(
+            found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress, replan=verify
+        )
+    return with_frontier(found, progress) if frontier else found
+
+
+def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **options: Any) -> Profile:
+    from recompute.profiling.profile_model import profile  # which imports torch
+
+    kernels = None if allowed is None or "kernel" in allowed else False
+    return profile(model, batch, kernels=kernels, **options)
+
+
+def check_request(budget: str | int, allowed: Collection[str] | None) -> None:
+    """Raise for what can be told to be wrong before anything is measured, which takes minutes."""
+    check_allowed(allowed)
+    is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
+    parse_budget(budget, 100 if is_share else None)

@@ -1,0 +1,230 @@
+"""A plan: the policy with which a model trains fastest within a budget, and what is predicted of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from recompute.planning import solver
+from recompute.planning.policy_of_plan import layer_spans, policy_of
+from recompute.planning.solver import Assignment, Prediction, Solution
+from recompute.policy.rules import Policy
+from recompute.profiling.cost_table import Profile
+from recompute.units import humanize
+
+
+class VerificationRound(NamedTuple):
+    """What was predicted of a policy, and what running it took."""
+
+    predicted_peak_nbytes: int
+    measured_peak_nbytes: int
+    predicted_step_seconds: float
+    measured_step_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"peak {humanize(self.measured_peak_nbytes)} where {humanize(self.predicted_peak_nbytes)} was predicted "
+            f"({self.measured_peak_nbytes / max(self.predicted_peak_nbytes, 1) - 1:+.1%}), "
+            f"{self.measured_step_seconds * 1e3:.1f} ms a step where {self.predicted_step_seconds * 1e3:.1f} was "
+            f"({self.measured_step_seconds / (self.predicted_step_seconds or 1) - 1:+.1%})"
+        )
+
+
+@dataclass(frozen=True)
+class UniformPolicy:
+    """The fastest policy within the budget that runs all regions in one way, where they have it."""
+
+    choice: str
+    policy: Policy
+    predicted_peak_bytes: int
+    predicted_step_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy for ``recompute.apply``, and the training step that it is predicted to give. ``str`` shows it."""
+
+    policy: Policy
+    budget_nbytes: int
+    predicted_peak_bytes: int
+    """The most alive at once, static bytes included."""
+    predicted_step_seconds: float
+    peak_moment: str
+    """When that is: "backward of model.layers.3", "optimizer step" …"""
+    uniform: UniformPolicy | None
+    """None where no uniform policy fits the budget."""
+    note: str
+    """What else there is to say of the budget or of the profile; "" for nothing."""
+    profile: Profile
+    """What was known, of what was allowed."""
+    assignment: Assignment
+    """For each place of the profile, the index of its choice."""
+    frontier: tuple[Solution, ...] = ()
+    """The best that other budgets give, from the fastest to the smallest; empty unless asked for."""
+    rounds: tuple[VerificationRound, ...] = ()
+    """Of ``verify``: each policy that was run, the last one this plan's."""
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether its peak was above the budget when it ran; a plan that has not run is not known to be."""
+        return bool(self.rounds) and self.rounds[-1].measured_peak_nbytes > self.budget_nbytes
+
+    def to_yaml(self) -> str:
+        """The policy as the text of a policy file, whose description says the budget and what is predicted."""
+        return self.policy.to_yaml()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ``to_yaml()`` to a file, for ``recompute.apply`` to read."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The plan as a JSON object. ``policy`` in it is what ``recompute.apply`` takes as a mapping."""
+        uniform = self.uniform
+        document: dict[str, Any] = {
+            "budget_bytes": self.budget_nbytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "peak_moment": self.peak_moment,
+            "note": self.note,
+            "policy": _document(self.policy),
+            "choices": [
+                {"path": place.path, "region": self.profile.regions[place.region].name, "choice": choice.name}
+                for place, choice in zip(
+                    self.profile.places, solver.choices_of(self.profile, self.assignment), strict=True
+                )
+            ],
+            "uniform": uniform
+            and {
+                "choice": uniform.choice,
+                "predicted_peak_bytes": uniform.predicted_peak_bytes,
+                "predicted_step_seconds": uniform.predicted_step_seconds,
+                "policy": _document(uniform.policy),
+            },
+        }
+        if self.frontier:
+            document["frontier"] = [
+                {
+                    "peak_bytes": prediction.peak_nbytes,
+                    "step_seconds": prediction.step_seconds,
+                    "peak_moment": prediction.peak_moment,
+                    "choices": [choice.name for choice in solver.choices_of(self.profile, assignment)],
+                }
+                for assignment, prediction in self.frontier
+            ]
+        if self.rounds:
+            document["rounds"] = [found._asdict() for found in self.rounds]
+        return json.dumps(document, indent=2)
+
+    def __str__(self) -> str:
+        lines = [
+            self.profile.model,
+            f"budget {humanize(self.budget_nbytes)}; predicted: peak {humanize(self.predicted_peak_bytes)} in the "
+            f"{self.peak_moment}, {self.predicted_step_seconds * 1e3:.1f} ms a step",
+            "",
+            tabulate(_table(self.profile, self.assignment), ("region", "choice", "count", "where"), "github"),
+            "",
+        ]
+        if self.uniform is None:
+            lines.append("no uniform policy fits this budget")
+        else:
+            lines.append(
+                f"best uniform policy: {self.uniform.choice}, peak {humanize(self.uniform.predicted_peak_bytes)}, "
+                f"{self.uniform.predicted_step_seconds * 1e3:.1f} ms a step "
+                f"({self.uniform.predicted_step_seconds / (self.predicted_step_seconds or 1):.2f}x)"
+            )
+        lines += [f"measured: {found}" for found in self.rounds]
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
+
+def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
+    """The plan with its ``frontier``."""
+
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress("solving for other budgets", done, total)
+
+    return replace(plan, frontier=tuple(solver.frontier(plan.profile, progress=tell)))
+
+
+def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
+    """The plan for a profile and a budget. Raises ``BudgetError``."""
+    return plan_from_solution(profile, budget_nbytes, solver.solve(profile, budget_nbytes))
+
+
+def plan_from_solution(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
+    """The plan that does what ``solution`` says."""
+
+    def policy(of: Solution, name: str) -> Policy:
+        return policy_of(profile, of.assignment, _description(profile, of.prediction, budget_nbytes), name)
+
+    uniform = next(iter(solver.uniforms(profile, budget_nbytes)), None)
+    return Plan(
+        policy=policy(solution, "plan"),
+        budget_nbytes=budget_nbytes,
+        predicted_peak_bytes=solution.prediction.peak_nbytes,
+        predicted_step_seconds=solution.prediction.step_seconds,
+        peak_moment=solution.prediction.peak_moment,
+        uniform=uniform
+        and UniformPolicy(
+            uniform.choice,
+            policy(uniform.solution, "uniform"),
+            uniform.solution.prediction.peak_nbytes,
+            uniform.solution.prediction.step_seconds,
+        ),
+        note=_note(profile, solution, budget_nbytes),
+        profile=profile,
+        assignment=solution.assignment,
+    )
+
+
+def _document(policy: Policy) -> dict[str, Any]:
+    return policy.model_dump(mode="json", exclude_defaults=True) | {"version": policy.version}
+
+
+def _description(profile: Profile, prediction: Prediction, budget_nbytes: int) -> str:
+    return (
+        f"planned for {profile.model}: budget {humanize(budget_nbytes)}, predicted peak "
+        f"{humanize(prediction.peak_nbytes)} in the {prediction.peak_moment}, {prediction.step_seconds * 1e3:.1f} ms a "
+        "step"
+    )
+
+
+def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
+    notes = []
+    if solver.is_fastest(profile, solution):
+        needed = humanize(solution.prediction.peak_nbytes)
+        notes.append(
+            f"this is the fastest there is, and needs {needed} of the {humanize(budget_nbytes)}: more memory would not "
+            "make it faster"
+        )
+    if profile.source == "roofline":
+        shared = ", without what devices tell each other" if profile.machine.get("devices", 1) > 1 else ""
+        notes.append(f"the profile is calculated for a device, not measured on one{shared}: verify the plan there")
+    return "; ".join(notes)
+
+
+def _table(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, str, int, str]]:
+    """Of each region and choice in use: their names, the number of places, and which they are."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
+        groups.setdefault((profile.regions[place.region].name, choice.name), []).append(place.path)
+    for (name, way), paths in groups.items():
+        yield name, way, len(paths), _compact(paths)
+
+
+def _compact(paths: Sequence[str]) -> str:
+    """The paths in few words: "model.layers.0-15"."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for path in paths:
+        parts = path.split(".")
+        last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts))
+        key = ".".join([*parts[:last], ""]), ".".join(["", *parts[last + 1 :]])
+        numbers.setdefault(key if last < len(parts) else (path, ""), []).extend(map(int, parts[last : last + 1]))
+    texts = [f"{head}{','.join(layer_spans(found))}{tail if found else ''}" for (head, tail), found in numbers.items()]
+    return ", ".join(texts)

@@ -1,0 +1,137 @@
+"""What `recompute plan` is asked for: judged before anything heavy is imported, then carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recompute.errors import PlanError
+from recompute.estimation.check_paths import check_source, check_writable
+from recompute.estimation.gpus import Gpu
+from recompute.estimation.static_memory import check_sharding, read_option
+from recompute.planning.make_plan import check_request, plan
+from recompute.planning.plan import Plan
+from recompute.profiling.cost_table import Profile
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adamw-fused": ("AdamW", {"fused": True}),
+    "adamw-loop": ("AdamW", {"foreach": False}),
+    "sgd": ("SGD", {}),
+    "sgd-momentum": ("SGD", {"momentum": 0.9}),
+}
+"""Classes of ``torch.optim``, and their options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A plan for the model of a file, or for a saved profile. ``recompute.plan`` says what the fields are."""
+
+    budget: str
+    model: str | None = None
+    profile: Path | None = None
+    save_profile: Path | None = None
+    out: Path | None = None
+    seq_len: int = 4096
+    batch_size: int = 1
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    gpu: Gpu | None = None
+    sharding: str = "none"
+    devices: int = 1
+    optimizer: str = "adamw"
+    allowed: tuple[str, ...] | None = None
+    frontier: bool = False
+    verify: bool = False
+
+    def checked(self) -> PlanRequest:
+        """The same by the names that are meant.
+
+        Raises ``PlanError``, ``EstimateError`` or ``ModelError`` for what can be told to be wrong without torch.
+        """
+        check_request(self.budget, self.allowed)
+        if (self.model is None) == (self.profile is None) and not (self.verify and self.model is not None):
+            raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
+        if self.verify and self.model is None:
+            raise PlanError("expected --model to --verify a plan with; found --profile alone")
+        if self.gpu is not None and (self.verify or self.model is None):
+            raise PlanError(
+                "expected --gpu beside --model, whose profile it calculates, and no --verify, which runs it"
+            )
+        named = replace(
+            self,
+            optimizer=read_option("optimizer", self.optimizer, OPTIMIZERS),
+            sharding=check_sharding(self.sharding, self.devices),
+        )
+        if named.sharding != "none" and self.gpu is None:
+            raise PlanError(
+                f"expected --gpu beside --sharding {named.sharding}: what several devices do is calculated here; on "
+                "the devices themselves, agree() of recompute.integrations.distributed plans from what each measures"
+            )
+        if self.model is not None:
+            check_source(self.model)
+        for path in filter(None, (self.out, self.save_profile)):
+            check_writable(path, error=PlanError)
+        return named
+
+    def run(self, progress: Callable[[str, int, int], None]) -> Plan:
+        """Make the plan of a ``checked`` request; writes the profile, if asked to."""
+        table = None if self.profile is None else Profile.load(self.profile)
+        asked: dict[str, Any] = {"budget": self.budget, "allowed": self.allowed, "frontier": self.frontier}
+        if self.model is None:
+            assert table is not None, "a checked request has a model or a profile"
+            if self.save_profile is not None:
+                table.save(self.save_profile)
+            return plan(table, progress=progress, **asked)
+
+        progress("loading torch and transformers", 0, 0)
+        import torch
+
+        from recompute.estimation.build_model import build, build_fake, build_options
+        from recompute.profiling.profile_model import profile
+
+        progress("building the model", 0, 0)
+        name, options = OPTIMIZERS[self.optimizer]
+        training: dict[str, Any] = {
+            "optimizer": partial(getattr(torch.optim, name), **options),
+            "progress": progress,
+        }
+        sizes: dict[str, Any] = {"seq_len": self.seq_len, "batch_size": self.batch_size, "dtype": self.dtype}
+        if self.gpu is not None:
+            with build_fake(self.model, **build_options(device="cpu", **sizes)) as (network, batch):
+                shared: dict[str, Any] = {"device": self.gpu, "sharding": self.sharding, "devices": self.devices}
+                table = profile(network, batch, **shared, **training)
+        else:
+            network, batch = build(self.model, **build_options(device=self.device, **sizes))
+            table = table or profile(network, batch, **training)
+        if self.save_profile is not None:
+            table.save(self.save_profile)
+        return plan(network, batch, profile=table, verify=self.verify, **asked, **training)
+
+    def text(self, plan: Plan, *, as_json: bool) -> str:
+        """The plan for people, with its frontier if that was asked for; or as one JSON object."""
+        if as_json:
+            return plan.to_json()
+        if not self.frontier:
+            return str(plan)
+        from recompute.planning import frontier_report  # which imports matplotlib
+
+        return f"{plan}\n\n{frontier_report.table(plan)}"
+
+    def write(self, plan: Plan) -> list[Path]:
+        """Write the policy to ``out``, and beside it the frontier's plot. Returns all that the request has written."""
+        written = []
+        if self.out is not None:
+            plan.save(self.out)
+            written.append(self.out)
+            if self.frontier:
+                from recompute.planning import frontier_report
+
+                written.append(self.out.with_suffix(".png"))
+                frontier_report.plot(plan).savefig(written[-1])
+        if self.save_profile is not None:  # written before, as soon as it was measured
+            written.append(self.save_profile)
+        return written

@@ -1,0 +1,299 @@
+"""What each way to run each region of a model costs: measured, in whole training steps of the real model."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from recompute.attach.apply import apply
+from recompute.attach.module_entries import module_entries
+from recompute.errors import ModelError, RecomputeError, warn
+from recompute.profiling.candidates import Candidate, RegionKind, StepLayout, discover_layout, policy_of
+from recompute.profiling.cost_table import Choice, Place, RegionCosts
+from recompute.profiling.dry_run import DryRun
+from recompute.profiling.step_trace import StepPart, StepTrace
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is running, the training steps done, and the steps in all, as far as is known."""
+
+
+_WARMUP = 2  # steps: the first makes plans and compiles kernels, the second follows what kernels learned in it
+
+
+def measure_regions(
+    run: DryRun, match: str | Sequence[str] | None, kernels: bool, steps: int, progress: Progress | None
+) -> dict[str, Any]:
+    """The fields of a profile that steps of ``run`` tell."""
+    report = progress or _silent
+    report("looking at what runs", 0, 0)
+    with _complains_of_memory(run.model):
+        layout = discover_layout(run, match, kernels=kernels)
+    measuring = _RegionMeasurer(run, layout, steps, report)
+    static_nbytes = measuring.run_base()
+    measuring.run_all()
+    return {"static_nbytes": static_nbytes, **measuring.table()}
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+@contextmanager
+def _complains_of_memory(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{type(model).__name__}: a training step does not fit the device even under what holds least ({error}). "
+            "Use a smaller batch, a shorter sequence, or an optimizer that holds less; recompute.estimate tells what "
+            "takes how much"
+        ) from None
+
+
+class _Placement(NamedTuple):
+    """A way to be measured at a place, and the one before it, whose output it is given, under the same way."""
+
+    candidate: Candidate
+    places: tuple[int, ...]
+
+
+class _PlaceBytes(NamedTuple):
+    """Of a part of a step, above what was alive when its forward began."""
+
+    held: int
+    forward_peak: int
+    backward_peak: int
+    """With the gradients that the parts above it have left behind."""
+    is_settled: bool
+    """Whether the region before it ran in the same way: at the border of two, bytes may belong to either."""
+
+
+@dataclass
+class _RegionMeasurer:
+    run: DryRun
+    layout: StepLayout
+    steps: int
+    report: Progress
+    done: int = 0
+    ahead: int = 0
+    """Steps that are still to run."""
+    counted: list[tuple[list[Candidate], StepTrace]] = field(default_factory=list)
+    """What ran in which way, and its bytes."""
+    seconds_of: dict[tuple[int, str], list[StepPart]] = field(default_factory=dict)
+    """By kind (its ``id``) and candidate."""
+    optimizer_seconds: list[float] = field(default_factory=list)
+    fillers: dict[int, Candidate] = field(default_factory=dict)
+
+    def run_base(self) -> int:
+        """Measure a step where all is under what holds least, or next to least if that cannot be used.
+
+        Returns the bytes that are alive between steps.
+        """
+        ranked = {id(kind): sorted(kind.candidates, key=_nbytes) for kind in self.layout.kinds}
+        tries = max(map(len, ranked.values()))
+        for rank in range(tries):
+            self.fillers = {key: ways[min(rank, len(ways) - 1)] for key, ways in ranked.items()}
+            failure = self._try([])
+            if failure is None:
+                return self.run.static_nbytes
+            if rank == tries - 1 or not isinstance(failure, RecomputeError):
+                with _complains_of_memory(self.run.model):
+                    raise failure
+        raise AssertionError("a model has at least one way to run")
+
+    def run_all(self) -> None:
+        """Measure every candidate that has not been."""
+        jobs = self._jobs()
+        self.ahead = len(jobs) * self._steps_of_a_job
+        while jobs:
+            job = jobs.pop(0)
+            failure = self._try(job)
+            if failure is None:
+                continue
+            if len(job) > 1:
+                half = len(job) // 2
+                jobs[:0] = [job[:half], job[half:]]
+                self.ahead += 2 * self._steps_of_a_job
+            else:
+                warn(f"profile: {job[0].candidate.name} is left out for {self._names(job[0])}: {failure}")
+
+    @property
+    def _steps_of_a_job(self) -> int:
+        return _WARMUP + (self.steps if self.run.is_calculated else 1 + 2 * self.steps)
+
+    def _names(self, placement: _Placement) -> str:
+        return self.layout.kinds[placement.places[-1]].name
+
+    def _jobs(self) -> list[list[_Placement]]:
+        """Placements, packed into as few assignments as are needed: no place is in two placements of one."""
+        kinds = self.layout.kinds
+        jobs: list[list[_Placement]] = []
+        taken: list[set[int]] = []
+        for kind in {id(kind): kind for kind in kinds}.values():
+            targets = self._targets(kind)
+            for candidate in kind.candidates:
+                if (id(kind), candidate.name) in self.seconds_of:
+                    continue
+                for number in range(len(jobs) + 1):
+                    if number == len(jobs):
+                        jobs.append([])
+                        taken.append(set())
+                    places = next((places for places in targets if taken[number].isdisjoint(places)), None)
+                    if places is not None:
+                        jobs[number].append(_Placement(candidate, places))
+                        taken[number].update(places)
+                        break
+        return jobs
+
+    def _targets(self, kind: RegionKind) -> list[tuple[int, ...]]:
+        """The places where a kind may be measured, each with the one before it: best those of two that are alike."""
+        kinds = self.layout.kinds
+        places = [place for place, other in enumerate(kinds) if other is kind]
+        alike: list[tuple[int, ...]] = []
+        others: list[tuple[int, ...]] = []
+        for place in places:
+            if 1 < place < len(kinds) - 1:
+                (alike if kinds[place - 1] is kind else others).append((place - 1, place))
+        return alike or others or [(place,) for place in places]
+
+    def _chosen(self, job: Sequence[_Placement]) -> list[Candidate]:
+        """One candidate a place."""
+        kinds = self.layout.kinds
+        chosen = [self.fillers[id(kind)] for kind in kinds]
+        for placement in job:
+            for place in placement.places:
+                namesake = (one for one in kinds[place].candidates if one.name == placement.candidate.name)
+                chosen[place] = placement.candidate if place == placement.places[-1] else next(namesake, chosen[place])
+        return chosen
+
+    def _try(self, job: Sequence[_Placement]) -> Exception | None:
+        """Measure a job. Returns what went wrong: out of memory, or a way that may not be used here; else None."""
+        done = self.done
+        try:
+            self._measure(job)
+        except (torch.OutOfMemoryError, RecomputeError) as error:
+            failure = error.with_traceback(None)  # which holds the tensors of the step
+        else:
+            return None
+        self.ahead -= self._steps_of_a_job - (self.done - done)
+        gc.collect()
+        if self.run.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return failure
+
+    def _measure(self, job: Sequence[_Placement]) -> None:
+        kinds, regions = self.layout.kinds, self.layout.regions
+        chosen = self._chosen(job)
+        rules = self.layout.rules(chosen)
+        with apply(self.run.model, policy_of(rules)):
+            for _ in range(_WARMUP):
+                self.run.warm_up(regions)
+                self._tell()
+            at_once = self.run.is_calculated
+            clock = self.run.clock() if at_once else None
+            counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
+            self._tell()
+            timed = [counted] if at_once else []
+            whole = list(timed)
+            while len(timed) < self.steps:
+                for traces, parts in ((timed, regions), (whole, None)):
+                    traces.append(self.run.step(parts, clock=self.run.clock()))
+                    self._tell()
+        self.counted.append((chosen, counted))
+        # Where the host sets the pace, marks and hooks slow a step down.
+        factor = statistics.median(one.seconds for one in whole) / statistics.median(one.seconds for one in timed)
+        self.optimizer_seconds += [factor * one.optimizer_seconds for one in timed]
+        for place, (kind, candidate) in enumerate(zip(kinds, chosen, strict=True)):
+            found = [one.parts[place].slowed(factor) for one in timed]
+            self.seconds_of.setdefault((id(kind), candidate.name), []).extend(found)
+
+    def _tell(self) -> None:
+        self.done += 1
+        self.ahead = max(0, self.ahead - 1)
+        self.report("training steps", self.done, self.done + self.ahead)
+
+    def table(self) -> dict[str, Any]:
+        """The fields of a profile that are measured by steps."""
+        kinds = list({id(kind): kind for kind in self.layout.kinds}.values())
+        numbers = {id(kind): number for number, kind in enumerate(kinds)}
+        layers = {entry.path: entry.layer for entry in module_entries(self.run.model, "")[0]}
+        places = [
+            Place(path=path, region=numbers[id(kind)], layer=layers.get(path))
+            for path, kind in zip(self.layout.paths, self.layout.kinds, strict=True)
+        ]
+        places[-1] = places[-1].model_copy(update={"also": self.layout.also})
+        gradients = self._gradients()
+        regions = [self._costs(kind, gradients) for kind in kinds]
+        above = sum(gradients[id(kind)] for kind in self.layout.kinds)
+        optimizer_peaks = [trace.optimizer_peak_nbytes + _gradients_above(trace, -1) for _, trace in self.counted]
+        return {
+            "regions": (self._with_first_input(regions, numbers), *regions[1:]),
+            "places": tuple(places),
+            "optimizer_seconds": statistics.median(self.optimizer_seconds),
+            "optimizer_peak_nbytes": max(0, max(optimizer_peaks) - above),
+        }
+
+    def _gradients(self) -> dict[int, int]:
+        """What a region of each kind leaves behind: mostly, as at borders bytes may belong to either side."""
+        found: dict[int, list[int]] = {}
+        for _, trace in self.counted:
+            for kind, part in zip(self.layout.kinds, trace.parts, strict=True):
+                found.setdefault(id(kind), []).append(part.gradient_nbytes)
+        return {key: statistics.median_low(nbytes) for key, nbytes in found.items()}
+
+    def _costs(self, kind: RegionKind, gradients: dict[int, int]) -> RegionCosts:
+        usable = [one for one in kind.candidates if (id(kind), one.name) in self.seconds_of]
+        return RegionCosts(
+            name=kind.name,
+            choices=tuple([self._choice(kind, candidate, gradients) for candidate in usable]),
+            gradient_nbytes=gradients[id(kind)],
+        )
+
+    def _choice(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Choice:
+        samples = list(self._bytes(kind, candidate, gradients))
+        samples = [sample for sample in samples if sample.is_settled] or samples
+        timed = self.seconds_of[id(kind), candidate.name]
+        return Choice(
+            name=candidate.name,
+            rule=None if candidate.rule is None else dict(candidate.rule),
+            forward_seconds=statistics.median(part.forward_seconds for part in timed),
+            backward_seconds=statistics.median(part.backward_seconds for part in timed),
+            held_nbytes=max(sample.held for sample in samples),
+            forward_peak_nbytes=max(sample.forward_peak for sample in samples),
+            backward_peak_nbytes=max(sample.backward_peak for sample in samples),
+        )
+
+    def _bytes(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Iterator[_PlaceBytes]:
+        """Of each place and step where the kind ran in that way."""
+        kinds = self.layout.kinds
+        for chosen, trace in self.counted:
+            for place, part in enumerate(trace.parts):
+                if kinds[place] is kind and chosen[place] is candidate:
+                    above = sum(gradients[id(other)] for other in kinds[place + 1 :])
+                    peak = max(0, part.backward_peak_nbytes + _gradients_above(trace, place) - above)
+                    is_settled = place > 1 and chosen[place - 1].name == candidate.name
+                    yield _PlaceBytes(part.held_nbytes, part.forward_peak_nbytes, peak, is_settled)
+
+    def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
+        """What is before the first region, with what that one holds more than others like it: its input, say."""
+        number = numbers[id(self.layout.kinds[1])]
+        usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
+        more = max(trace.parts[1].held_nbytes - usual[chosen[1].name] for chosen, trace in self.counted)
+        (choice,) = regions[0].choices
+        choice = choice.model_copy(update={"held_nbytes": choice.held_nbytes + max(0, more)})
+        return regions[0].model_copy(update={"choices": (choice,)})
+
+
+def _gradients_above(trace: StepTrace, place: int) -> int:
+    return sum(part.gradient_nbytes for part in trace.parts[place + 1 :])
+
+
+def _nbytes(candidate: Candidate) -> int:
+    return candidate.predicted_nbytes

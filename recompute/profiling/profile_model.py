@@ -1,0 +1,84 @@
+"""The profile of a model: measured in training steps, or calculated for a GPU that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recompute import counters
+from recompute.errors import EstimateError
+from recompute.estimation.factories import describe
+from recompute.estimation.gpus import Gpu
+from recompute.estimation.static_memory import check_sharding
+from recompute.profiling.cost_table import Profile
+from recompute.profiling.dry_run import OptimizerFactory, dry_run
+from recompute.profiling.measure_regions import Progress, measure_regions
+from recompute.profiling.model_run import Loss, named
+from recompute.profiling.roofline import roofline
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    match: str | Sequence[str] | None = None,
+    kernels: bool | None = None,
+    device: str | Gpu | None = None,
+    sharding: str = "none",
+    devices: int = 1,
+    steps: int = 3,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure, in training steps of ``model`` on ``batch``, what each way to run each distinct region of it costs.
+
+    The ways are: as it is; under ``recompute`` by hooks and, where they can stand in, by kernels, without a costly op
+    that runs again and at the points of the region's frontier; under ``checkpoint``, with and without attention kept.
+    A head whose logits a kernel can do without is a region, too. Regions that run alike are measured as one: in each
+    step, a few places run under the ways in question, in pairs of neighbours, and all others under what holds least.
+    A way that runs out of memory even so, or cannot be used, is left out with a ``PolicyWarning``.
+
+    Weights, gradients, buffers, random state and training flags are afterwards as before, also if this raises.
+
+    batch, loss: as ``recompute.verify`` takes them.
+    optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. Its step is part of the profile.
+    match: globs over the paths of the modules to choose for; by default those of layers and blocks, the outermost ones.
+    kernels: whether to consider them; by default on CUDA alone.
+    device: a GPU that is not here ("H200"; see ``recompute.estimation.gpus``). Nothing is measured then: each op takes
+        what its arithmetic or its traffic takes there, and bytes are those of tensors without values. The profile's
+        ``source`` says so.
+    sharding, devices: beside ``device``, as ``recompute.estimate`` takes them: how so many of it share the model.
+    steps: timed training steps of each assignment of ways to regions, after warm-up and one that counts bytes; as many
+        are timed as a whole, for regions cannot be told apart without slowing a step down.
+
+    Raises ``ModelError`` where there are no regions or nothing fits the device; ``AlreadyAppliedError`` for a model
+    under a policy; ``ValueError`` where nothing requires a gradient, or for steps below 1.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"recompute.profile takes a torch.nn.Module, got {type(model).__name__}")
+    if steps < 1:
+        raise ValueError(f"expected at least 1 step to time; got steps={steps}")
+    if device is not None:
+        offered = kernels is None or kernels
+        options: dict[str, Any] = {"match": match, "kernels": offered, "sharding": sharding, "devices": devices}
+        return roofline(model, batch, device, loss=loss, optimizer=optimizer, progress=progress, **options)
+    sharding = check_sharding(sharding, devices)
+    if sharding != "none":
+        raise EstimateError(
+            f"sharding: {sharding} can be calculated, for a device that is named, but is not measured in one process: "
+            "there, on all ranks, agree() of recompute.integrations.distributed makes one profile of what each measures"
+        )
+    with dry_run(model, batch, loss=loss, optimizer=optimizer) as run:
+        on_cuda = run.device.type == "cuda"
+        table = measure_regions(run, match, on_cuda if kernels is None else kernels, steps, progress)
+        return Profile(
+            model=describe(model, named(batch)),
+            machine=counters.describe_machine(run.device),
+            source="measured",
+            capacity_nbytes=torch.cuda.get_device_properties(run.device).total_memory if on_cuda else None,
+            **table,
+        )

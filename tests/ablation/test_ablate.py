@@ -1,0 +1,315 @@
+"""``recompute.ablate``: policies compared on a model of the caller's own, in Python and by the name of a factory."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import recompute
+from recompute.ablation import trials
+from recompute.ablation.ablate import Ablation
+from recompute.ablation.trials import AblationRow
+from recompute.cli import app
+from recompute.errors import AblationError, ModelError, PolicyError, RecomputeError
+
+WIDTH, ROWS = 8, 512
+
+
+class MLPBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class MLP(nn.Module):
+    """Returns what ``output`` makes of a tensor."""
+
+    def __init__(self, output: Any = lambda x: x) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLPBlock() for _ in range(2))
+        self.output = output
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x)
+
+
+class CNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.SiLU()) for _ in range(2)
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.stem(images)
+        for stage in self.stages:
+            x = stage(x)
+        return {"loss": F.cross_entropy(x.mean((-2, -1)), labels)}
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    return MLP(), torch.randn(ROWS, WIDTH)
+
+
+def cnn() -> nn.Module:
+    return CNN()
+
+
+def images() -> dict[str, Tensor]:
+    return {"images": torch.randn(2, 3, 6, 6), "labels": torch.randint(WIDTH, (2,))}
+
+
+def ablate(*arguments: Any, **options: Any) -> Ablation:
+    return recompute.ablate(*arguments, **{"steps": 2, "warmup": 0, "device": "cpu", "peers": (), **options})
+
+
+CHECKPOINT = {"name": "again", "rules": [{"match": ["blocks.*", "stages.*"], "action": "checkpoint"}]}
+
+
+def test_an_mlp_and_its_peers() -> None:
+    found = ablate(mlp, policies=["none", "elementwise", CHECKPOINT], peers=["torch-checkpoint", "torch-selective"])
+    assert [row.policy for row in found.rows] == [
+        "none", "elementwise", "again", "torch-checkpoint", "torch-selective",
+    ]  # fmt: skip
+    none, *others = found.rows
+    for row in others:  # dropout included: each row draws the same
+        assert row.error is None
+        assert row.exact
+        assert row.losses_match
+        assert row.grads_match
+        assert row.activation_bytes_held < none.activation_bytes_held
+    assert len(none.losses) == 2
+    assert none.losses[0] != none.losses[1]
+
+
+def test_a_cnn_with_a_batch_a_step_and_peers_on_its_stages() -> None:
+    drawn: list[Tensor] = []
+
+    def batch() -> dict[str, Tensor]:
+        drawn.append(images()["images"])
+        return {**images(), "images": drawn[-1]}
+
+    peers = ["torch-checkpoint"]
+    found = ablate(cnn, batch, {"mine": CHECKPOINT}, peers=peers, layers="stages.*", steps=3, optimizer=torch.optim.SGD)
+    assert [row.policy for row in found.rows] == ["none", "mine", "torch-checkpoint"]
+    assert all(row.error is None and row.grads_match and row.losses_match for row in found.rows)
+    assert len(drawn) == 3
+    assert not torch.equal(drawn[0], drawn[1])
+    assert "CNN, " in found.markdown()
+    assert "images 2x3x6x6" in found.markdown()
+
+
+def test_what_is_returned_shows_and_saves_itself(tmp_path: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    seen: list[AblationRow] = []
+    found = ablate(
+        mlp, policies=["elementwise"], out=tmp_path, progress=lambda *step: steps.append(step), on_row=seen.append
+    )
+    assert tuple(seen) == found.rows
+    assert steps == [(name, step, 2) for name in ("none", "elementwise") for step in (1, 2)]
+    assert found.row("elementwise") is found.rows[1]
+    assert str(found) == found.table()
+    assert [line.split()[0] for line in found.table().splitlines()[2:]] == ["none", "elementwise"]
+    assert found.markdown().startswith("| policy ")
+    assert found.plot().axes[0].get_xlabel() == "milliseconds a step"
+    saved = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert saved["complete"]
+    assert [row["policy"] for row in saved["rows"]] == ["none", "elementwise"]
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md", "results.png"}
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda x: x.square().mean(),
+        lambda x: x,
+        lambda x: (x, x.sum(-1), "text"),
+        lambda x: {"loss": x.mean(), "other": x},
+        lambda x: SimpleNamespace(loss=x.mean()),
+    ],
+    ids=["a scalar", "a tensor", "a tuple", "a key", "an attribute"],
+)
+def test_a_loss_is_found_in_what_a_model_returns(output: Any) -> None:
+    found = ablate(lambda: MLP(output), torch.randn(ROWS, WIDTH), [CHECKPOINT], steps=1)
+    assert [row.error for row in found.rows] == [None, None]
+
+
+def test_a_loss_of_the_callers_own_and_a_dtype() -> None:
+    found = ablate(mlp, policies=["elementwise"], loss=lambda x: 3 * x.float().mean(), dtype=torch.bfloat16)
+    assert all(row.error is None and row.grads_match for row in found.rows)
+    assert "bfloat16" in found.results["config"]["model"]
+
+
+def test_random_states_are_left_alone_and_a_model_that_was_trained_is_not_seen_again() -> None:
+    state = torch.get_rng_state()
+    first, second = (ablate(mlp, policies=["elementwise"]) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.rows[0].losses == second.rows[0].losses != ablate(mlp, policies=[], seed=1).rows[0].losses
+
+
+def test_a_row_that_fails_says_why_and_the_others_go_on() -> None:
+    broken = {"name": "broken", "rules": [{"type": "MLPBlock", "action": "recompute", "keep": "aten.mm"}]}
+
+    def factory() -> tuple[nn.Module, Tensor]:
+        model, batch = mlp()
+        model.blocks[0].register_forward_hook(fail_under("broken"))
+        return model, batch
+
+    def fail_under(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            runner = vars(module).get("_recompute_runner")
+            if runner is not None and "aten.mm" in runner.note:
+                raise RuntimeError("out of luck\nand more")
+
+        return hook
+
+    found = ablate(factory, policies=[broken, "elementwise"], peers=["liger"])
+    assert [row.error for row in found.rows if row.policy in ("none", "elementwise")] == [None, None]
+    assert found.row("broken").error == "RuntimeError: out of luck\nand more"
+    assert "liger" in str(found.row("liger").error)
+    assert "broken: RuntimeError: out of luck" in found.table()
+
+
+def drifting() -> Any:
+    generator = torch.Generator()
+    generator.seed()
+
+    def factory() -> tuple[nn.Module, Tensor]:
+        model, batch = mlp()
+        nn.init.normal_(model.blocks[0].up.weight, generator=generator)
+        return model, batch
+
+    return factory
+
+
+def test_a_factory_that_gives_other_weights_each_time_is_told_so() -> None:
+    (row,) = ablate(drifting(), policies=[]).rows
+    assert "other weights when it is called again" in str(row.error)
+
+
+X = torch.randn(ROWS, WIDTH)
+WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (MLP(), {}, ModelError, "expected a function .* found MLP"),
+    ("mlp", {}, ModelError, "found str"),
+    (lambda: 3, {}, ModelError, r"expected it to return an nn.Module, or \(nn.Module, batch\); found int"),
+    (cnn, {}, AblationError, r"expected a batch: pass one, or have cnn return \(model, batch\)"),
+    (mlp, {"batch": X}, AblationError, "mlp returns a batch, and one is passed, too"),
+    (cnn, {"batch": 3}, ModelError, "a tensor, a tuple of arguments or a mapping"),
+    (lambda: (nn.Identity(), X), {}, ModelError, "parameters to train; Identity has none"),
+    (mlp, {"policies": ["ful"]}, PolicyError, "did you mean 'full'"),
+    (mlp, {"policies": "full"}, AblationError, r"expected several, as in \['full'\]"),
+    (mlp, {"policies": [CHECKPOINT, CHECKPOINT]}, AblationError, "of no other policy .* found 'again'"),
+    (mlp, {"policies": {"torch-checkpoint": "full"}}, AblationError, "no peer; found 'torch-checkpoint'"),
+    (mlp, {"peers": ["torch-chekpoint"]}, AblationError, "peers: .* found 'torch-chekpoint'"),
+    (mlp, {"peers": "torch-checkpoint"}, AblationError, "peers: expected a list"),
+    (mlp, {"steps": 0}, AblationError, "steps: expected a whole number, at least 1; found 0"),
+    (mlp, {"warmup": -1}, AblationError, "warmup: .* at least 0; found -1"),
+    (mlp, {"dtype": "bfloat16"}, AblationError, "dtype: expected a torch.dtype of floats"),
+    (mlp, {"device": "cuda"}, AblationError, "device is cuda"),
+]
+
+
+@pytest.mark.parametrize(("factory", "options", "kind", "message"), WRONG)
+def test_what_cannot_be_is_refused_before_anything_is_trained(
+    factory: Any, options: dict[str, Any], kind: type[RecomputeError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(trials, "_row", lambda *_: pytest.fail("trained"))
+    with pytest.raises(kind, match=message):
+        ablate(factory, **options)
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    def forward(self, x):
+        return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
+
+def make():
+    return nn.Sequential(Block(), Block()), torch.randn(4, 8)
+
+def alone():
+    return make()[0]
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "its_own_model.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("its_own_model", None)
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(arguments))
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["explain", "elementwise", "--dtype", "float32"], "2 .* Block .* cheap ops run again"),
+        (["explain", "elementwise"], "Sequential, 176 parameters, bfloat16 on cpu; 4x8"),
+        (["verify", "elementwise"], "bit for bit those without it"),
+        (["estimate", "--policy", "elementwise"], "Sequential"),
+        (["plan", "--budget", "1GiB"], "Block"),
+        (["ablate", "--policy", "elementwise", "--steps", "1", "--out", "results"], "elementwise"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands_take_the_name_of_a_factory(own: Path, arguments: list[str], expected: str) -> None:
+    device = [] if arguments[0] == "estimate" else ["--device", "cpu"]
+    code, output = command(*arguments, "--model", "its_own_model:make", *device)
+    assert code == 0, output
+    assert re.search(expected, output)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere:make", "there is no module nowhere"),
+        ("its_own_model:none", "its_own_model has no none"),
+        ("its_own_model:number", "expected a function .* found int"),
+        ("its_own_model:alone", r"expected it to return \(model, batch\)"),
+    ],
+)
+def test_a_name_that_names_no_factory_is_told(own: Path, name: str, message: str) -> None:
+    code, output = command("verify", "elementwise", "--model", name, "--device", "cpu")
+    assert code == 2
+    assert re.search(message, " ".join(output.split()))
+
+
+def test_the_name_is_a_function_whichever_module_was_imported_first() -> None:
+
+    assert callable(recompute.ablate)
+    assert recompute.ablation is sys.modules["recompute.ablation"]
+    with pytest.raises(AttributeError, match="no attribute 'ablat'"):
+        recompute.ablat  # noqa: B018

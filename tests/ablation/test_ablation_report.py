@@ -1,0 +1,222 @@
+"""Tables, sentences and the plot hold what the rows say, for rows that ran, failed, differ or are missing."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from recompute.ablation import ablation_report
+
+MIB = 2**20
+BITWISE = {
+    "losses_match": True,
+    "loss_error": 0.0,
+    "grads_match": True,
+    "grad_error": 0.0,
+    "grad_error_last": 0.0,
+}
+
+
+def row(policy: str, held: int = 8 * MIB, peak: int = 10 * MIB, seconds: float = 0.1, **changes: Any) -> dict[str, Any]:
+    measured = {
+        "policy": policy,
+        "sequence_length": 64,
+        "exact": True,
+        "activation_bytes_held": held,
+        "peak_bytes": peak,
+        "step_seconds": seconds,
+        "forward_cpu_seconds": None,
+        "grad_tolerance": 0.0,
+        "error": None,
+        **BITWISE,
+    }
+    return {**measured, **changes}
+
+
+def failed(policy: str, error: str) -> dict[str, Any]:
+    nothing = dict.fromkeys(row(policy))
+    return {**nothing, "policy": policy, "sequence_length": 64, "error": error}
+
+
+NONE = row("none")
+FULL = row("full", held=2 * MIB, peak=4 * MIB, seconds=0.13)
+KERNEL = row(
+    "kernel",
+    exact=False,
+    losses_match=False,
+    loss_error=1.25e-7,
+    grad_error=2.5e-7,
+    grad_error_last=0.25,
+    grad_tolerance=5e-7,
+)
+BROKEN = failed("broken", "OutOfMemoryError: tried to allocate 80 GiB\nand more advice")
+
+
+def results(*rows: dict[str, Any], complete: bool = True) -> dict[str, Any]:
+    shape = {"hidden_size": 64, "intermediate_size": 172, "layers": 2, "heads": 4, "kv_heads": 2}
+    machine = {"cpu": "a CPU", "threads": 2, "gpu": None, "torch": "2.11.0", "transformers": "5.0.0"}
+    return {
+        "complete": complete,
+        "command": "recompute ablate",
+        "config": {"model": shape, "batch_size": 4, "sequence_lengths": [64], "dtype": "float32", "steps": 8},
+        "machine": {**machine, "python": "3.11.7", "date": "2026-01-02T03:04:05+00:00"},
+        "text": {"source": "a text", "nbytes": 1000},
+        "rows": list(rows),
+    }
+
+
+def cells(markdown: str) -> list[list[str]]:
+    """The table of a Markdown text, without the line below its header."""
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 * MIB, "3.0 MiB"),
+        (1024 * MIB - 1, "1024.0 MiB"),
+        (1536 * MIB, "1.50 GiB"),
+        (2**52, "4096.00 TiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_unit_that_they_fill(nbytes: int, text: str) -> None:
+    assert ablation_report.humanize(nbytes) == text
+
+
+def test_table_gives_ratios_to_the_baseline_and_what_matches() -> None:
+    assert cells(ablation_report.markdown(results(NONE, FULL, KERNEL))) == [
+        ["policy", "held after forward", "peak", "ms a step", "losses", "gradients"],
+        ["none", "8.0 MiB", "10.0 MiB", "100.0", "✓ bitwise", "✓ bitwise"],
+        ["full", "2.0 MiB (0.25x)", "4.0 MiB (0.40x)", "130.0 (1.30x)", "✓ bitwise", "✓ bitwise"],
+        ["kernel", "8.0 MiB (1.00x)", "10.0 MiB (1.00x)", "100.0 (1.00x)", "1.2e-07", "✓ 2.5e-07"],
+    ]
+
+
+def test_ratios_are_to_the_baseline_of_the_same_length() -> None:
+    longer = [row("none", held=40 * MIB, sequence_length=128), row("full", held=4 * MIB, sequence_length=128)]
+    table = cells(ablation_report.markdown(results(NONE, FULL, *longer)))
+    assert [line[1] for line in table] == ["sequence", "64", "64", "128", "128"]
+    assert [line[2] for line in table[1:]] == ["8.0 MiB", "2.0 MiB (0.25x)", "40.0 MiB", "4.0 MiB (0.10x)"]
+
+
+def test_cpu_time_of_forward_is_shown_where_it_was_measured() -> None:
+    gpu_rows = [row("none", forward_cpu_seconds=0.01), row("full", forward_cpu_seconds=0.02)]
+    table = cells(ablation_report.markdown(results(*gpu_rows)))
+    assert [line[4] for line in table] == ["CPU ms a forward", "10.0", "20.0 (2.00x)"]
+
+
+def test_what_differs_is_marked_and_told() -> None:
+    other_losses = row("hook", losses_match=False, loss_error=1e-3)
+    other_gradients = row("full", grads_match=False, grad_error=0.0, grad_error_last=2e-3)
+    too_far = {**KERNEL, "grads_match": False, "grad_error": 6e-7}
+    found = results(NONE, other_losses, other_gradients, too_far)
+    table = cells(ablation_report.markdown(found))
+    assert [line[4:] for line in table[2:]] == [
+        ["✗ 1.0e-03", "✓ bitwise"],
+        ["✓ bitwise", "✗ 2.0e-03"],
+        ["1.2e-07", "✗ 6.0e-07"],
+    ]
+    assert ablation_report.failures(found) == [
+        "hook, sequence 64: relative error 1.0e-03 of the losses, above 0",
+        "full, sequence 64: relative error 2.0e-03 of the gradients, above 0.0e+00",
+        "kernel, sequence 64: relative error 6.0e-07 of the gradients, above 5.0e-07",
+    ]
+
+
+def test_a_failed_row_stays_in_the_table_and_its_error_stands_below() -> None:
+    found = results(NONE, BROKEN, FULL)
+    text = ablation_report.markdown(found)
+    assert [line[0] for line in cells(text)[1:]] == ["none", "broken", "full"]
+    assert cells(text)[2][1:] == ["-"] * 5
+    assert ablation_report.failures(found) == ["broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB"]
+    assert "- broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB\n" in text
+
+
+def test_without_a_baseline_numbers_have_no_ratio() -> None:
+    incomparable = dict.fromkeys(BITWISE)
+    table = cells(ablation_report.markdown(results(failed("none", "no room"), {**FULL, **incomparable})))
+    assert table[2] == ["full", "2.0 MiB", "4.0 MiB", "130.0", "-", "-"]
+
+
+def test_an_interrupted_run_says_that_rows_are_missing() -> None:
+    found = results(NONE, complete=False)
+    assert ablation_report.failures(found) == ["interrupted: the rows still to come are missing"]
+    assert "- interrupted" in ablation_report.markdown(found)
+    assert ablation_report.failures(results(NONE)) == []
+    assert len(cells(ablation_report.markdown(results(complete=False)))) == 1
+
+
+def test_markdown_names_shape_machine_versions_date_and_command() -> None:
+    text = ablation_report.markdown(results(NONE))
+    for part in (
+        "2 layers",
+        "hidden size 64",
+        "batch 4",
+        "float32",
+        "a text",
+        "a CPU",
+        "2.11.0",
+        "2026-01-02",
+    ):
+        assert part in text
+    assert text.endswith("`recompute ablate`\n")
+
+
+def test_terminal_table_holds_the_same_texts() -> None:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(ablation_report.table([NONE, FULL, KERNEL, BROKEN]))
+    for line in cells(ablation_report.markdown(results(NONE, FULL, KERNEL, BROKEN))):
+        assert all(text in capture.get() for text in line)
+
+
+def test_line_says_what_was_measured_or_what_is_wrong() -> None:
+    assert ablation_report.line(FULL) == "full, sequence 64: 2.0 MiB held, 4.0 MiB peak, 130.0 ms a step"
+    assert ablation_report.line(BROKEN) == "broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB"
+
+
+def test_plot_labels_each_policy_once_inside_and_no_label_covers_another() -> None:
+    near = [row(f"policy-{index}", peak=10 * MIB + index, seconds=0.1 + index * 1e-6) for index in range(6)]
+    last = row("the-last-one-to-the-right", seconds=0.14)
+    figure = ablation_report.plot([NONE, FULL, BROKEN, *near, last])
+    labels = figure.axes[0].texts
+    names = ["none", "full", *(row["policy"] for row in near), "the-last-one-to-the-right"]
+    assert [label.get_text() for label in labels] == names
+    boxes = [label.get_window_extent() for label in labels]
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    frame = figure.axes[0].bbox
+    assert all(frame.x0 < box.x0 and box.x1 < frame.x1 for box in boxes)
+
+
+@pytest.mark.parametrize(("scale", "unit"), [(1, "MiB"), (1024, "GiB")])
+def test_plot_goes_from_held_to_peak(scale: int, unit: str) -> None:
+    rows = [
+        {**row, "activation_bytes_held": held * scale * MIB, "peak_bytes": peak * scale * MIB}
+        for row, held, peak in ((NONE, 8, 10), (FULL, 2, 4))
+    ]
+    axes = ablation_report.plot(rows).axes[0]
+    bars = [line.get_xydata().tolist() for line in axes.lines if len(line.get_xdata()) == 2]
+    assert bars == [[[100, 8], [100, 10]], [[130, 2], [130, 4]]]
+    assert axes.get_ylabel() == f"{unit} above static memory"
+    assert axes.get_xlabel() == "milliseconds a step"
+
+
+def test_files_are_written(tmp_path: Path) -> None:
+    ablation_report.write(results(NONE, FULL, BROKEN), tmp_path)
+    assert (tmp_path / "results.md").read_text(encoding="utf-8") == ablation_report.markdown(
+        results(NONE, FULL, BROKEN)
+    )
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_at_all_can_be_plotted(tmp_path: Path) -> None:
+    ablation_report.write(results(complete=False), tmp_path)
+    assert (tmp_path / "results.png").stat().st_size > 1000

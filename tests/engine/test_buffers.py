@@ -1,0 +1,374 @@
+"""Buffers that change between a region's forward and its backward, as averages and counters do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_testing import (
+    HIDDEN,
+    SETTINGS,
+    TAPES,
+    Census,
+    Setting,
+    bits,
+    governing,
+    holding,
+    module_of,
+    tokens,
+)
+from tiers import by_default
+from torch import Tensor, nn
+
+import recompute
+from recompute.engine.cut.save_plan import LARGEST_COPY
+from recompute.engine.recipes import verifying
+from recompute.errors import MutationError
+
+Update = Callable[[Any, Tensor], Any]
+
+
+def _average(self: Any, y: Tensor) -> None:
+    self.average.mul_(0.9).add_(0.1 * y.detach().mean(0))
+
+
+def _count(self: Any, y: Tensor) -> None:
+    self.count += 1
+    self.average.add_(self.count)
+
+
+def _first_of_a_view(self: Any, y: Tensor) -> None:
+    self.average[: HIDDEN // 2].add_(y.detach().mean())
+    self.average.view(2, -1)[1].mul_(0.5)
+
+
+def _lerp(self: Any, y: Tensor) -> None:
+    self.average.lerp_(y.detach().mean(0), 0.1)
+
+
+def _index_put(self: Any, y: Tensor) -> None:
+    self.average[torch.tensor([0, 3])] = y.detach()[0, 2:4]
+
+
+def _through_data(self: Any, y: Tensor) -> None:
+    self.average.data.mul_(0.5).add_(y.detach().mean(0))
+
+
+def _foreach(self: Any, y: Tensor) -> None:
+    torch._foreach_add_([self.average, self.other], 1.0)
+
+
+def _lazily(self: Any, y: Tensor) -> None:
+    if self.lazy is None:
+        self.lazy = torch.zeros(HIDDEN)
+    self.lazy.add_(y.detach().mean(0))
+    self.average = self.lazy
+
+
+def _new_one(self: Any, y: Tensor) -> None:
+    self.average = self.average * 0.9 + 0.1 * y.detach().mean(0)
+
+
+def _statistics(self: Any, y: Tensor) -> None:
+    """Written by a kernel whose schema does not say so, and that counts no version."""
+    F.batch_norm(y.detach(), self.average, self.other, training=True)
+
+
+UPDATES: dict[str, Update] = {
+    "mul_ and add_": _average,
+    "a counter": _count,
+    "copy_": lambda self, y: self.average.copy_(y.detach().mean(0)),
+    "views": _first_of_a_view,
+    "lerp_": _lerp,
+    "index_put_": _index_put,
+    ".data": _through_data,
+    "_foreach_add_": _foreach,
+    "made by the first frame": _lazily,
+    "a new tensor": _new_one,
+    "running statistics": _statistics,
+    "zero_ and fill_": lambda self, y: (self.average.zero_(), self.average.fill_(0.5)),
+    "out=": lambda self, y: torch.mul(self.average, 0.5, out=self.average),
+}
+
+
+def _use(self: Any, y: Tensor) -> Tensor:
+    """Saves nothing of the buffer, and much that comes back from it."""
+    z = ((y - self.average) / 2).exp() + self.count
+    return z.sin() * y.sin() + z.tanh() * z.sigmoid()
+
+
+def _use_a_part(self: Any, y: Tensor) -> Tensor:
+    z = (y[:, 1:] - self.average[1:]).exp() + self.count
+    return z.sin() * z.tanh() + z.sigmoid()
+
+
+def _use_and_save(self: Any, y: Tensor) -> Tensor:
+    z = (y * self.average).exp()
+    return z.sin() * z.tanh()
+
+
+USES = {"reads": _use, "reads a part": _use_a_part, "saves": _use_and_save}
+
+
+def _forward(update: Update, use: Callable[[Any, Tensor], Tensor], order: str) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if order == "before" and self.training:
+            update(self, y)
+        result = use(self, y)
+        if order == "after" and self.training:
+            update(self, y)
+        return result
+
+    return forward
+
+
+def _model(forward: Callable[[Any, Tensor], Tensor], dtype: torch.dtype = torch.float32, size: int = 1) -> nn.Module:
+    model = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN)).to(dtype)
+    memory = torch.rand(size, HIDDEN, dtype=dtype)
+    model.inside.register_buffer("average", memory[0])
+    model.inside.register_buffer("other", torch.ones(HIDDEN, dtype=dtype))
+    model.inside.register_buffer("count", torch.zeros((), dtype=torch.long))
+    model.inside.lazy = None
+    return model
+
+
+Step = Callable[[nn.Module, list[Tensor]], list[Any]]
+
+
+def _gradients(model: nn.Module, result: Tensor, **options: Any) -> list[Any]:
+    return [bits(grad) for grad in torch.autograd.grad(result.sum(), list(model.parameters()), **options)]
+
+
+def _one_by_one(model: nn.Module, inputs: list[Tensor]) -> list[Any]:
+    return [_gradients(model, model(x)) for x in inputs]
+
+
+def _all_at_once(model: nn.Module, inputs: list[Tensor]) -> list[Any]:
+    total = torch.stack([model(x).sum() for x in inputs])
+    return _gradients(model, total)
+
+
+def _last_first(model: nn.Module, inputs: list[Tensor]) -> list[Any]:
+    results = [model(x) for x in inputs]
+    return [_gradients(model, result) for result in reversed(results)]
+
+
+def _interleaved(model: nn.Module, inputs: list[Tensor]) -> list[Any]:
+    before, found = model(inputs[0]), []
+    for x in inputs[1:]:
+        result = model(x)
+        found += [_gradients(model, before, retain_graph=True), _gradients(model, before)]
+        before = result
+    return [*found, _gradients(model, before)]
+
+
+def _changed_outside(model: nn.Module, inputs: list[Tensor]) -> list[Any]:
+    found = []
+    for x in inputs:
+        result = model(x)
+        with torch.no_grad():
+            model.inside.average.mul_(0.5)
+            model.inside.average.numpy()[:] *= 0.5  # which no version counts
+            model.inside.count.add_(1)
+        found.append(_gradients(model, result))
+    return found
+
+
+def _evaluated_between(model: nn.Module, inputs: list[Tensor]) -> list[Any]:
+    results = [model.train()(inputs[0]), model.eval()(inputs[1]), model.train()(inputs[2])]
+    return [_gradients(model, result) for result in results]
+
+
+STEPS: dict[str, Step] = {
+    "one by one": _one_by_one,
+    "all at once": _all_at_once,
+    "the last first": _last_first,
+    "interleaved": _interleaved,
+    "changed outside": _changed_outside,
+    "evaluated between": _evaluated_between,
+}
+
+
+def assert_as_plain_or_refused_as_plain(
+    plain: nn.Module, rules: dict[str, Any], step: Step, dtype: torch.dtype = torch.float32
+) -> bool:
+    """Whether the plain model runs; the same model under ``rules`` runs too then, bit for bit, and raises if not."""
+    model, inputs = copy.deepcopy(plain), [tokens(dtype=dtype) for _ in range(4)]
+    recompute.apply(model, rules)
+    for _ in range(2):  # the second time by the plan of the first
+        try:
+            expected = step(plain, inputs)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)  # noqa: PT017
+            with pytest.raises(RuntimeError, match="modified"):  # of frames in eval mode, which are plain, by autograd
+                step(model, inputs)
+            return False
+        assert step(model, inputs) == expected
+        assert [bits(buffer) for buffer in model.buffers()] == [bits(buffer) for buffer in plain.buffers()]
+    return True
+
+
+@pytest.mark.parametrize("tape", by_default(TAPES, "recompute"))
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_buffer_that_a_region_changes_does_what_it_does_in_plain_eager(
+    tape: Setting, update: Update, use: Callable[[Any, Tensor], Tensor]
+) -> None:
+    for order in ("before", "after"):
+        for step in STEPS.values():
+            assert_as_plain_or_refused_as_plain(_model(_forward(update, use, order)), governing(tape), step)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+def test_a_buffer_of_any_dtype_that_is_a_view_of_others_memory(dtype: torch.dtype, verify: bool) -> None:
+    with verifying() if verify else nullcontext():
+        for use in USES.values():
+            plain = _model(_forward(_average, use, "before"), dtype, size=3)
+            assert_as_plain_or_refused_as_plain(plain, governing(SETTINGS["recompute"]), _last_first, dtype)
+
+
+@pytest.mark.parametrize("kind", ["list", "attribute", "argument", "of another module"])
+def test_tensors_without_gradients_may_change_wherever_they_live(kind: str) -> None:
+    tensors = [torch.ones(HIDDEN), torch.zeros(HIDDEN)]
+
+    def forward(self: Any, x: Tensor, given: list[Tensor]) -> Tensor:
+        first, second = given if kind == "argument" else self.lookup()
+        first.add_(1.0)
+        z = ((self.linear(x) - first) / 3).exp() + second
+        second.sub_(0.5)
+        return z.sin() * z.tanh() + (first - z).sigmoid()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = module_of(forward, linear=nn.Linear(HIDDEN, HIDDEN))
+            self.tensors = [tensor.clone() for tensor in tensors]
+            self.other = module_of(lambda self: None, tensors=self.tensors)
+            owners = {"list": self, "attribute": self.inside, "argument": self, "of another module": self.other}
+            self.inside.lookup = lambda: owners[kind].tensors
+            self.inside.tensors = self.tensors
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inside(x, self.tensors)
+
+    def step(model: nn.Module) -> list[Any]:
+        results = [model(x) for x in inputs]
+        return [_gradients(model, result) for result in results]
+
+    torch.manual_seed(3)
+    plain = Outer()
+    torch.manual_seed(3)
+    model, inputs = Outer(), [tokens() for _ in range(3)]
+    expected = [step(plain), step(plain)]
+    recompute.apply(model, governing(SETTINGS["recompute"]))
+    assert [step(model), step(model)] == expected
+
+
+def test_one_buffer_of_two_regions_and_of_what_is_between_them() -> None:
+    buffer = torch.zeros(HIDDEN)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        buffer.lerp_(x.detach().mean(0), 0.5)
+        z = (self.linear(x) - buffer).exp()
+        return z.sin() * z.tanh()
+
+    def step(model: nn.Module) -> list[Any]:
+        buffer.zero_()
+        total = torch.stack([model(x).sum() for x in inputs])
+        return _gradients(model, total)
+
+    class Between(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            buffer.mul_(0.5)
+            return x + buffer
+
+    parts = [module_of(forward, linear=nn.Linear(HIDDEN, HIDDEN)) for _ in range(2)]
+    plain = nn.Sequential(parts[0], Between(), parts[1])
+    model, inputs = copy.deepcopy(plain), [tokens() for _ in range(3)]
+    expected = step(plain)
+    recompute.apply(model, governing(SETTINGS["recompute"], "0", "2"))
+    assert step(model) == expected
+    assert step(model) == expected
+
+
+def test_the_statistics_of_a_norm_that_no_version_counts() -> None:
+    """A kernel writes them; two forwards, of which both read them."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x))
+        z = ((y - self.norm.running_mean) / (self.norm.num_batches_tracked + 1)).exp()
+        return z.sin() * z.tanh()
+
+    parts = {"norm": nn.BatchNorm1d(HIDDEN), "linear": nn.Linear(HIDDEN, HIDDEN)}
+    for step in (_all_at_once, _interleaved):
+        assert assert_as_plain_or_refused_as_plain(holding(forward, **parts), governing(SETTINGS["recompute"]), step)
+
+
+def test_activations_that_a_list_op_changes_in_place() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        values = [y * 2, y.sin()]
+        torch._foreach_exp_(values)
+        z = values[0].tanh() * values[1]
+        torch._foreach_add_(values, 1.0)
+        return z.sin() + values[0] * 2
+
+    plain = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
+    assert_as_plain_or_refused_as_plain(plain, governing(SETTINGS["recompute"]), _interleaved)
+
+
+def test_a_tensor_that_is_too_large_to_copy_is_refused_if_it_changes_and_held_without_a_copy() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.sin() + ((y - self.table).exp() + (y + self.table).exp()).tanh()
+
+    plain = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
+    most = LARGEST_COPY // (HIDDEN * 4)
+    for rows in (most, most + 1):
+        plain.inside.register_buffer("table", torch.rand(rows, HIDDEN))
+        model, x = copy.deepcopy(plain), tokens(rows, HIDDEN)
+        expected = _gradients(plain, plain(x))
+        recompute.apply(model, governing(SETTINGS["recompute"]))
+        with Census() as census:
+            result = model(x)
+        fits = rows == most
+        assert census.alive_nbytes() == (3 if fits else 2) * x.nbytes, (
+            "the projection, the result, and a copy if it fits"
+        )
+        model.inside.table.mul_(2.0)
+        if fits:
+            assert _gradients(model, result) == expected
+        else:
+            with pytest.raises(MutationError, match=rf"^in .*\({rows}, 8\).*modified in place since it was saved"):
+                _gradients(model, result)
+
+
+def test_what_autograd_saved_is_refused_though_a_copy_is_held_for_what_runs_again() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = (self.linear(x) - self.average).exp()
+        return z.sin() * z.tanh() + x * self.average
+
+    def step(model: nn.Module) -> list[Any]:
+        x = tokens()
+        result = model(x)
+        model.inside.average.add_(1.0)
+        found = _gradients(model, result, retain_graph=True)  # for which the average is not needed
+        with pytest.raises(RuntimeError, match=r"modified"):
+            torch.autograd.grad(result.sum(), x)
+        return found
+
+    plain = _model(forward)
+    model = copy.deepcopy(plain)
+    recompute.apply(model, governing(SETTINGS["recompute"]))
+    for _ in range(2):
+        state = torch.get_rng_state()
+        expected = step(plain)
+        torch.set_rng_state(state)
+        assert step(model) == expected

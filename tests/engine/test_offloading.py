@@ -1,0 +1,193 @@
+"""Offloading by others around a policy, and gradients that share memory with what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import (
+    HIDDEN,
+    ExpWith,
+    RMSNorm,
+    Stack,
+    assert_as_without,
+    assert_step_as_without,
+    bits,
+    every_rule,
+    holding,
+    loss_of,
+    module_of,
+    tokens,
+    weak,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+import recompute
+
+# Offloaded views, and outputs of backward that view what was unpacked
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "offset": lambda x: x[2:, 3:],
+    "last chunk": lambda x: x.chunk(3)[2],
+    "transposed with an offset": lambda x: x[2:].t(),
+    "every second column": lambda x: x[:, 1::2],
+    "expanded": lambda x: x[1:2].expand(5, -1),
+    "overlapping with an offset": lambda x: x.as_strided((5, 4), (3, 1), 6),
+}
+
+
+@every_rule
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_with_offsets_are_offloaded_and_come_back(rules: dict[str, Any], kind: str) -> None:
+    """The view goes in, is made inside, and is made of the result by whoever comes after."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = module_of(lambda self, x, whole: (self.norm(whole) * x.sum()).exp(), norm=RMSNorm())
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x * 1.0
+            result = self.inside(VIEWS[kind](hidden), hidden)
+            return VIEWS[kind](result).sin() * result.cos().sum()
+
+    assert_step_as_without(Model(), rules, tokens(), around=save_on_cpu)
+
+
+@every_rule
+def test_a_whole_model_offloads_only_what_is_left_to_hold(rules: dict[str, Any]) -> None:
+    assert_step_as_without(Stack(), rules, tokens(), around=save_on_cpu)
+    model, x, offloaded = Stack(p=0.0), tokens(), {True: 0, False: 0}
+
+    def run(under: bool) -> list[Any]:
+        def pack(tensor: Tensor) -> Tensor:
+            offloaded[under] += tensor.nbytes
+            return tensor.clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model(x))
+        return [bits(grad) for grad in torch.autograd.grad(loss, [x, *model.parameters()])]
+
+    expected = run(under=False)
+    recompute.apply(model, rules)
+    assert run(under=True) == expected
+    assert offloaded[True] < offloaded[False]
+
+
+class GivesBackWhatItSaved(torch.autograd.Function):
+    """Its gradient is a view of the tensor that it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        return saved.view(HIDDEN, -1).view_as(grad), None
+
+
+def _chain(self: Any, x: Tensor) -> Tensor:
+    for _ in range(3):
+        hidden = self.norm(x)
+        x = GivesBackWhatItSaved.apply(hidden, hidden.detach().exp())
+        x = (x + hidden).sin()
+        x.register_hook(GRADIENTS.append)
+        hidden.register_hook(GRADIENTS.append)
+    return x
+
+
+GRADIENTS: list[Tensor] = []
+
+
+@every_rule
+@pytest.mark.parametrize("offloads", [False, True])
+def test_gradients_that_view_an_unpacked_tensor_are_not_overwritten(rules: dict[str, Any], offloads: bool) -> None:
+    x = tokens()
+
+    def run(model: nn.Module) -> Any:
+        GRADIENTS.clear()
+        with save_on_cpu() if offloads else nullcontext():
+            result = model(x)
+        found = []
+        for _ in range(2):
+            found += [*torch.autograd.grad(result.sum(), [x, *model.parameters()], retain_graph=True), *GRADIENTS]
+            GRADIENTS.clear()
+        before = [bits(grad) for grad in found]
+        loss_of(model(x * 2)).backward()
+        torch.autograd.grad(result.sum(), [x, *model.parameters()])
+        assert [bits(grad) for grad in found] == before
+        return found
+
+    assert_as_without(holding(_chain, norm=RMSNorm()), rules, run)
+
+
+@every_rule
+def test_a_gradient_that_views_an_unpacked_tensor_may_be_changed_by_who_gets_it(rules: dict[str, Any]) -> None:
+    """As clipping does in place. A second backward is right, or refused as in plain eager."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return GivesBackWhatItSaved.apply(x, y.detach().exp()) + y
+
+    model, x = holding(forward, norm=RMSNorm()), tokens()
+
+    def grad(result: Tensor) -> Tensor:
+        return torch.autograd.grad(result, x, torch.ones_like(result), retain_graph=True)[0]
+
+    expected = bits(grad(model(x)))
+    recompute.apply(model, rules)
+    changed: list[Tensor] = []
+    x.register_hook(changed.append)
+    result = model(x)
+    first = grad(result)
+    assert bits(first) == expected
+    for gradient in (first, *changed):
+        gradient.zero_()
+    try:
+        second = grad(result)
+    except RuntimeError as error:
+        assert "modified" in str(error)  # noqa: PT017
+    else:
+        assert bits(second) == expected
+
+
+@every_rule
+def test_what_was_offloaded_is_freed_with_the_graph(rules: dict[str, Any]) -> None:
+    packed: list[Any] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        copied = tensor.clone()
+        packed.append(weak(copied))
+        return copied
+
+    model = Stack()
+    recompute.apply(model, rules)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = model(tokens())
+    assert packed
+    loss_of(result).backward()
+    del result
+    assert all(reference.expired() for reference in packed)
+
+
+@every_rule
+def test_expanded_tensors_are_unpacked_as_they_were_packed(rules: dict[str, Any]) -> None:
+    model = holding(lambda self, x: ExpWith.apply(x.cos(), x[:1].sin().expand(50, -1), SEEN.append).sin().cos())
+    x = tokens()
+
+    def run(model: nn.Module) -> Any:
+        SEEN.clear()
+        with save_on_cpu():
+            result = model(x)
+        return torch.autograd.grad(result.sum(), x), [*SEEN]
+
+    assert_as_without(model, rules, run)
+
+
+SEEN: list[Tensor] = []

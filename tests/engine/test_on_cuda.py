@@ -1,0 +1,232 @@
+"""The behaviours that need a CUDA device to show: its allocator, its generators, its streams, its atomics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_testing import (
+    HIDDEN,
+    Layer,
+    RMSNorm,
+    Stack,
+    assert_as_without,
+    every_rule,
+    every_tape,
+    holding,
+    no_garbage_collection,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+import recompute
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def tokens(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(*(shape or (64, HIDDEN)), device="cuda").requires_grad_(grad)
+
+
+def loss_of(result: Tensor) -> Tensor:
+    return (result.float() * torch.linspace(0.5, 1.5, result.numel(), device="cuda").reshape(result.shape)).sum()
+
+
+def stack(count: int = 3, p: float = 0.25) -> nn.Module:
+    return Stack(count, p).cuda()
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_backward_regenerates_in_the_autocast_dtype_of_forward_on_cuda(
+    rules: dict[str, Any], dtype: torch.dtype
+) -> None:
+    x = tokens()
+
+    def run(model: nn.Module) -> Any:
+        with torch.autocast("cuda", dtype=dtype):
+            loss = loss_of(model(x))
+        return [torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True) for _ in range(2)]
+
+    assert_as_without(stack(), rules, run)
+
+
+def _memory(model: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Bytes held after forward, and the peak, of the second step."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = loss_of(model(x))
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        del loss
+    return held, torch.cuda.max_memory_allocated() - before
+
+
+@every_rule
+def test_the_peak_on_cuda_is_below_the_peak_without_the_policy(rules: dict[str, Any]) -> None:
+    model, x = stack(count=6), tokens(1 << 12, 8, HIDDEN)
+    plain_held, plain_peak = _memory(model, x)
+    recompute.apply(model, rules)
+    held, peak = _memory(model, x)
+    assert held < 0.9 * plain_held
+    assert peak < 0.95 * plain_peak
+
+
+@every_tape
+def test_the_tape_keeps_what_atomics_added_up_in_whatever_order(rules: dict[str, Any]) -> None:
+    torch.use_deterministic_algorithms(False)
+
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(self.norm(x))
+        total = torch.zeros(2, HIDDEN, device="cuda").index_add(0, self.rows, x)
+        return total, total.sin()
+
+    model = holding(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN)).cuda()
+    model.inside.rows = torch.randint(0, 2, (1 << 16,), device="cuda")
+    x = tokens(1 << 16, HIDDEN)
+    recompute.apply(model, rules)
+    for _ in range(3):
+        total, result = model(x)
+        (found,) = torch.autograd.grad(result.sum(), total)
+        assert torch.equal(found, total.cos())
+
+
+@every_rule
+def test_the_graph_dies_on_cuda_without_garbage_collection(rules: dict[str, Any]) -> None:
+    model, x = stack(), tokens()
+    recompute.apply(model, rules)
+    loss_of(model(x)).backward()
+    with no_garbage_collection():
+        before = torch.cuda.memory_allocated()
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        del loss
+        assert torch.cuda.memory_allocated() == before
+
+
+DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "dropout": lambda self, x: F.dropout(x, 0.5),
+    "rand_like": lambda self, x: x * torch.rand_like(x),
+    "generator": lambda self, x: x * torch.rand(x.shape, device="cuda", generator=self.generator),
+    "both devices": lambda self, x: F.dropout(x, 0.5) * torch.rand(x.shape).cuda() + torch.randn_like(x),
+    "attention": lambda self, x: F.scaled_dot_product_attention(*[x.view(1, 4, -1, HIDDEN)] * 3, dropout_p=0.5),
+    "forked": lambda self, x: _forked(x),
+}
+
+
+def _forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[x.device]):
+        torch.cuda.manual_seed(5)
+        noise = torch.rand_like(x)
+    return F.dropout(x, 0.5) * noise
+
+
+@every_rule
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by name"])
+def test_draws_on_two_devices_and_both_streams_go_on_where_they_were(
+    rules: dict[str, Any], kind: str, by_name: bool
+) -> None:
+    generator, x = torch.Generator("cuda"), tokens()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return DRAWS[kind](self, self.norm(x).sin()).exp().sin().reshape(-1, HIDDEN)
+
+    model = holding(forward, norm=RMSNorm()).cuda()
+
+    def run(model: Any) -> Any:
+        model.inside.generator = generator
+        generator.manual_seed(3)
+        result = model(x=x) if by_name else model(x)
+        between = [torch.rand(2), torch.rand(2, device="cuda")]
+        grads = [torch.autograd.grad(result.sum(), x, retain_graph=True) for _ in range(2)]
+        return result, between, grads, generator.get_state(), torch.rand(2, device="cuda")
+
+    assert_as_without(model, rules, run, drops=kind != "attention")
+
+
+@every_rule
+def test_a_region_that_crosses_devices(rules: dict[str, Any]) -> None:
+    model = holding(lambda self, x: self.there(self.here(x).cuda()).cpu().sin(), here=Layer(), there=Layer().cuda())
+    x = torch.randn(64, HIDDEN, requires_grad=True)
+
+    def run(model: nn.Module) -> Any:
+        result = model(x)
+        return [torch.autograd.grad(result.sum(), [x, *model.parameters()], retain_graph=True) for _ in range(2)]
+
+    assert_as_without(model, rules, run)
+
+
+@every_rule
+def test_data_parallel_over_all_devices(rules: dict[str, Any]) -> None:
+    x = tokens()
+
+    def run(model: nn.Module) -> Any:
+        replicated = nn.DataParallel(model)
+        for _ in range(2):
+            loss_of(replicated(x)).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_as_without(stack(p=0.0), rules, run)
+
+
+@every_rule
+@pytest.mark.parametrize("offloads", [False, True])
+def test_streams_on_and_off_give_equal_bits(rules: dict[str, Any], offloads: bool) -> None:
+    model, x = stack(), tokens(1 << 11, 8, HIDDEN)
+
+    def run(model: nn.Module, stream: torch.cuda.Stream) -> list[Tensor]:
+        torch.manual_seed(1)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), save_on_cpu(pin_memory=True) if offloads else nullcontext():
+            loss = loss_of(model(x))
+        torch.cuda.current_stream().wait_stream(stream)
+        grads = torch.autograd.grad(loss, [x, *model.parameters()])
+        torch.cuda.synchronize()
+        return [loss.detach(), *grads]
+
+    expected = run(model, torch.cuda.current_stream())
+    recompute.apply(model, rules)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        for _ in range(3):
+            assert all(map(torch.equal, run(model, stream), expected))
+
+
+@every_rule
+def test_memory_on_cuda_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
+    model, x = stack(count=2), tokens()
+    recompute.apply(model, rules)
+    allocated = []
+    with no_garbage_collection():
+        for step in range(100):
+            loss_of(model(x)).backward()
+            if step in (10, 99):
+                allocated.append(torch.cuda.memory_allocated())
+    assert allocated[0] == allocated[1]
+
+
+@every_rule
+@pytest.mark.parametrize("way", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_without_gradients_nothing_is_held_on_cuda(rules: dict[str, Any], way: Callable[[], Any]) -> None:
+    model, x = stack(p=0.0), tokens(grad=False)
+    recompute.apply(model, rules)
+    with way():
+        model(x)
+        with no_garbage_collection():
+            before = torch.cuda.memory_allocated()
+            result = model(x)
+            assert torch.cuda.memory_allocated() - before == result.untyped_storage().nbytes()

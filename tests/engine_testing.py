@@ -1,0 +1,464 @@
+"""What the engine's tests share: small models, outcomes to compare bit for bit, and counts of what is alive."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiers import by_default
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map
+
+import recompute
+from recompute.attach.explain import Stats
+from recompute.engine import recipes, saved_tensors, scopes
+from recompute.engine.tape import recorder
+
+HIDDEN = 8
+TOKENS = 6
+ROW_NBYTES = TOKENS * HIDDEN * 4  # of a float32 activation
+CPU = torch.device("cpu")
+
+
+def policy(*rules: tuple[str, str]) -> dict[str, Any]:
+    """A policy of (path glob, action) pairs, all by hooks. The root's path is matched by ``**`` alone."""
+    via = {"recompute": {"via": "hook"}}
+    return {"rules": [{"match": match, "action": action, **via.get(action, {})} for match, action in rules]}
+
+
+CHECKPOINT = policy(("layers.*", "checkpoint"))
+RECOMPUTE = policy(("**.norm*", "recompute"), ("**.mlp", "recompute"), ("**.dropout", "recompute"))
+BOTH = policy(("layers.0", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
+INSIDE = policy(("inside", "checkpoint"))
+POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
+every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+
+Setting = dict[str, Any]
+"""What a rule says beside the modules that it is for."""
+TAPES: dict[str, Setting] = {
+    "recompute": {"action": "recompute", "via": "hook"},
+    "recompute with gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
+    "checkpoint without attention": {"action": "checkpoint", "keep": ["attention"]},
+}
+"""Settings under which backward runs ops again, and no Python."""
+SETTINGS: dict[str, Setting] = {"checkpoint": {"action": "checkpoint"}, **TAPES}
+
+
+def governing(setting: Setting, *match: str) -> dict[str, Any]:
+    """The policy that puts what ``match`` names under ``setting``; or else the layers of a stack, and ``inside``."""
+    return {"rules": [{"match": list(match) or ["layers.*", "inside"], **setting}]}
+
+
+every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+every_rule = pytest.mark.parametrize("rules", [governing(setting) for setting in SETTINGS.values()], ids=SETTINGS)
+every_tape = pytest.mark.parametrize("rules", [governing(setting) for setting in TAPES.values()], ids=TAPES)
+every_policy_of_a_stack = pytest.mark.parametrize(
+    "rules",
+    by_default(
+        {**{name: governing(setting) for name, setting in SETTINGS.items()}, "parts": RECOMPUTE, "both": BOTH},
+        "checkpoint",
+        "recompute",
+        "both",
+    ),
+)
+"""Whole layers under one setting each; their parts; and a layer beside parts of the others."""
+
+
+def module_of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
+    """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
+    module = type("Body", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+def holding(forward: Callable[..., Any], **parts: Any) -> Holder:
+    """A module around ``inside``, which is ``module_of(forward, **parts)``."""
+    return Holder(module_of(forward, **parts))
+
+
+def policed(module: nn.Module, action: str = "checkpoint") -> nn.Module:
+    """``module``, with what is ``inside`` it under ``action``."""
+    recompute.apply(module, policy(("inside", action)))
+    return module
+
+
+class Holder(nn.Module):
+    """A module around another, which so has a path, and a scope around it."""
+
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inside(*args, **kwargs)
+
+
+class RMSNorm(nn.Module):
+    """As in Llama. ``runs`` counts how often any has run."""
+
+    runs = 0
+
+    def __init__(self, size: int = HIDDEN):
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.rand(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        RMSNorm.runs += 1
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Three projections of one normalized input, two heads."""
+
+    def __init__(self, size: int = HIDDEN):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(size, size, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(-2, -3) for project in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, size: int = HIDDEN, inner: int = 2 * HIDDEN):
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, p: float = 0.25):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(), nn.LayerNorm(HIDDEN)
+        self.attention = Attention()
+        self.dropout = nn.Dropout(p)
+        self.mlp = GatedMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
+class Stack(nn.Module):
+    """Decoder layers, a norm and a head."""
+
+    def __init__(self, count: int = 3, p: float = 0.25):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(p) for _ in range(count))
+        self.norm = RMSNorm()
+        self.head = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Projections(nn.Module):
+    """One norm whose output three Linears save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm()
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.q(y) + self.k(y) + self.v(y)
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.randn(*(shape or (TOKENS, HIDDEN)), dtype=dtype, requires_grad=grad)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The leaves of nested containers and dataclasses."""
+    found = []
+    for leaf in tree_leaves(value):
+        is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+        found += leaves(vars(leaf)) if is_dataclass else [leaf]
+    return found
+
+
+def loss_of(result: Any) -> Tensor:
+    """A sum of all outputs that require gradients, each element weighted differently."""
+    terms = []
+    for index, leaf in enumerate(leaves(result)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            wide = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+            weights = torch.linspace(0.5, 1.5 + index, wide.numel(), device=leaf.device).reshape(wide.shape)
+            terms.append((wide.float() * weights).sum())
+    return torch.stack(terms).sum()
+
+
+def outcome(
+    module: nn.Module, *inputs: Any, backwards: int = 1, around: AbstractContextManager[Any] | None = None
+) -> dict[str, Any]:
+    """What a training step makes of ``module``: outputs, gradients of each backward, buffers, the random stream."""
+    given = tree_map(_fresh, inputs)
+    torch.manual_seed(7)
+    with around or nullcontext():
+        result = module(*given)
+    found = {f"output {index}": leaf for index, leaf in enumerate(leaves(result))}
+    loss = loss_of(result)
+    wanted = {f"input {index}": leaf for index, leaf in enumerate(tree_leaves(given)) if needs_grad(leaf)}
+    wanted |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for turn in range(backwards):
+        grads = torch.autograd.grad(loss, list(wanted.values()), retain_graph=turn + 1 < backwards, allow_unused=True)
+        found |= {f"gradient {turn} of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+    return found | {"random": torch.get_rng_state()}
+
+
+def _fresh(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def bits(value: Any) -> Any:
+    """What is equal for two tensors only if they agree in dtype, shape and every bit; any other value as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    dense = value.detach().resolve_conj().resolve_neg()
+    dense = dense.to_dense() if dense.layout is not torch.strided else dense
+    content = dense.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return dense.dtype, tuple(dense.shape), hashlib.sha256(content).hexdigest()[:16]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal bit for bit, and the names of those that are not."""
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if bits(found[name]) != bits(expected[name])]
+    assert not different, f"not as without the policy: {different}"
+
+
+def assert_as_plain(
+    module: nn.Module,
+    rules: dict[str, Any],
+    *inputs: Any,
+    backwards: int = 2,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Stats:
+    """A training step under the policy is bit for bit what it is without, whether it drops something or not."""
+    under = copy.deepcopy(module)
+    expected = outcome(module, *inputs, backwards=backwards, around=around())
+    with recompute.apply(under, rules) as handle:
+        found = outcome(under, *inputs, backwards=backwards, around=around())
+        stats = handle.stats()
+    assert_same(found, expected)
+    return stats
+
+
+def assert_as_without(
+    model: nn.Module, rules: dict[str, Any], run: Callable[[Any], Any], *, drops: bool = True
+) -> None:
+    """``run(model)`` gives the same values bit for bit, and leaves the random stream alike, under ``rules`` as without.
+
+    drops: something must be dropped, or else the comparison would show nothing.
+    """
+    under = copy.deepcopy(model)
+    expected = _observed(run, model)
+    with recompute.apply(under, rules) as handle:
+        assert_same(_observed(run, under), expected)
+        if drops and handle.stats().dropped_nbytes == 0:  # a first frame may begin like one of which more was kept
+            _observed(run, under)
+        assert not drops or handle.stats().dropped_nbytes > 0
+
+
+def _observed(run: Callable[[Any], Any], model: nn.Module) -> dict[str, Any]:
+    torch.manual_seed(7)
+    result = run(model)
+    found = result if type(result) is dict else {f"value {index}": leaf for index, leaf in enumerate(leaves(result))}
+    found = {**found, "random stream": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        found["random stream of the device"] = torch.cuda.get_rng_state()
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def assert_step_as_without(
+    model: nn.Module,
+    rules: dict[str, Any],
+    *inputs: Any,
+    drops: bool = True,
+    backwards: int = 2,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Backwards through one forward give the outputs, gradients, buffers and random stream of the plain model."""
+    step = functools.partial(outcome, backwards=backwards)
+    assert_as_without(model, rules, lambda model: step(model, *inputs, around=around()), drops=drops)
+
+
+def weak(tensor: Tensor) -> StorageWeakRef:
+    """Tells, with ``expired()``, whether the tensor's memory has been freed."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def engine_objects() -> Counter[str]:
+    """How many frames, recipes, handles and held tensors exist."""
+    kinds = (recipes.Recipe, saved_tensors.PackedTensor, recipes.RecipeBook, scopes.RecipeScope, recorder.Tape)
+    return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds))
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
+    """What dies here dies by reference count, and ``gc.collect()`` tells how many objects have not.
+
+    Gives a function that counts the engine's objects made since.
+    """
+    gc.collect()
+    gc.freeze()  # what there is already takes no time to collect; tests/conftest.py thaws it
+    gc.disable()
+    try:
+        yield engine_objects
+    finally:
+        gc.enable()
+
+
+def calls(function: Callable[[], Any]) -> int:
+    """Python and C functions that ``function`` calls: a time that does not depend on the machine."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    with no_garbage_collection():
+        sys.setprofile(profile)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return count
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """As ``torch.nn.parallel.replicate`` makes them: parameters are plain tensors with a graph of their own."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        setattr(replica, name, replica_of(child))
+    for name, parameter in module._parameters.items():
+        setattr(replica, name, None if parameter is None else parameter * 1.0)
+    for name, buffer in module._buffers.items():
+        setattr(replica, name, buffer)
+    return replica
+
+
+class Tracker:
+    """Named random states that are swapped in for a span, as in tensor parallelism, on the CPU's generator."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.states = {"model": torch.Generator().manual_seed(1).get_state()}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states["model"])
+        try:
+            yield
+        finally:
+            self.states["model"] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+class Census(TorchDispatchMode):
+    """Knows every storage that ops make while it is in force, and which of them are still alive."""
+
+    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in given:
+                self._made[key] = weak(tensor), tensor.untyped_storage().nbytes()
+        return result
+
+    def alive_nbytes(self) -> int:
+        return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
+
+
+class ExpWith(torch.autograd.Function):
+    """exp, whose backward first calls ``look`` with a tensor that it saved beside its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor, look: Callable[[Tensor], None]) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result, seen)
+        ctx.look = look
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        result, seen = ctx.saved_tensors
+        ctx.look(seen)
+        return grad * result, None, None
+
+
+class Boom(Exception):
+    """What tests raise where something is to fail."""
+
+
+_MODULE_CALL, _MODULE_GETATTR = nn.Module.__call__, nn.Module.__getattr__  # what torch.fx patches while it traces
+
+
+@pytest.fixture(autouse=True)
+def clean_thread() -> Iterator[None]:
+    """A test starts from a seed, and must leave no hook, scope, mode, setting or patch behind."""
+    torch.manual_seed(0)
+    yield
+    left = [*recipes.local.books, *recipes.local.active_frames]
+    is_patched = nn.Module.__call__ is not _MODULE_CALL or nn.Module.__getattr__ is not _MODULE_GETATTR
+    recipes.local.books.clear()  # so that one test's failure is one failure
+    recipes.local.active_frames.clear()
+    nn.Module.__call__, nn.Module.__getattr__ = _MODULE_CALL, _MODULE_GETATTR  # type: ignore[method-assign]
+    assert left == []
+    assert not is_patched
+    assert saved_tensors.top_hooks() is None
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_default_dtype() is torch.float32

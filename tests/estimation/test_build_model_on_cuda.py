@@ -1,0 +1,33 @@
+"""Models on fake tensors are those that would be built on real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+from recompute.estimation.build_model import build, build_fake
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SMALL), Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)],
+    ids=lambda config: config.model_type,
+)
+def test_weights_are_shared_on_fake_tensors_where_they_are_on_real_ones(config: PretrainedConfig) -> None:
+    options: dict[str, Any] = {"sequence_length": 8, "batch_size": 1, "dtype": torch.float32}
+    real, _ = build(config, device=torch.device("cpu"), **options)
+    with build_fake(config, device=torch.device("cpu"), **options) as (fake, _):
+        shapes = {name: parameter.shape for name, parameter in fake.named_parameters()}
+    assert shapes == {name: parameter.shape for name, parameter in real.named_parameters()}

@@ -1,0 +1,154 @@
+"""Tensor parallelism, FSDP2 and DDP: values, collectives, memory, random numbers, and plans of all ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from engine_testing import (
+    SETTINGS,
+    clean_thread,  # noqa: F401  # around every test here
+    governing,
+)
+from tiers import by_default, slow
+from two_parts import Trained, disagreements, kept_nbytes, plans_of_this_rank, refusals, train, verified
+from two_processes import TwoProcesses
+
+WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
+OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
+
+ONCE = [
+    ("ddp", "recompute"),
+    ("fsdp", "recompute"),
+    ("sequence parallel", "recompute"),
+    ("tensor parallel", "checkpoint"),
+]
+"""Each way at least once, and each action."""
+every_rule = pytest.mark.parametrize("name", SETTINGS)
+
+
+def each_way(*ways: str, names: Iterable[str] = SETTINGS) -> Any:
+    """Of ``ways`` and the policies in ``names``: those in ``ONCE`` by default, the others are slow."""
+    cases = list(itertools.product(ways or WAYS, names))
+    default = [case for case in cases if case in ONCE]
+    assert default
+    return pytest.mark.parametrize(("how", "name"), [*default, *slow(*(case for case in cases if case not in ONCE))])
+
+
+@functools.cache
+def trained(processes: TwoProcesses, how: str, name: str | None, first: str = "policy") -> list[Trained]:
+    rules = None if name is None else governing(SETTINGS[name], "model.layers.*")
+    return processes.run(train, how, rules, first)
+
+
+@each_way()
+@pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
+def test_losses_gradients_weights_and_random_numbers_are_as_without(
+    two_processes: TwoProcesses, how: str, name: str, first: str
+) -> None:
+    for found, expected in zip(
+        trained(two_processes, how, name, first), trained(two_processes, how, None), strict=True
+    ):
+        assert len(found.values) > 50
+        assert found.values == expected.values
+        assert found.random == expected.random
+        assert found.dropped_nbytes > 0
+
+
+@each_way()
+def test_memory_is_saved(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
+        assert found.held_nbytes < 0.8 * plain.held_nbytes
+        assert found.peak_nbytes < plain.peak_nbytes
+
+
+@each_way()
+def test_collectives_run_as_often_as_without(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
+        assert sum(plain.collectives[1].values()) > 0
+        assert found.collectives[0] == plain.collectives[0]
+        if name == "checkpoint" and how in OF_WEIGHTS:  # its rule is to run all of a layer's Python again
+            assert found.collectives[1] > plain.collectives[1]
+        else:
+            assert found.collectives[1] == plain.collectives[1]
+
+
+@each_way(*(way for way in WAYS if "fsdp" in way))
+def test_gathered_weights_do_not_outlive_forward(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for first in ("policy", "wrapper"):
+        assert [found.gathered_nbytes for found in trained(two_processes, how, name, first)] == [0, 0]
+
+
+@each_way(*OF_WEIGHTS)
+def test_ranks_that_have_parts_of_one_model_draw_alike(two_processes: TwoProcesses, how: str, name: str) -> None:
+    for rules in (name, None):
+        first, second = trained(two_processes, how, rules)
+        assert first.random == second.random
+
+
+@each_way(names=[name for name in SETTINGS if name != "checkpoint"])
+def test_every_rank_has_the_same_plans(two_processes: TwoProcesses, how: str, name: str) -> None:
+    first, second = trained(two_processes, how, name)
+    assert first.plans.keys() == {"model.layers.0", "model.layers.1"}
+    assert first.plans == second.plans
+
+
+@pytest.mark.parametrize("action", [SETTINGS["recompute"], SETTINGS["checkpoint"]])
+def test_what_changes_a_dtensor_between_forward_and_backward_is_refused(
+    two_processes: TwoProcesses, action: dict[str, Any]
+) -> None:
+    for found in two_processes.run(refusals, action):
+        assert found == ["MutationError"] * 3
+
+
+def test_a_dtensor_can_be_pinned(two_processes: TwoProcesses) -> None:
+    free, held = (two_processes.run(kept_nbytes, SETTINGS["recompute"], pins) for pins in (False, True))
+    for (plain, same), (pinned, same_pinned) in zip(free, held, strict=True):
+        assert same
+        assert same_pinned
+        assert pinned > plain
+
+
+def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_processes: TwoProcesses) -> None:
+    (policy, profile), (other_policy, other_profile) = two_processes.run(plans_of_this_rank, True)
+    assert policy == other_policy
+    assert profile == other_profile
+    (_, first), (_, second) = two_processes.run(plans_of_this_rank, False)
+    assert first != second
+    held = [json.loads(each)["regions"][1]["choices"][0]["held_nbytes"] for each in (first, profile, second)]
+    assert held[0] < held[1] == held[2]
+
+
+@pytest.mark.parametrize("how", ["fsdp", *slow("ddp")])
+def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes: TwoProcesses, how: str) -> None:
+    first, second = two_processes.run(verified, how)
+    assert first.own_peaks[0] < first.budget_nbytes < second.own_peaks[0]  # alone, rank 0 would have been content
+    assert first[:-1] == second[:-1]
+    assert "action" in first.policy
+    most = list(map(max, first.own_peaks, second.own_peaks))
+    measured = {found.measured_peak_nbytes for found in first.rounds}
+    assert most[0] in measured <= set(most)  # the first plan, and what came after; uniform policies ran, too
+    assert len(most) == len(first.own_peaks) == len(second.own_peaks) >= len(first.rounds) >= 2
+
+
+def test_ranks_with_other_models_or_plans_are_told_so(two_processes: TwoProcesses) -> None:
+    for profiles, plans in two_processes.run(disagreements):
+        assert "rank 1 of the group has another profile.regions[0].choices[0].name" in profiles
+        assert "rank 1 of the group has a plan with another budget than rank 0" in plans
+
+
+@pytest.mark.parametrize("name", by_default(list(SETTINGS), "recompute"))
+@pytest.mark.parametrize("stage", [3, *slow(1, 2)])
+def test_losses_under_deepspeed_are_as_without(two_processes: TwoProcesses, stage: int, name: str) -> None:
+    pytest.importorskip("deepspeed")
+    from two_deepspeed import losses
+
+    expected = two_processes.run(losses, stage, None)
+    found = two_processes.run(losses, stage, governing(SETTINGS[name], "model.layers.*"))
+    for (values, dropped_nbytes), (plain, _) in zip(found, expected, strict=True):
+        assert values == plain
+        assert dropped_nbytes > 0

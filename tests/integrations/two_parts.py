@@ -1,0 +1,350 @@
+"""A Hugging Face decoder trained by two processes that share its weights out: what each does, holds and exchanges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from engine_testing import bits
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import recompute
+from recompute.estimation.storage_tracker import StorageTrace
+from recompute.integrations.distributed import agree, verify_plan
+from recompute.planning import plan_verification
+from recompute.profiling.cost_table import Choice, Place, Profile, RegionCosts
+
+VOCABULARY, STEPS = 40, 3
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def decoder(dropout: float = 0.25, layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=dropout, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def tensor_parallel(model: Any, mesh: Any) -> nn.Module:
+    """Linears shared out; what is between them is whole, and a plain tensor, on both."""
+    plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def sequence_parallel(model: Any, mesh: Any) -> nn.Module:
+    """Between the Linears each has a part of the sequence: norms, adds and what they save are DTensors."""
+    part, whole = Shard(1), Replicate()
+    plan = {
+        "input_layernorm": SequenceParallel(use_local_output=False),
+        "post_attention_layernorm": SequenceParallel(use_local_output=False),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": part}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=part, desired_input_layouts=whole),
+        **{name: ColwiseParallel(use_local_output="mlp" not in name) for name in COLUMNS},
+        **{name: RowwiseParallel(output_layouts=part, use_local_output=False) for name in ROWS},
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    ends = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part, use_local_output=False),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=part, output_layouts=whole),
+    }
+    return parallelize_module(model, mesh, ends)
+
+
+def shared_out(model: Any, how: str) -> nn.Module:
+    """ "ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", or "tensor parallel, then fsdp"."""
+    mesh = init_device_mesh("cpu", (2,))
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "tensor parallel":
+        return tensor_parallel(model, mesh)
+    if how == "sequence parallel":
+        return sequence_parallel(model, mesh)
+    if how == "tensor parallel, then fsdp":
+        both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        tensor_parallel(model, both["tensor"])
+        mesh = both["data"]
+    for layer in model.model.layers:
+        if how == "fsdp of parts":
+            fully_shard(layer.self_attn, mesh=mesh)
+            fully_shard(layer.mlp, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # so that those inside are seen
+        if (
+            op.namespace in ("c10d", "_c10d_functional")
+            and "wait" not in op.name()
+            and not op.name().endswith(("barrier", "autograd"))
+        ):
+            self.counts[op.name()] += 1
+        return op(*args, **(kwargs or {}))
+
+
+class Trained(NamedTuple):
+    """What one process saw."""
+
+    values: list[Any]
+    """Losses, gradients and weights, bit by bit."""
+    random: Any
+    """The random stream at the end."""
+    collectives: tuple[Counter[str], Counter[str]]
+    """Of a step's forward, and of all of it."""
+    held_nbytes: int
+    peak_nbytes: int
+    dropped_nbytes: int
+    gathered_nbytes: int
+    """Of layers' weights that another rank has, and that are here between forward and backward."""
+    plans: dict[str, Any]
+
+
+def train(how: str, rules: dict[str, Any] | str | None, first: str = "policy") -> Trained:
+    """first: what is put on first, "policy" or "wrapper"."""
+    model = decoder()
+    handle = recompute.apply(model, rules) if rules is not None and first == "policy" else None
+    wrapped = shared_out(model, how)
+    if rules is not None and first == "wrapper":
+        handle = recompute.apply(model, rules)
+    rank = 0 if "parallel" in how else dist.get_rank()  # of what is shared out by weights, both see the same
+    torch.manual_seed(10 + rank)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, foreach=False)
+    values: list[Any] = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, VOCABULARY, (2, 12))
+        with Collectives() as seen:
+            loss = wrapped(input_ids=ids, labels=ids).loss
+            forward, gathered = Counter(seen.counts), _gathered_nbytes(model)
+            loss.backward()
+        values += [bits(loss), *(_local(parameter.grad) for parameter in wrapped.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    values += map(_local, wrapped.parameters())
+    random = bits(torch.get_rng_state())
+    ids = torch.randint(0, VOCABULARY, (8, 64))
+    wrapped(input_ids=ids, labels=ids).loss.backward()  # so that there are gradients, and what else is made once
+    held_nbytes, peak_nbytes = step_memory(lambda: wrapped(input_ids=ids, labels=ids).loss)
+    return Trained(
+        values,
+        random,
+        (forward, seen.counts),
+        held_nbytes,
+        peak_nbytes,
+        handle.stats().dropped_nbytes if handle else 0,
+        gathered,
+        {path: _structure(plan) for path, plan in handle.plans().items()} if handle else {},
+    )
+
+
+def step_memory(forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """Bytes held after forward, and at the peak: of the least of three steps, as gloo's threads let go late."""
+    found = []
+    for _ in range(3):
+        with StorageTrace() as trace:
+            loss = forward()
+            trace.mark("forward")
+            loss.backward()
+        found.append((trace.held_nbytes["forward"], trace.peak_nbytes))
+    return min(found)
+
+
+def _structure(plan: Any) -> Any:
+    """A plan as what can be sent to another process."""
+    steps = [(step.name, step.inputs, step.made, step.reason) for step in plan.steps]
+    return steps, plan.facts, plan.saves, plan.kept, plan.rerun, plan.outputs, plan.overwritten
+
+
+def _gathered_nbytes(model: Any) -> int:
+    found = 0
+    for layer in model.model.layers:
+        for module in layer.modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            for parameter in group.fsdp_params if group else ():
+                found += sum(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs)
+    return found
+
+
+def _local(tensor: Any) -> Any:
+    return bits(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+class Waves(nn.Module):
+    """Saves two tensors, and not the one that both come back from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).sin() + (x * 3).sin()
+
+
+def refusals(action: dict[str, Any]) -> list[str]:
+    """What comes of changing, between forward and backward, what a region of DTensors was made from.
+
+    Of a weight, of an activation that autograd has saved, and of one that is held so that others come back.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for what in ("weight", "saved", "source"):
+        module: nn.Module = nn.Linear(16, 16) if what == "weight" else nn.GELU() if what == "saved" else Waves()
+        if what == "weight":
+            parallelize_module(module, mesh, ColwiseParallel())
+        recompute.apply(module, {"rules": [{**ALL, **action}]})
+        whole = torch.randn(4, 16, requires_grad=True)
+        x = DTensor.from_local(whole, mesh, [Replicate()])
+        out = module(whole if what == "weight" else x)
+        with torch.no_grad():
+            (module.weight if what == "weight" else x).add_(1.0)
+        try:
+            out.sum().backward()
+            found.append("nothing")
+        except recompute.errors.MutationError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+ALL = {"match": "**"}
+
+
+class Pinned(nn.Module):
+    """A chain whose middle is not to be calculated again."""
+
+    def __init__(self, is_pinned: bool):
+        super().__init__()
+        self.is_pinned = is_pinned
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp().sin()
+        return (recompute.keep(y) if self.is_pinned else y).cos().exp()
+
+
+def kept_nbytes(action: dict[str, Any], is_pinned: bool) -> tuple[int, bool]:
+    """Of a chain of ops on a DTensor: the bytes kept, and whether the gradient is as it is without a policy."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = torch.randn(8, 8)
+    gradients, kept = [], 0
+    for rules in (None, {"rules": [{**ALL, **action}]}):
+        chain = Pinned(is_pinned)
+        handle = recompute.apply(chain, rules) if rules else None
+        part = whole.chunk(2)[dist.get_rank()].clone().requires_grad_()
+        chain(DTensor.from_local(part, mesh, [Shard(0)])).to_local().sum().backward()
+        gradients.append(bits(part.grad))
+        kept = handle.stats().kept_nbytes if handle else 0
+    return kept, gradients[0] == gradients[1]
+
+
+def plans_of_this_rank(is_agreed: bool) -> tuple[str, str]:
+    """The policy of a plan for a model that both ranks share out, and the profile that it is of."""
+    model = shared_out(decoder(dropout=0.0), "fsdp")
+    ids = torch.randint(0, VOCABULARY, (4, 32))
+    profile = recompute.profile(model, {"input_ids": ids, "labels": ids}, steps=1)
+    slow = 1 + dist.get_rank()  # of what it measures, one rank has twice as much
+    regions = [
+        region.model_copy(
+            update={
+                "choices": tuple([c.model_copy(update={"held_nbytes": c.held_nbytes * slow}) for c in region.choices])
+            }
+        )
+        for region in profile.regions
+    ]
+    profile = profile.model_copy(update={"regions": tuple(regions)})
+    if is_agreed:
+        profile = agree(profile)
+    return recompute.plan(profile, budget="1GiB").to_yaml(), profile.model_dump_json()
+
+
+class Verified(NamedTuple):
+    """What a rank is told of a plan that was run on all of them."""
+
+    policy: str
+    profile: str
+    rounds: tuple[Any, ...]
+    budget_nbytes: int
+    own_peaks: list[int]
+    """Of the policies in the order in which they ran, what this rank has measured."""
+
+
+def verified(how: str) -> Verified:
+    """A plan for what rank 0 trains on, run where rank 1 has four times as much."""
+    model = shared_out(decoder(dropout=0.0, layers=6), how)
+
+    def batch(size: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, VOCABULARY, (size, 64))
+        return {"input_ids": ids, "labels": ids}
+
+    tables: list[Any] = [None, None]
+    dist.all_gather_object(tables, recompute.profile(model, batch(4), steps=1))
+    profile = tables[0]
+    held = recompute.plan(profile, budget="1GiB").predicted_peak_bytes - profile.static_nbytes
+    own_peaks = []
+    measure = plan_verification._measure
+
+    def measured(*arguments: Any) -> Any:
+        found = measure(*arguments)
+        own_peaks.append(found.peak_nbytes)
+        return found
+
+    plan = recompute.plan(profile, budget=profile.static_nbytes + 3 * held)
+    with mock.patch.object(plan_verification, "_measure", measured):
+        plan = verify_plan(plan, model, batch(16 if dist.get_rank() else 4), steps=1)
+    return Verified(plan.to_yaml(), plan.profile.model_dump_json(), plan.rounds, plan.budget_nbytes, own_peaks)
+
+
+def disagreements() -> tuple[str, str]:
+    """What is said where ranks have profiled other models, and where they have plans for other budgets."""
+    found = []
+    for name, ask in (
+        (f"of rank {dist.get_rank()}", agree),
+        ("keep", lambda profile: verify_plan(recompute.plan(profile, budget=100 + dist.get_rank()), nn.Module(), None)),
+    ):
+        try:
+            ask(_profile(name))
+            found.append("nothing")
+        except recompute.errors.PlanError as error:
+            found.append(str(error))
+    return found[0], found[1]
+
+
+def _profile(name: str) -> Profile:
+    """Of a model that has one way to run, called ``name``."""
+    choice = Choice(
+        name=name, rule=None, forward_seconds=1.0, backward_seconds=1.0, held_nbytes=1,
+        forward_peak_nbytes=1, backward_peak_nbytes=1,
+    )  # fmt: skip
+    region = RegionCosts(name="Block", choices=(choice,), gradient_nbytes=0)
+    return Profile(
+        model="a model", machine={"rank": dist.get_rank()}, source="measured", static_nbytes=1, regions=(region,),
+        places=(Place(path="block", region=0),), optimizer_seconds=1.0, optimizer_peak_nbytes=1,
+    )  # fmt: skip

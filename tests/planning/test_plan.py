@@ -1,0 +1,225 @@
+"""Plans are ordinary policies that reach exactly the places they mean, and say what they predict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tables
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from recompute import load_policy
+from recompute.attach.apply import module_entries
+from recompute.errors import BudgetError, PlanError, PolicyError
+from recompute.planning import frontier_report, solver
+from recompute.planning.allowed_ways import only_allowed
+from recompute.planning.make_plan import plan
+from recompute.planning.plan import solve_plan
+from recompute.planning.policy_of_plan import policy_of
+from recompute.policy.document import parse_document
+from recompute.policy.matching import assign
+from recompute.policy.rules import Policy, Rule
+from recompute.profiling.cost_table import Place, Profile
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(1, 1)
+        self.extra = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Model(nn.Module):
+    """Layers in lists, in lists of lists, in a Sequential, and by names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(12))
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(3)) for _ in range(2))
+        self.tower = nn.Sequential(*(Block() for _ in range(3)))
+        self.mixed = nn.ModuleList(nn.Sequential(Block(), Block(), Block()) for _ in range(3))
+        self.first = Block()
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+ENTRIES, _ = module_entries(Model(), "Model")
+BLOCKS = [entry for entry in ENTRIES if entry.type == "Block" or (entry.path.endswith(".mlp") and ".1" in entry.path)]
+BLOCKS = [
+    entry
+    for entry in BLOCKS
+    if not any(other.path != entry.path and other.path.startswith(f"{entry.path}.") for other in BLOCKS)
+]
+
+
+def governed(policy: Policy) -> dict[str, dict[str, Any]]:
+    """For each module that the policy governs, its rule's fields beside what selects it."""
+    found = assign(policy, ENTRIES)
+    return {
+        path: policy.rules[index].model_dump(mode="json", exclude_defaults=True, exclude={"match", "layers"})
+        for path, index in found.items()
+    }
+
+
+@given(st.data(), st.booleans())
+def test_a_policy_reaches_exactly_the_places_it_means(data: st.DataObject, lists_known: bool) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(BLOCKS), min_size=1, unique=True))
+    places = [Place(path=entry.path, region=0, layer=entry.layer if lists_known else None) for entry in chosen]
+    profile = tables.profile([tables.LAYER], places)
+    assignment = tuple(data.draw(st.integers(0, 3)) for _ in places)
+    policy = policy_of(profile, assignment)
+    expected = {
+        place.path: dict(choice.rule)
+        for place, choice in zip(places, solver.choices_of(profile, assignment), strict=True)
+        if choice.rule is not None
+    }
+    assert governed(policy) == expected
+    assert parse_document(Policy, policy.to_yaml()) == policy
+
+
+def test_equal_neighbours_are_one_rule() -> None:
+    profile = tables.transformer(8)
+    policy = policy_of(profile, (0, 1, 1, 1, 3, 3, 0, 3, 3, 1))
+    assert policy.rules == (
+        Rule(match="model.layers.*", layers=["0-2"], action="recompute", via="hook"),
+        Rule(match="model.layers.*", layers=["3-4", "6-7"], action="checkpoint"),
+        Rule(match="lm_head", action="recompute", via="kernel"),
+    )
+    assert policy_of(profile, (0,) * 10).rules == ()
+
+
+def test_what_equal_choices_of_two_regions_share_is_one_rule() -> None:
+    places = [Place(path=f"layers.{i}", region=i % 2, layer=i) for i in range(6)]
+    other = tables.LAYER.model_copy(update={"name": "Other"})
+    policy = policy_of(tables.profile([tables.LAYER, other], places), (3,) * 6)
+    assert policy.rules == (Rule(match="layers.*", layers="0-5", action="checkpoint"),)
+
+
+def test_a_plan_is_a_policy_with_predictions(tmp_path: Path) -> None:
+    profile = tables.transformer(4)
+    found = plan(profile, budget=1500)
+    assert found.predicted_peak_bytes <= 1500
+    assert found.predicted_step_seconds == solver.solve(profile, 1500).prediction.step_seconds
+    found.save(tmp_path / "plan.yaml")
+    policy = load_policy(tmp_path / "plan.yaml")
+    assert policy == found.policy
+    assert policy.description.startswith("planned for made by hand: budget 1.5 KiB, predicted peak ")
+    document = json.loads(found.to_json())
+    assert load_policy(document["policy"]) == found.policy
+    assert document["predicted_peak_bytes"] == found.predicted_peak_bytes
+    assert document["predicted_step_seconds"] == found.predicted_step_seconds
+    assert [row["path"] for row in document["choices"]] == [place.path for place in profile.places]
+    assert document["uniform"]["choice"] == found.uniform.choice
+    assert "frontier" not in document
+
+
+def test_a_plan_is_never_slower_than_the_best_uniform_policy() -> None:
+    profile = tables.transformer(6)
+    for point in solver.frontier(profile, 50):
+        found = solve_plan(profile, point.prediction.peak_nbytes)
+        if found.uniform is not None:
+            assert found.uniform.predicted_step_seconds >= found.predicted_step_seconds
+            assert found.uniform.predicted_peak_bytes <= found.budget_nbytes
+
+
+def test_a_plan_shows_itself() -> None:
+    found = plan(tables.transformer(4), budget=1450, frontier=True)
+    text = str(found)
+    assert text.startswith("made by hand\nbudget 1.4 KiB; predicted: peak 1.4 KiB in the ")
+    for line in (
+        "| Layer     | keep     |       3 | model.layers.1-3 |",
+        "best uniform policy: checkpoint, peak",
+    ):
+        assert line in text, text
+    assert found.note == ""
+    rows = frontier_report.table(found).splitlines()
+    assert len(rows) == 2 + len(found.frontier)
+    assert "1.00x" in rows[2]
+    assert len(json.loads(found.to_json())["frontier"]) == len(found.frontier)
+
+
+def test_more_than_is_needed_is_said() -> None:
+    found = plan(tables.transformer(4), budget="1GiB")
+    assert found.policy.rules == ()
+    assert found.note == (
+        "this is the fastest there is, and needs 1.8 KiB of the 1.00 GiB: more memory would not make it faster"
+    )
+    assert str(found).endswith(found.note)
+    roofline = tables.transformer(4).model_copy(update={"source": "roofline"})
+    assert plan(roofline, budget=1500).note.startswith("the profile is calculated for a device")
+
+
+def test_no_uniform_policy_may_fit() -> None:
+    tight = solver.floor(tables.transformer(4)).prediction.peak_nbytes
+    found = plan(tables.transformer(4), budget=tight)
+    if found.uniform is None:
+        assert "no uniform policy fits this budget" in str(found)
+        assert json.loads(found.to_json())["uniform"] is None
+    else:
+        pytest.fail("make the table tighter: a uniform policy fits the floor")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "names"),
+    [
+        (("keep",), [["keep"], ["keep"], ["keep"]]),
+        (("keep", "hook", "checkpoint"), [["keep"], ["keep", "hook", "checkpoint"], ["keep"]]),
+        (["kernel"], [["keep"], ["kernel"], ["chunked"]]),
+        ((), [["keep"], ["keep"], ["keep"]]),
+        (None, [["keep"], ["keep", "hook", "kernel", "checkpoint"], ["keep", "chunked"]]),
+    ],
+)
+def test_only_what_is_allowed_is_chosen_from(allowed: Any, names: list[list[str]]) -> None:
+    profile = only_allowed(tables.transformer(2), allowed)
+    assert [[choice.name for choice in region.choices] for region in profile.regions] == names
+
+
+def test_via_auto_counts_as_a_kernel() -> None:
+    rules = [{"action": "recompute"}, {"action": "recompute", "via": "auto"}, {"action": "keep"}]
+    region = tables.region("r", *(tables.choice(str(i), rule, 1.0, 1, 1, 1) for i, rule in enumerate(rules)))
+    profile = tables.profile([region], [Place(path="r", region=0)])
+    assert [choice.name for choice in only_allowed(profile, ["kernel"]).regions[0].choices] == ["0", "1"]
+    assert [choice.name for choice in only_allowed(profile, ["keep", "hook"]).regions[0].choices] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"budget": "lots"}, BudgetError, "'lots' cannot be read"),
+        ({"budget": "80%"}, BudgetError, "the capacity of the device is not known"),
+        ({"budget": 10}, BudgetError, "is below static memory"),
+        ({"budget": "1GiB", "allowed": ["hok"]}, PlanError, "allowed: expected some of keep, hook, kernel, checkpoint"),
+        ({"budget": "1GiB", "allowed": "hook"}, PlanError, "expected a list of what is allowed"),
+        ({"budget": "1GiB", "verify": True}, PlanError, "expected a model and a batch to verify a plan with"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_told(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        plan(tables.transformer(), **options)
+    assert message in str(caught.value)
+
+
+def test_a_model_is_not_profiled_for_a_budget_that_cannot_be_read() -> None:
+    with pytest.raises(BudgetError, match="cannot be read"):
+        plan(nn.Linear(1, 1), None, budget="much")
+    with pytest.raises(PlanError, match="an example batch to profile Linear on; found none"):
+        plan(nn.Linear(1, 1), budget="80%")
+
+
+def test_a_share_is_of_the_profiles_device() -> None:
+    assert plan(tables.transformer(capacity=3000), budget="50%").budget_nbytes == 1500
+
+
+def test_a_rule_for_what_no_rule_can_match_is_refused(tmp_path: Path) -> None:
+    text = tables.transformer().model_dump_json(indent=1).replace('"path": "lm_head"', '"path": ""')
+    (tmp_path / "profile.json").write_text(text, encoding="utf-8")
+    with pytest.raises(PolicyError, match="expected no rules for a place without a path"):
+        Profile.load(tmp_path / "profile.json")

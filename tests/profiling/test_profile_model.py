@@ -1,0 +1,286 @@
+"""A profile says what steps cost, for regions that are rightly told apart, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import tiny
+import torch
+from tiers import slow
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+
+import recompute
+from recompute import counters
+from recompute.errors import AlreadyAppliedError, ModelError, PolicyWarning
+from recompute.profiling import candidates, measure_regions
+from recompute.profiling.cost_table import Choice, Profile
+from recompute.profiling.dry_run import dry_run
+
+CPU = torch.device("cpu")
+
+
+def decoder_and_loss(layers: int = 4, **options: Any) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    ids = tiny.token_ids()
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    return tiny.decoder(layers=layers, **options), ids, loss
+
+
+def profiled(layers: int = 4, **options: Any) -> Profile:
+    model, ids, loss = decoder_and_loss(layers)
+    return recompute.profile(model, ids, loss=loss, steps=1, **options)
+
+
+def predicted_peak(profile: Profile, choices: Sequence[Choice]) -> int:
+    """By the time line that ``cost_table`` describes."""
+    held = [choice.held_nbytes for choice in choices]
+    gradients = [profile.regions[place.region].gradient_nbytes for place in profile.places]
+    moments = [sum(gradients) + profile.optimizer_peak_nbytes]
+    for index, choice in enumerate(choices):
+        moments.append(sum(held[:index]) + choice.forward_peak_nbytes)
+        moments.append(sum(held[:index]) + choice.backward_peak_nbytes + sum(gradients[index + 1 :]))
+    return max(moments)
+
+
+def measured_peak(profile: Profile, model: nn.Module, batch: Any, choices: Sequence[Choice], loss: Any = None) -> int:
+    rules = {place.path: choice.rule for place, choice in zip(profile.places, choices, strict=True) if place.path}
+    with dry_run(model, batch, loss=loss) as run, recompute.apply(model, candidates.policy_of(rules)):
+        regions = {place.path: model.get_submodule(place.path) for place in profile.places[1:-1]}
+        for _ in range(2):
+            run.step(regions)
+        return run.step(regions, memory=counters.memory_trace(CPU)).peak_nbytes
+
+
+def choices_of(profile: Profile) -> list[tuple[Choice, ...]]:
+    return [profile.regions[place.region].choices for place in profile.places]
+
+
+def named(profile: Profile, *names: str) -> list[Choice]:
+    return [
+        next(choice for choice in choices if choice.name == name)
+        for choices, name in zip(choices_of(profile), names, strict=True)
+    ]
+
+
+def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> None:
+    model, ids, loss = decoder_and_loss(6)
+    profile = recompute.profile(model, ids, loss=loss, steps=1)
+    layer = choices_of(profile)[1]
+    assert [choice.name for choice in layer[:2]] == ["keep", "hook"]
+    assert len(layer) > 5
+    for choice in layer:
+        choices = named(profile, "keep", *[choice.name] * 6, "keep")
+        assert predicted_peak(profile, choices) == measured_peak(profile, model, ids, choices, loss)
+
+
+@pytest.mark.parametrize("kernels", [True, *slow(False)])
+def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
+    model = models.make("llama", num_hidden_layers=5)
+    model.config.use_cache = False
+    batch = models.batch("llama")
+    profile = recompute.profile(model, batch, steps=1, kernels=kernels)
+    generator = random.Random(0)
+    for _ in range(4):
+        choices = [generator.choice(ways) for ways in choices_of(profile)]
+        peak = measured_peak(profile, model, batch, choices)
+        # Where ways meet, what is at the border may be alive twice, or once where each alone would hold it.
+        state_nbytes = batch["input_ids"].numel() * model.config.hidden_size * 4
+        assert abs(predicted_peak(profile, choices) - peak) <= state_nbytes + 0.002 * peak
+
+
+def test_regions_that_run_alike_are_one() -> None:
+    profile = profiled()
+    assert [place.path for place in profile.places] == ["", *(f"layers.{i}" for i in range(4)), ""]
+    assert [place.region for place in profile.places] == [0, 1, 1, 1, 1, 2]
+    assert [region.name for region in profile.regions] == [
+        "TinyDecoder: before the first region",
+        "TinyDecoderLayer",
+        "TinyDecoder: head and loss",
+    ]
+
+
+@pytest.mark.parametrize("how", ["frozen", *slow("wider", "bias")])
+def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
+    model, ids, loss = decoder_and_loss()
+    layer: Any = model.layers[2]
+    if how == "wider":
+        layer.mlp.gate_proj, layer.mlp.up_proj = (nn.Linear(tiny.HIDDEN, 32, bias=False) for _ in range(2))
+        layer.mlp.down_proj = nn.Linear(32, tiny.HIDDEN, bias=False)
+    elif how == "frozen":
+        layer.mlp.requires_grad_(False)
+    else:
+        layer.mlp.down_proj = nn.Linear(tiny.INTERMEDIATE, tiny.HIDDEN)
+    profile = recompute.profile(model, ids, loss=loss, steps=1)
+    assert [place.region for place in profile.places] == [0, 1, 1, 2, 1, 3]
+    plain, other = (profile.regions[number].gradient_nbytes for number in (1, 2))
+    assert (other < plain) if how == "frozen" else (other > plain)
+
+
+@pytest.mark.slow
+def test_layers_that_alternate_are_told_apart() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = models.make("gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=8)
+    profile = recompute.profile(model, models.batch("gemma3"), steps=1)
+    assert [place.region for place in profile.places] == [0, 1, 2, 1, 2, 3]
+
+
+def test_every_choice_is_unique_and_the_rule_of_a_policy() -> None:
+    profile = profiled(kernels=True)
+    for region in profile.regions:
+        names = [choice.name for choice in region.choices]
+        assert len(set(names)) == len(names)
+        assert names[0] == "keep"
+        for choice in region.choices[1:]:
+            assert choice.rule is not None
+            recompute.Rule(match="any", **choice.rule)
+    layer, head = ({choice.name: choice for choice in region.choices} for region in profile.regions[1:])
+    assert layer["checkpoint"].held_nbytes < layer["hook"].held_nbytes < layer["keep"].held_nbytes
+    assert layer["kernel"].held_nbytes < layer["keep"].held_nbytes
+    assert head.keys() == {"keep", "kernel"}
+    assert profile.places[-1].path == "lm_head"
+    assert profile.places[-1].also == ("norm",)  # which the presets govern, too
+    assert profile.source == "measured"
+    assert profile.capacity_nbytes is None
+
+
+def test_a_profile_is_what_it_is_after_a_round_trip(tmp_path: Path) -> None:
+    profile = profiled(2)
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_static_bytes_are_parameters_states_and_batch() -> None:
+    model, ids, _ = decoder_and_loss(2)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    steps = 4 * len(list(model.parameters()))  # AdamW counts each parameter's
+    assert profiled(2).static_nbytes == 3 * weights + steps + ids.nbytes
+    assert profiled(2, optimizer=lambda given: SGD(given, lr=1.0)).static_nbytes == weights + ids.nbytes
+
+
+def state_of(model: nn.Module) -> Any:
+    tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return tensors, [parameter.grad for parameter in model.parameters()], torch.get_rng_state(), tiny.snapshot(model)
+
+
+def assert_same_state(found: Any, expected: Any) -> None:
+    assert found[3] == expected[3]
+    assert all(one is other for one, other in zip(found[1], expected[1], strict=True))
+    assert torch.equal(found[2], expected[2])
+    for name, (tensor, copy) in found[0].items():
+        assert tensor is expected[0][name][0]
+        assert torch.equal(copy, expected[0][name][1])
+
+
+@pytest.mark.parametrize("fails_at", [None, 1, 4, 12])
+def test_the_model_is_afterwards_what_it_was(fails_at: int | None) -> None:
+    model, ids, loss = decoder_and_loss(2, dropout=0.1)
+    model.eval()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    before = state_of(model)
+    calls = itertools.count(1)
+
+    def failing(logits: Tensor) -> Tensor:
+        if next(calls) == fails_at:
+            raise LookupError("out of ideas")
+        return loss(logits)
+
+    def fast(parameters: list[nn.Parameter]) -> Optimizer:
+        return AdamW(parameters, lr=1.0, weight_decay=1.0)
+
+    if fails_at is None:
+        recompute.profile(model, ids, loss=failing, optimizer=fast, steps=1)
+    else:
+        with pytest.raises(LookupError, match="out of ideas"):
+            recompute.profile(model, ids, loss=failing, optimizer=fast, steps=1)
+    assert_same_state(state_of(model), before)
+
+
+def test_gradients_that_are_no_numbers_change_no_weight() -> None:
+    model, ids, _ = decoder_and_loss(2)
+    before = state_of(model)
+    recompute.profile(model, ids, loss=lambda logits: (logits * torch.inf).sum(), steps=1)
+    assert_same_state(state_of(model), before)
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    profiled(2, progress=lambda *now: told.append(now))
+    done = [now[1] for now in told if now[0] == "training steps"]
+    assert done == list(range(1, len(done) + 1))
+    assert told[-1][1] == told[-1][2] == len(done)
+
+
+def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = measure_regions._RegionMeasurer._measure
+
+    def with_little_memory(self: Any, job: Sequence[Any]) -> None:
+        if any(slot.candidate.name == "keep" and len(slot.places) > 1 for slot in job):
+            raise torch.OutOfMemoryError("no room")
+        measure(self, job)
+
+    monkeypatch.setattr(measure_regions._RegionMeasurer, "_measure", with_little_memory)
+    with pytest.warns(PolicyWarning, match="keep is left out for TinyDecoderLayer: no room"):
+        profile = profiled(5)
+    names = [choice.name for choice in profile.regions[1].choices]
+    assert "keep" not in names
+    assert {"hook", "checkpoint"} <= set(names)
+
+
+def test_where_nothing_fits_it_says_so() -> None:
+    model, ids, _ = decoder_and_loss(2)
+
+    def loss(logits: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(ModelError, match="does not fit the device even under what holds least"):
+        recompute.profile(model, ids, loss=loss, steps=1)
+
+
+class Shared(nn.Module):
+    """One layer that runs twice, and one that runs once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.once = tiny.TinyDecoderLayer(), tiny.TinyDecoderLayer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.once(self.twice(self.twice(x)))
+
+
+def test_a_layer_that_runs_twice_is_part_of_what_is_around_it() -> None:
+    with pytest.warns(PolicyWarning, match="twice runs 2 times in a forward"):
+        profile = recompute.profile(Shared(), torch.ones(2, 6, tiny.HIDDEN), steps=1)
+    assert [place.path for place in profile.places] == ["", "once", ""]
+    assert profile.regions[0].choices[0].held_nbytes > 0
+
+
+def test_match_names_the_regions() -> None:
+    profile = profiled(2, match="layers.*.mlp")
+    assert [place.path for place in profile.places] == ["", "layers.0.mlp", "layers.1.mlp", ""]
+
+
+def test_bad_input_is_named() -> None:
+    model, ids, loss = decoder_and_loss(2)
+    with pytest.raises(ModelError, match=r"no module inside of it matches 'blocks.\*'"):
+        recompute.profile(model, ids, loss=loss, match="blocks.*")
+    with pytest.raises(ModelError, match="expected regions"):
+        recompute.profile(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="at least 1 step"):
+        recompute.profile(model, ids, loss=loss, steps=0)
+    with pytest.raises(TypeError, match=r"takes a torch.nn.Module, got function"):
+        recompute.profile(loss, ids)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="none of TinyDecoder's parameters requires a gradient"):
+        recompute.profile(model.requires_grad_(False), ids, loss=loss)
+    model.requires_grad_(True)
+    with recompute.apply(model), pytest.raises(AlreadyAppliedError, match="already under a policy"):
+        recompute.profile(model, ids, loss=loss)

@@ -1,0 +1,133 @@
+"""A few of the layers that are alike stand for all of them, where it is shown that they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recompute
+from recompute.planning import solver
+from recompute.profiling import roofline
+from recompute.profiling.cost_table import Profile
+from recompute.profiling.repeated_layers import find_repeated
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, kind: str = "a"):
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x))
+        return x + self.down(torch.sigmoid(y) if self.kind == "b" else y)
+
+
+class Net(nn.Module):
+    """way: "plain"; "all": the head is given what every layer returned; "counted": it asks for each layer by number."""
+
+    def __init__(self, kinds: str, way: str = "plain"):
+        super().__init__()
+        self.way, self.count = way, len(kinds)
+        self.layers = nn.ModuleList(Block(kind=kind) for kind in kinds)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for number in range(self.count if self.way == "counted" else len(self.layers)):
+            x = self.layers[number](x)
+            found.append(x)
+        return self.head(torch.stack(found).tanh().sum(0) if self.way == "all" else x)
+
+
+def profiled(model: nn.Module, **options: Any) -> Profile:
+    return recompute.profile(model, torch.empty(4, 16), device="H200", **options)
+
+
+def profiled_whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Profile:
+    with monkeypatch.context() as patched:
+        patched.setattr(roofline, "representative", lambda run, match: [])
+        return profiled(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "few", "stand_ins"),
+    [
+        ("a" * 9, 4, [0, 1, 2, 2, 2, 2, 2, 2, 3]),
+        ("b" + "a" * 10, 5, [0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 4]),
+        ("ab" * 7, 6, [0, 1, 2, 3, *[2, 3] * 4, 4, 5]),
+        ("ab" * 7 + "a", 7, [0, 1, 2, 3, 4, *[3, 4] * 4, 5, 6]),
+        ("aaab" * 6, 8, [0, 1, 2, 3, *range(4), *range(4), *range(4), *range(4), 4, 5, 6, 7]),
+    ],
+)
+def test_few_layers_show_all_kinds_and_each_stands_for_its_own(kinds: str, few: int, stand_ins: list[int]) -> None:
+    (found,) = find_repeated(Net(kinds))
+    assert (found.path, found.total, found.few) == ("layers", len(kinds), few)
+    assert [found.of(index) for index in range(len(kinds))] == stand_ins
+    assert [kinds[index] for index in stand_ins] == list(kinds)
+
+
+@pytest.mark.parametrize("kinds", ["a" * 8, "ab" * 5, "abba", "aaaaaaaaaaaab"])
+def test_where_few_do_not_show_it_all_runs(kinds: str) -> None:
+    assert find_repeated(Net(kinds)) == []
+
+
+@pytest.mark.parametrize("kinds", ["a" * 11, "baaaaaaaaaa", "ab" * 7])
+def test_the_profile_is_that_of_all_layers(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, whole = profiled(Net(kinds)), profiled_whole(Net(kinds), monkeypatch)
+    assert found.places == whole.places
+    assert found.static_nbytes == whole.static_nbytes
+    for few, all_ in zip(found.regions, whole.regions, strict=True):
+        assert few.gradient_nbytes == all_.gradient_nbytes
+        for one, other in zip(few.choices, all_.choices, strict=True):
+            assert (one.name, one.rule, one.held_nbytes) == (other.name, other.rule, other.held_nbytes)
+            assert one.forward_seconds == pytest.approx(other.forward_seconds)
+            assert one.backward_seconds == pytest.approx(other.backward_seconds)
+    least = max(solver.floor(each).prediction.peak_nbytes for each in (found, whole))
+    plans = [recompute.plan(each, budget=least) for each in (found, whole)]
+    assert plans[0].predicted_step_seconds == pytest.approx(plans[1].predicted_step_seconds)
+
+
+def test_deeper_models_run_no_more_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, ran = Block.forward, []
+
+    def counted(self: Block, x: Tensor) -> Tensor:
+        ran.append(self)
+        return forward(self, x)
+
+    monkeypatch.setattr(Block, "forward", counted)
+    counts = []
+    for depth in (10, 40):
+        ran.clear()
+        profile = profiled(Net("a" * depth))
+        assert [place.layer for place in profile.places] == [None, *range(depth), None]
+        counts.append(len(ran))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("way", ["all", "counted"])
+def test_a_model_whose_other_parts_see_how_many_layers_there_are_runs_whole(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_repeated(Net("a" * 12, way))
+    assert profiled(Net("a" * 12, way)) == profiled_whole(Net("a" * 12, way), monkeypatch)
+
+
+def test_single_layers_that_are_named_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    match = ["layers.3", "layers.9"]
+    found = profiled(Net("a" * 12), match=match)
+    assert [place.path for place in found.places][1:-1] == match
+    assert found == profiled_whole(Net("a" * 12), monkeypatch, match=match)
+
+
+def test_the_model_is_left_whole() -> None:
+    with torch.device("meta"):
+        model = models.make("llama", torch.bfloat16, num_hidden_layers=9)
+    model.config.use_cache = False
+    profile = recompute.profile(model, models.batch("llama"), device="H200")
+    assert len(model.model.layers) == 9
+    assert [place.path for place in profile.places][1:-1] == [f"model.layers.{index}" for index in range(9)]

@@ -1,0 +1,106 @@
+"""What each policy costs two small decoder layers, exactly: the bytes held after forward, and what runs again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import BATCH, HIDDEN, LENGTH, TinyAttention, TinyDecoderLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import recompute
+from recompute.counters import memory_trace
+
+
+def each_layer(**rule: Any) -> dict[str, Any]:
+    return {"rules": [{"type": "TinyDecoderLayer", **rule}]}
+
+
+RECOMPUTE = {"action": "recompute", "via": "hook"}
+FORWARD_FLOPS = 104_448
+"""Of the matrix products of both layers."""
+
+# fmt: off
+COSTS: dict[str, tuple[Any, int, int, int]] = {
+    # policy, bytes held (768 of them are the output), FLOPs of matrix products that run again, attentions that do
+    "none":              ("none",                                                      24_960,      0, 0),
+    "elementwise":       ("elementwise",                                               14_016,      0, 0),
+    "auto":              ("auto",                                                      14_016,      0, 0),
+    "hook":              ("hook",                                                      14_016,      0, 0),
+    "kernel":            ("kernel",                                                    14_208,      0, 0),
+    "alternate":         ("alternate",                                                 13_248, 43_008, 1),
+    "full":              ("full",                                                       1_536, 86_016, 2),
+    "keep":              (each_layer(action="keep"),                                   24_960,      0, 0),
+    "gemms run again":   (each_layer(**RECOMPUTE, rerun="gemm"),                        3_264, 86_016, 0),
+    "all runs again":    (each_layer(**RECOMPUTE, rerun=["gemm", "attention"]),         1_536, 86_016, 2),
+    "gemms are kept":    (each_layer(action="checkpoint", keep="gemm"),                12_288,      0, 2),
+    "attention is kept": (each_layer(action="checkpoint", keep="attention"),            3_264, 86_016, 0),
+    "dear seconds":      (each_layer(**RECOMPUTE, rerun="gemm", price=1e11),            3_456, 86_016, 0),
+    "dearer seconds":    (each_layer(**RECOMPUTE, rerun="gemm", price=1e13),           24_960,      0, 0),
+}
+# fmt: on
+
+
+class TwoHeads(TinyAttention):
+    """Attention is one op here, as on CUDA; of a single head, PyTorch makes matrix products on the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (2, -1)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class TwoLayers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(TinyDecoderLayer(), TinyDecoderLayer())
+        for layer in self:
+            layer.self_attn = TwoHeads()
+
+
+class CountWork(TorchDispatchMode):
+    """Counts FLOPs of matrix products, and attentions of a forward pass."""
+
+    __module__ = "recompute.testing"  # the engine shows it every op, as it does torch's own modes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.attentions = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if op.overloadpacket in flop_registry:
+            self.flops += flop_registry[op.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        self.attentions += op.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return result
+
+
+def held_nbytes(model: nn.Module, x: Tensor) -> int:
+    with memory_trace(torch.device("cpu")) as trace:
+        result = model(x)
+        trace.mark("after forward")
+    result.sum().backward()
+    return trace.held_nbytes["after forward"]
+
+
+def work_of_a_step(model: nn.Module, x: Tensor) -> tuple[int, int]:
+    with CountWork() as work:
+        model(x).sum().backward()
+    return work.flops, work.attentions
+
+
+@pytest.mark.parametrize(("policy", "held", "flops_again", "attentions_again"), COSTS.values(), ids=COSTS)
+def test_costs_of_each_policy(policy: Any, held: int, flops_again: int, attentions_again: int) -> None:
+    torch.manual_seed(0)
+    model, x = TwoLayers(), torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
+    recompute.apply(model, policy)
+    held_nbytes(model, x)  # what is best to hold is known after the first step
+    assert held_nbytes(model, x) == held
+    assert work_of_a_step(model, x) == (3 * FORWARD_FLOPS + flops_again, 2 + attentions_again)
+    for _ in range(5):
+        model(x).sum().backward()
+    assert held_nbytes(model, x) == held, "as straight code, after some steps that were alike"

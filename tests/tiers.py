@@ -1,0 +1,23 @@
+"""How a test says which of its cases are slow, and so not in the default tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+
+def slow(*cases: Any) -> list[Any]:
+    """These values for ``pytest.mark.parametrize``, all slow. A tuple is a case of several names."""
+    return [pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def by_default(cases: Mapping[str, Any] | Sequence[str], *names: str) -> list[Any]:
+    """The values of ``cases``, with their keys for ids: those called ``names`` by default, the others slow."""
+    named = cases if isinstance(cases, Mapping) else dict(zip(cases, cases, strict=True))
+    assert names, "nothing would run by default"
+    assert named.keys() >= set(names), "a case of the default tier is gone"
+    return [
+        pytest.param(value, id=name, marks=[] if name in names else [pytest.mark.slow]) for name, value in named.items()
+    ]
