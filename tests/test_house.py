@@ -319,6 +319,7 @@ def __getattr__(name):
 """
 
 
+@pytest.mark.slow
 def test_hugging_face_runs_from_the_root_with_its_kernels_and_without(tmp_path: Path) -> None:
     available, file, version = run(LLAMA).split()
     if "kernels" not in {distribution.name for distribution in importlib.metadata.distributions()}:
@@ -342,6 +343,7 @@ def test_kernels_is_no_module_of_ours() -> None:
     )
 
 
+@pytest.mark.slow
 def test_mypy_resolves_the_kernels(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     snippet = tmp_path / "snippet.py"

@@ -1,8 +1,8 @@
 """Checkpoints: regions whose Python runs again in backward, whatever it does.
 
-So kernels that no dispatcher sees run again, too. A frame, which is one run of a region, keeps everything until it
-ends. Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4
-and 5). Otherwise it drops what autograd saved in it, but for what lives anyway (invariant 7).
+So kernels that no dispatcher sees run again, too. A frame, which is one run of a region, keeps everything to its end.
+Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4 and 5).
+Otherwise it drops what autograd saved in it, but for what lives anyway (invariant 7).
 """
 
 from __future__ import annotations
