@@ -167,12 +167,12 @@ class TapeRunner(Runner):
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
             return self.region.run(forward, args, kwargs)
-        return self.region.run(self.inner.run_training, (module, forward, args, kwargs), {}, self.inner.variant)
+        return self.region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
 
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
             return self._compiled_region.run(forward, args, kwargs)
-        return self._compiled_region.run(self.inner.run_compiled, (module, forward, args, kwargs), {})
+        return self._compiled_region.run(self.inner.run, (module, forward, args, kwargs), {})
 
     def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:

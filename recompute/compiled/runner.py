@@ -48,8 +48,3 @@ class Runner:
     def run_plain(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """In any other situation nothing is held for backward, or nothing may be dropped: in evaluation, for one."""
         return forward(*args, **kwargs)
-
-
-def is_active(module: nn.Module) -> bool:
-    """Whether a policy does anything: the module trains, and autograd records."""
-    return module.training and is_recording()

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from recompute.compiled.runner import Forward, is_active
+from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.substitution.kernel_runner import KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor
@@ -35,8 +34,6 @@ class KernelActivationRunner(KernelRunner):
         from recompute.kernels.swiglu import geglu, swiglu
 
         gate = only_argument(args, kwargs)
-        if not is_active(module) or torch.compiler.is_compiling():  # whose code fuses what it can
-            return forward(*args, **kwargs)
         activation = self.activation
 
         def kernel(gate: Tensor, up: Tensor) -> Tensor:
@@ -49,6 +46,12 @@ class KernelActivationRunner(KernelRunner):
             return self.compute((base_of(module),), (gate, up), [], kernel, as_written)
 
         return LazyActivation.of(gate, lambda: forward(*args, **kwargs), product)
+
+    def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)  # a compiler fuses what it can
+
+    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)  # nothing is held for backward
 
 
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}

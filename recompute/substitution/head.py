@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recompute.compiled.runner import Forward, is_active
-from recompute.compiled.under_torch_compile import is_compiling_training
+from recompute.compiled.runner import Forward
 from recompute.engine.recipes import is_fake, local
 from recompute.errors import warn
 from recompute.substitution.held_memory import HeldMemory
@@ -42,16 +41,20 @@ class KernelHeadRunner(KernelRunner):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.linears import autocast
 
-        if is_compiling_training(module):
-            _warn_of_logits(self.statistics.name)
-            return forward(*args, **kwargs)
-        if not is_active(module) or (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
+        if (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         x = only_argument(args, kwargs)
         given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}
         # Cast here and now: whoever asks for values later may do so under another autocast, or none.
         hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
         return LazyLogits.of(hidden, weight, bias, self.observe, self._count)  # type: ignore[arg-type]  # two are tensors
+
+    def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        _warn_of_logits(self.statistics.name)
+        return forward(*args, **kwargs)
+
+    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)  # there is no loss to compute, or none for training
 
     def _count(self, hidden: Tensor, weight: Tensor, logits_nbytes: int) -> None:
         """After a loss without logits. logits_nbytes: what it would hold of them."""

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from recompute.compiled.runner import Forward, Runner
-from recompute.compiled.under_torch_compile import CompiledRegion, is_compiling_training
+from recompute.compiled.under_torch_compile import CompiledRegion
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.dtensors import has_layout
 from recompute.engine.recipes import local
@@ -54,26 +54,39 @@ class KernelRunner(Runner, ABC):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
 
-    def run(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """The same, as ``torch.compile`` traces it in training."""
+        return self.run_kernel(module, forward, args, kwargs)
+
+    def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and has_layout(value):
+                return self._run_on_dtensors(module, forward, args, kwargs)
+        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
+            return self.fallback.run(module, forward, args, kwargs)
+        self.statistics.dropped_outputs = []
+        return self.run_kernel(module, forward, args, kwargs)
+
+    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if _is_transformed():
             return forward(*args, **kwargs)
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and any(
-            isinstance(value, Tensor) and has_layout(value) for value in (*args, *kwargs.values())
-        ):
-            return self._run_on_parts(module, forward, args, kwargs)
-        if self.fallback is None or self.is_where_kernels_are(args, kwargs):
-            if self.compiled_region is not None and is_compiling_training(module):
-                return self.compiled_region.run(self.run_kernel, (module, forward, args, kwargs), {})
-            if not is_compiling:
-                self.statistics.dropped_outputs = []
-            return self.run_kernel(module, forward, args, kwargs)
-        return self.fallback.run(module, forward, args, kwargs)
+        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
+            return self.fallback.run(module, forward, args, kwargs)
+        if self.compiled_region is None:
+            return self.run_kernel_compiled(module, forward, args, kwargs)
+        return self.compiled_region.run(self.run_kernel_compiled, (module, forward, args, kwargs), {})
 
-    run_training = run_compiled = run_plain = run
+    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if _is_transformed():
+            return forward(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return self.run_training(module, forward, args, kwargs)  # training and inference compute the same
+        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
+            return self.fallback.run(module, forward, args, kwargs)
+        return self.run_kernel(module, forward, args, kwargs)
 
-    def _run_on_parts(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """On DTensors, whose layout over the ranks no kernel knows: as without kernels."""
+    def _run_on_dtensors(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Without kernels, none of which knows the layout of a DTensor over the ranks."""
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
         name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
