@@ -29,6 +29,7 @@ from recompute.engine.cut.save_plan import (
     solve_once,
 )
 from recompute.engine.modes import runs_hidden_from_modes
+from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, is_verifying, open_book, sharing_values
 from recompute.engine.saved_tensors import KeptTensor, PackedTensor, pack_through, seen_as, top_hooks, version_of
 from recompute.engine.tape.exposed_memory import bytes_of
@@ -454,16 +455,16 @@ class TapeFrame:
         return plan
 
     def _released(self) -> set[int]:
-        """The parameters whose memory is gone by now, as of a module inside whose weights FSDP gathers for its run.
+        """The parameters whose memory is gone by now, or may be at any time.
 
-        Or may be at any time: DeepSpeed lets go of weights, which it gives a ``ds_id``, as it sees fit.
+        FSDP gathers the weights of a module inside for the time that it runs. Other libraries do so too.
         """
         held = self._values.held
         return {
             number
             for number, parameter in self._values.parameters.items()
             if (memory := held.get(number)) is not None  # a backward inside may have written to any other
-            and (memory.untyped_storage().nbytes() == 0 or hasattr(parameter, "ds_id"))
+            and (memory.untyped_storage().nbytes() == 0 or is_managed_elsewhere(parameter))
         }
 
     def _solve_for_what_is_left(self, results: Collection[int]) -> SavePlan:
