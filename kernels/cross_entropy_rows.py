@@ -1,8 +1,8 @@
-"""The rows of logits that a cross-entropy reads and writes, a block of columns at a time.
+"""The Triton kernels of cross-entropy, which read and write logits one block of columns at a time.
 
-The formula is that of ``cross_entropy``. Forward, ``observe`` reads every block of columns once and keeps a few numbers
-a row; ``conclude`` makes the losses of them. Backward, ``differentiate`` turns a block of logits into its gradient, in
-place if need be, reading and writing it once. No block needs another one, so there may be one or many.
+``cross_entropy`` has the formulas. In forward, ``observe`` reads each block of columns once and keeps a few numbers a
+row; ``conclude`` computes the losses from those numbers. In backward, ``differentiate`` reads a block of logits once
+and writes its gradient, if need be over the logits. No block depends on another, so there may be one or many.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ LOSS_SCHEMA = (
 
 
 class Statistics(NamedTuple):
-    """What was seen of every row's logits: of each block of columns (blocks, M), and at its target (M,)."""
+    """What ``observe`` has seen of every row: (blocks, M) for each block of columns, and (M,) at the row's target."""
 
     maxima: Tensor
     sums: Tensor
@@ -271,7 +271,7 @@ class Statistics(NamedTuple):
 
 class Losses(NamedTuple):
     loss: Tensor
-    """(M,), as all others; 0 where the target is ignored."""
+    """(M,), as all others but ``normalizers``; 0 where the target is ignored."""
     normalizers: Tensor
     """(M, 2): the maximum, and the sum of exp(s - maximum). Rounded, their lse would err alike in a whole row of p."""
     weights: Tensor
@@ -299,7 +299,7 @@ def observe(
     class_weights: Tensor | None,
     settings: LossSettings,
 ) -> None:
-    """Enter into ``statistics`` block number ``block`` of the logits, whose columns begin with column ``first``."""
+    """Read the logits of block number ``block``, whose first column is column ``first``, into ``statistics``."""
     if not launch.uses_triton(logits):
         _observe_reference(statistics, block, first, logits, target, class_weights, settings)
         return
@@ -402,12 +402,12 @@ def dense_weights(class_weights: Tensor | None, logits: Tensor) -> Tensor | None
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """What ``launch.widen`` widens to."""
+    """The dtype that ``launch.widen`` gives."""
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
 def capped(logits: Tensor, settings: LossSettings) -> Tensor:
-    """Logits in the dtype they are computed in, under their cap."""
+    """Logits after ``softcap``, in the dtype that the references compute in."""
     logits = launch.widen(logits)
     return settings.softcap * torch.tanh(logits / settings.softcap) if settings.softcap > 0 else logits
 

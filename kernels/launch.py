@@ -1,4 +1,4 @@
-"""What the ops share: where they run; how they are launched, registered, checked and differentiated twice."""
+"""What all ops share: Triton or reference, launching, registering, checking arguments, second derivatives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def uses_triton(*tensors: Tensor | None) -> bool:
 
 
 def is_on_cuda(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is, or stands for one that is: see ``local.simulates_cuda``."""
+    """Whether ``tensor`` is on CUDA, or is a fake one that stands for such a tensor: see ``local.simulates_cuda``."""
     return tensor.is_cuda or local.simulates_cuda
 
 
@@ -106,7 +106,7 @@ _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def _specialized(argument: Any) -> Any:
-    """All that Triton compiles a kernel anew for."""
+    """What of an argument makes Triton compile another version of a kernel."""
     kind = type(argument)
     if kind is int:
         return 1 if argument == 1 else (argument % 16 == 0, -(2**31) <= argument < 2**31)
@@ -147,7 +147,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether ``tensor`` begins at a multiple of 16 bytes. One that is imagined is nowhere, and so is taken to."""
+    """Whether ``tensor`` begins at a multiple of 16 bytes. A fake tensor is taken to: it has no address."""
     return local.simulates_cuda or tensor.data_ptr() % 16 == 0
 
 
@@ -157,14 +157,20 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
-"""What each registered op runs, for whoever wants to see what it allocates inside."""
+"""The function that each registered op runs: called directly to skip the dispatcher, or to see what it allocates."""
 
 
 def register(schema: str, implementation: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
-    """Register the op ``recompute::schema`` and return what calls it. ``outputs`` allocates its results.
+    """Register the op ``recompute::schema`` and return a function that calls it.
 
-    The dispatcher is asked only where somebody wants to see the op: it takes longer than launching a kernel. Through
-    ``torch.library.Library``: ``custom_op`` costs 8 µs more a call (torch 2.13, one CPU core).
+    That function goes through the dispatcher only where somebody is to see the op, because the dispatcher takes longer
+    than launching a kernel. ``torch.library.custom_op`` would cost 8 µs more a call (torch 2.13, one CPU core).
+
+    Args:
+        schema: flat, as the dispatcher knows tensors, numbers and strings. An op with settings takes one argument a
+            field.
+        implementation: called with the arguments that the schema lists, by position.
+        outputs: called with the same arguments; allocates the results without computing them.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -62,7 +62,7 @@ WIDTH_STEP = 256
 
 
 class _BlockPlan(NamedTuple):
-    """Which columns make up a block of logits, and where it is held from forward to backward."""
+    """How the logits are cut into blocks of columns, and where each block is held from forward to backward."""
 
     width: int
     """Columns of each block; the last may have fewer."""
@@ -70,15 +70,15 @@ class _BlockPlan(NamedTuple):
     """Elements from one row of a block to the next."""
     blocks: int
     in_gradient: int
-    """So many of the first blocks are held in the memory of the weight's gradient,"""
+    """How many blocks, from the first one on, are held in the memory of the weight's gradient."""
     beside: int
-    """and so many of the next in memory of their own. The others are made again in backward."""
+    """How many of the next blocks are held in memory of their own. Backward makes the others again."""
 
 
 def _plan(
     tokens: int, vocabulary: int, hidden: int, itemsize: int, logits_bytes: int, hold: bool, trains_weight: bool
 ) -> _BlockPlan:
-    """Blocks of logits of which ``logits_bytes`` hold at least one, beside what the weight's gradient holds.
+    """Cut the logits into blocks, so that ``logits_bytes`` hold at least one.
 
     Args:
         logits_bytes: at least that of the narrowest block is taken.

@@ -14,7 +14,7 @@ from recompute.kernels.rms_norm import check_rms_norm, rms_norm_backward, rms_no
 
 
 class NormSettings(NamedTuple):
-    """An RMSNorm in front of Linears."""
+    """How the RMSNorm in front of Linears is computed."""
 
     eps: float
     casting: str
@@ -39,13 +39,13 @@ def checked_norm(
 def autocast(
     op: str, inputs: dict[str, torch.dtype], parameters: dict[str, Tensor | None], device: str
 ) -> tuple[Tensor | None, ...]:
-    """``parameters`` of Linears as autocast has them: cast outside of our Functions, so that autograd sees it.
+    """Cast weights and biases of Linears as autocast would. Our Functions do not, so that autograd sees the casts.
 
     Args:
-        op: which has the Linears.
-        inputs: the dtype, by a name, that they are given, which our Functions cast themselves.
+        op: the op's name, for messages.
+        inputs: dtypes of the Linears' inputs by name. Our Functions cast the inputs themselves.
         parameters: weights and biases by name.
-        device: where all of this is.
+        device: the type of the device that all of this is on.
 
     Raises:
         KernelError: where inputs and parameters are of several dtypes, which PyTorch refuses too.
@@ -65,7 +65,7 @@ def autocast(
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """For a backward: everything has forward's dtype by then, whatever backward is called under."""
+    """For a backward pass, which computes in forward's dtypes, whatever it is called under."""
     return torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
@@ -121,7 +121,7 @@ def norm_gradients(
     dresidual: Tensor | None,
     needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What a backward wants of a norm: the gradients of h and norm_weight and, in the same pass, its output again.
+    """The gradients of a norm's input and weight and, in the same pass over memory, its output again.
 
     Args:
         norm: the norm.

@@ -203,7 +203,7 @@ def _sum_kernel(total, partials, P, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 @jit
 def _starts(rows, inner, outer_stride, inner_stride):
-    """Where the rows of x start: its leading dimensions may be two that do not lie side by side (heads in a slice)."""
+    """Where the rows of x start. Its leading dimensions may be two with a gap in between, as heads in a slice are."""
     return (rows // inner).to(tl.int64) * outer_stride + (rows % inner).to(tl.int64) * inner_stride
 
 
@@ -233,16 +233,16 @@ def _rounded(normalized, DTYPE: tl.constexpr, CASTING: tl.constexpr):
 
 
 class TileSettings(NamedTuple):
-    """How a kernel is launched."""
+    """How a kernel is launched for rows up to some width."""
 
     rows: int
-    """A tile."""
+    """How many rows make a tile, which a program computes at once."""
     warps: int
-    """A program."""
+    """How many warps a program has."""
     stages: int
-    """Tiles of which one is computed on while the others are loaded, as far as shared memory goes; 1: none is."""
+    """Depth of the pipeline: one tile is computed while ``stages - 1`` are loaded, if shared memory has room."""
     programs: int
-    """A multiprocessor, each of which takes tile after tile; 0: one program a tile."""
+    """How many programs each multiprocessor runs, each of which takes tile after tile; 0: one program for each tile."""
 
 
 WIDE = -1
@@ -281,17 +281,17 @@ SUM = {"ROWS": 512, "COLUMNS": 16, "num_warps": 8}
 
 
 class _Tiles(NamedTuple):
-    """What launches a kernel: see TileSettings."""
+    """``TileSettings`` for one width of rows on one device."""
 
     wide: bool
     rows: int
     columns: int
     resident: int
-    """Programs at most; 0: as many as there are tiles."""
+    """The most programs that there may be; 0: as many as there are tiles."""
     constants: dict[str, int]
 
     def programs(self, M: int, H: int) -> tuple[int, int]:
-        """For each block of columns, and in all."""
+        """How many programs there are for each block of columns, and in all."""
         tiles, blocks = -(-M // self.rows), -(-H // self.columns)
         each = min(tiles, max(1, self.resident // blocks)) if self.resident else tiles
         return each, each * blocks
@@ -299,7 +299,7 @@ class _Tiles(NamedTuple):
 
 @functools.cache
 def _tiles(is_forward: bool, hidden: int, nbytes: int, device: torch.device) -> _Tiles:
-    """For rows of ``hidden`` columns, of which a kernel loads ``nbytes`` a column."""
+    """How to launch a kernel that loads ``nbytes`` for each of the ``hidden`` columns of a row."""
     table = FORWARD if is_forward else BACKWARD
     width = next((width for width in table if hidden <= width), WIDE)
     rows, warps, stages, programs = table[width]
@@ -312,7 +312,7 @@ def _tiles(is_forward: bool, hidden: int, nbytes: int, device: torch.device) -> 
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes a multiprocessor."""
+    """Bytes of shared memory that each multiprocessor has."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 2**20
 
 
@@ -326,9 +326,9 @@ def launch_forward(
     eps: float | None,
     casting: str,
 ) -> None:
-    """Fill y and rstd, and h with x + residual if there is one. Without eps rstd is read.
+    """Write y and rstd, and if there is a residual, x + residual to h. If eps is None, rstd is read instead.
 
-    x may have any strides, and the weight and rstd any alignment; the others are dense.
+    x may have any strides, and the weight and rstd any alignment. All others are dense.
     """
     hidden, M = x.shape[-1], rstd.numel()
     if hidden == 0:
@@ -356,9 +356,9 @@ def launch_backward(
     y: Tensor | None,
     casting: str,
 ) -> None:
-    """Fill those of dx, dweight and y that there are. dx is the norm's gradient + dresidual, rounded once.
+    """Write those of dx, dweight and y that are not None. dx is the norm's gradient + dresidual, rounded once.
 
-    x may have any strides, and the inputs any alignment; dx, dweight and y are dense.
+    x may have any strides, and the inputs any alignment. dx, dweight and y are dense.
     """
     hidden, M = x.shape[-1], rstd.numel()
     if hidden == 0:
@@ -374,7 +374,7 @@ def launch_backward(
         means = torch.empty_like(rstd)
         arguments = (dy, x, weight, rstd, means, hidden, *strides)
         launch.run(_means_kernel, M, *arguments, CASTING=casting, **tiles.constants)
-    each, programs = tiles.programs(max(M, 1), hidden)  # for no rows one too: it writes the zeros that are their sum
+    each, programs = tiles.programs(max(M, 1), hidden)  # one even for no rows, to write the zeros that are their sum
     partials = None if dweight is None else rstd.new_empty(each, hidden)
     arguments = (dy, x, weight, rstd, means, dresidual, dx, y, partials, M, hidden, *strides)
     launch.run(_backward_kernel, programs, *arguments, CASTING=casting, ROWS=tiles.rows, **tiles.constants)
@@ -383,7 +383,7 @@ def launch_backward(
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x, or its copy, and what finds its rows: see ``_starts``."""
+    """x, or a dense copy of it, and the three numbers by which ``_starts`` finds its rows."""
     hidden = x.shape[-1]
     if not x.is_contiguous() and x.stride(-1) == 1 and hidden % 16 == 0 and launch.is_aligned(x):
         sides: list[tuple[int, int]] = []  # size and stride of leading dimensions, merged where they are one

@@ -101,7 +101,7 @@ def _kernel(
 
 @jit
 def _rows(x, batch, tokens, inside, x_batch, x_token, x_head, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to the heads of the tokens, (TOKENS, BLOCK, 1), and which of them there are."""
+    """Pointers to the heads of the tokens, (TOKENS, BLOCK, 1), and a mask of those that exist."""
     heads = tl.arange(0, BLOCK)
     offsets = batch * x_batch + tokens[:, None, None] * x_token + heads.to(tl.int64)[None, :, None] * x_head
     return x + offsets, inside[:, None, None] & (heads < HEADS)[None, :, None]
@@ -158,7 +158,7 @@ def _settings(q_heads: int, k_heads: int, half: int, rest: int) -> dict[str, int
 
 
 def _power_of_2(number: int) -> int:
-    """The least one that is not smaller; 1 for 0."""
+    """The least power of 2 that is not below ``number``; 1 for 0."""
     return 1 << max(number - 1, 0).bit_length()
 
 
@@ -188,8 +188,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         return rope_reference(q, k, cos, sin, heads_dim)
     dtype = _promoted(q, cos, sin)
     q_rot, k_rot = _Rope.apply(q, k, cos, sin, heads_dim, dtype, False)
-    _record_if_gained(q_rot, q, cos, sin, heads_dim, dtype)
-    _record_if_gained(k_rot, k, cos, sin, heads_dim, dtype)
+    _record_if_it_helps(q_rot, q, cos, sin, heads_dim, dtype)
+    _record_if_it_helps(k_rot, k, cos, sin, heads_dim, dtype)
     return q_rot, k_rot
 
 
@@ -229,8 +229,11 @@ def _promoted(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(dtype, cos.dtype), sin.dtype)
 
 
-def _record_if_gained(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype) -> None:
-    """Where ``x`` itself comes back, as from a norm of queries; elsewhere it would be held in the place of ``y``."""
+def _record_if_it_helps(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype) -> None:
+    """Record how to make ``y`` again, if ``x`` can be made again too, as a norm of queries can.
+
+    Otherwise the recipe would hold ``x`` instead of ``y``, and save nothing.
+    """
     book = open_book()
     if book is not None and book.knows(x):
         record(y, rotated_states, x, cos, sin, heads_dim, dtype)
@@ -302,7 +305,7 @@ def _readable(x: Tensor | None) -> Tensor | None:
 
 
 def _strides(x: Tensor | None, heads_dim: int) -> tuple[int, int, int]:
-    """Of batches, tokens and heads; 0 where there is but one batch, whatever the tensor says, to compile less."""
+    """Strides of batches, tokens and heads. That of a single batch is set to 0, so that fewer kernels are compiled."""
     if x is None:
         return 0, 0, 0
     batch, first, second, _ = x.stride()

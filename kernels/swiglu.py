@@ -36,7 +36,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 @jit
 def _shares(gate, ACTIVATION: tl.constexpr):
-    """What the activation lets through of gate, and the rest to 1."""
+    """The share of gate that the activation lets through, and 1 minus that share."""
     # Forward and backward must get the same bits. A sum with a product in it is a fused multiply-add by name here, so
     # that none is left for a compiler to fuse in one kernel and not in the other.
     if ACTIVATION == "gelu":
@@ -237,7 +237,7 @@ def _write_gradients(
     product: Tensor | None,
     activation: str,
 ) -> None:
-    """Write to those of dgate, dup and product that there are. They are contiguous, and so is dproduct."""
+    """Write those of dgate, dup and product that are not None. They are contiguous, and so is dproduct."""
     if not dproduct.numel():
         return
     packed = up is None
@@ -268,8 +268,8 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _rows(gate: Tensor, up: Tensor, apart: bool = False) -> tuple[int, Tensor, int, Tensor, int]:
     """The columns of a row, then gate and up, each with the distance between its rows.
 
-    All is one row if both are contiguous, unless what is made of them will lie ``apart``. Copied is only what is no
-    rows of adjacent elements, evenly apart.
+    If both are contiguous, all elements make one row, unless the rows of the output will lie ``apart``. A tensor is
+    copied only where it does not consist of contiguous rows at equal distances.
     """
     columns = gate.numel()
     if apart or not (gate.is_contiguous() and up.is_contiguous()):
@@ -347,5 +347,5 @@ glu_backward_ = launch.register(
     _backward_in_place,
     _no_outputs,
 )
-"""As ``glu_backward``, but the product is written over ``dproduct``, for who owns that and needs it no more. The
-gradients that are wanted are given, to be written to: contiguous, as is ``dproduct``, of the product's dtype."""
+"""As ``glu_backward``, but writes the product over ``dproduct``, which the caller must own, and the gradients into the
+tensors given for them. These and ``dproduct`` are contiguous; ``dproduct`` has the product's dtype."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from importlib import metadata
@@ -23,7 +21,6 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from recompute.errors import (
-    AblationError,
     GradientMismatch,
     NoEffectError,
     PolicyWarning,
@@ -32,7 +29,7 @@ from recompute.errors import (
 )
 
 if TYPE_CHECKING:
-    from recompute.planning.plan import Plan
+    from recompute.policy.rules import Policy
 
 _INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _UNLIMITED = 1000  # columns, where no terminal wraps the table
@@ -98,78 +95,6 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
-@app.command()
-def ablate(
-    config: Annotated[
-        Path | None,
-        typer.Argument(help="YAML file; see examples/ablation. Default: by whether there is a GPU."),
-    ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Preset or policy file, instead of the config's. Repeatable.")
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(help="torch-checkpoint or torch-selective, instead of the config's. Repeatable."),
-    ] = None,
-    text: Annotated[Path | None, typer.Option(help="Train on this file's bytes.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write to.", file_okay=False)] = Path("results/ablation"),
-    device: Annotated[Device | None, typer.Option(help="Where to train.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps a policy.", min=1)] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="package.module:factory, which returns a model and a batch, instead of a Llama and a text."),
-    ] = None,
-) -> None:
-    """Train one model under each of several policies, and compare memory, time, losses and gradients.
-
-    Writes results.json, results.md and results.png. Exits with 1 if a policy failed or does not match.
-    """
-    from recompute.ablation import ablate, ablation_report, llama_ablation
-    from recompute.policy.document import load_document, validate
-
-    where = device.value if device else "auto"
-    if model is not None and (config or text):
-        raise AblationError("expected a configuration with its text, or --model; found both")
-    base = (
-        load_document(llama_ablation.AblationConfig, config, kind="configuration")
-        if config
-        else llama_ablation.default_config(where)
-    )
-    given = {"policies": policy, "peers": peer, "text": text, "device": device and where, "steps": steps}
-    changes = {key: value for key, value in given.items() if value}
-    settings = validate(llama_ablation.AblationConfig, {**base.model_dump(), **changes}, label="command line")
-
-    command = shlex.join(["recompute", *sys.argv[1:]])
-    stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    interrupted = False
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
-        def tell(row: Any) -> None:
-            stderr.print(ablation_report.line(asdict(row)))
-
-        try:
-            if model is not None:
-                ablate.of_named(model, policy, peer, steps, device=where, out=out, progress=show, on_row=tell)
-            else:
-                for row in llama_ablation.run(settings, out, command=command, progress=show):
-                    tell(row)
-        except KeyboardInterrupt:
-            interrupted = True
-
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    ablation_report.write(results, out)
-    Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(ablation_report.table(results["rows"]))
-    typer.echo(f"results.json, results.md and results.png are in {out}")
-    problems = ablation_report.failures(results)
-    for problem in problems:
-        typer.echo(problem, err=True)
-    raise typer.Exit(_INTERRUPTED if interrupted else 1 if problems else 0)
-
-
 class DType(str, Enum):
     """What to calculate in."""
 
@@ -189,19 +114,65 @@ def _dtype(name: str) -> DType:
         raise typer.BadParameter(str(error)) from error
 
 
-PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
 _MODEL_HELP = (
     "An ablation's .yaml (its model section), a config.json or its folder, a name Hugging Face knows, or "
     "package.module:factory, a function that returns a model and a batch."
 )
+_DTYPES = "float32|bfloat16|float16"
+PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
 ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
 LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)]
 BatchOption = Annotated[int, typer.Option(help="Sequences or images.", min=1)]
-DTypeOption = Annotated[
-    DType, typer.Option(help="The model's dtype.", parser=_dtype, metavar="float32|bfloat16|float16")
-]
+DTypeOption = Annotated[DType, typer.Option(help="The model's dtype.", parser=_dtype, metavar=_DTYPES)]
+TrainingDevice = Annotated[Device, typer.Option(help="Where to train.")]
 ShardingOption = Annotated[str, typer.Option(help="none, ddp, zero1, zero2, zero3 or fsdp2.")]
 DevicesOption = Annotated[int, typer.Option(help="That share the model; the batch is one device's.", min=1)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def ablate(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; see examples/ablation. Default: by whether there is a GPU.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Preset or policy file, instead of the config's. Repeatable.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="torch-checkpoint or torch-selective, instead of the config's. Repeatable.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Train on this file's bytes.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to.", file_okay=False)] = Path("results/ablation"),
+    device: Annotated[Device | None, typer.Option(help="Where to train.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps a policy.", min=1)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="package.module:factory, which returns a model and a batch, instead of a Llama and a text."),
+    ] = None,
+) -> None:
+    """Train one model under each of several policies, and compare memory, time, losses and gradients.
+
+    Writes results.json, results.md and results.png. Exits with 1 if a policy failed or does not match.
+    """
+    from recompute.ablation.ablate_command import AblateRequest
+
+    where = device and device.value
+    request = AblateRequest(
+        config=config, policies=policy, peers=peer, text=text, device=where, steps=steps, model=model, out=out
+    )
+    stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        outcome = request.run(command=shlex.join(["recompute", *sys.argv[1:]]), progress=show, tell=stderr.print)
+    Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(outcome.table)
+    typer.echo(f"results.json, results.md and results.png are in {out}")
+    for problem in outcome.problems:
+        typer.echo(problem, err=True)
+    raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else 1 if outcome.problems else 0)
 
 
 @app.command()
@@ -217,17 +188,12 @@ def explain(
 
     Takes no memory for the model, and neither its weights nor a GPU.
     """
-    from recompute import apply, load_policy
+    rules = _load_policy(policy)
 
-    rules = load_policy(policy)  # a mistake in it is told before anything heavy is imported
+    from recompute.diagnostics.explain_command import explain_policy
 
-    from recompute.estimation.build_model import build_fake
-    from recompute.estimation.factories import call, describe
-
-    with build_fake(model, **_build_options(seq_len, batch_size, dtype, device)) as (network, batch):
-        handle = apply(network, rules)
-        call(network, batch)
-        typer.echo(f"{describe(network, batch)}\n\n{handle.explain()}")
+    asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype.value, "device": device.value}
+    typer.echo(explain_policy(rules, model, **asked))
 
 
 @app.command()
@@ -247,7 +213,7 @@ def estimate(
     gpu_memory: Annotated[str | None, typer.Option(help="The GPU's memory instead: 24GiB.")] = None,
     policy: Annotated[str | None, typer.Option(help="Preset or policy file.")] = None,
     loss: Annotated[str, typer.Option(help="full: with all logits; chunked: without them.")] = "full",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     sweep: Annotated[
         bool,
         typer.Option("--sweep", help="A table, and a plot, of 1, 2, 4 times the batch by 1/2, 1, 2, 4 the length."),
@@ -262,22 +228,17 @@ def estimate(
     """
     from recompute.estimation.capacity import read_capacity
     from recompute.estimation.estimate_command import EstimateRequest
-    from recompute.estimation.estimate_command import as_json as to_json
     from recompute.estimation.estimate_options import EstimateOptions
 
+    options = EstimateOptions(dtype, optimizer, sharding, devices, loss)
+    fitted = read_capacity(gpu, gpu_memory)
+    sizes = {"batch_size": batch_size, "seq_len": seq_len}
     request = EstimateRequest.checked(
-        model=model,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        options=EstimateOptions(dtype, optimizer, sharding, devices, loss),
-        policy=policy,
-        device=read_capacity(gpu, gpu_memory),
-        sweep=sweep,
-        out=out,
+        model=model, options=options, policy=policy, device=fitted, sweep=sweep, out=out, **sizes
     )
     with _progress() as tell:
         answer = request.run(tell)
-    typer.echo(to_json(answer) if as_json else answer.text)
+    typer.echo(answer.to_json() if as_json else answer.text)
     if answer.fit is not None and not answer.fit.fits:
         raise typer.Exit(1)
 
@@ -289,23 +250,20 @@ def verify(
     seq_len: LengthOption = 256,
     batch_size: BatchOption = 1,
     dtype: DTypeOption = DType.float32,
-    device: Annotated[Device, typer.Option(help="Where to train.")] = Device.auto,
+    device: TrainingDevice = Device.auto,
 ) -> None:
     """Check that a model with random weights has the same gradients with a policy as without it.
 
     Exits with 1 if it has not, or if the policy drops nothing of the model, so that there is nothing to check.
     """
-    import recompute
+    rules = _load_policy(policy)
 
-    rules = recompute.load_policy(policy)
+    from recompute.diagnostics.verify_command import verify_policy
 
-    from recompute.estimation.build_model import build
-    from recompute.estimation.factories import describe
-
-    network, batch = build(model, **_build_options(seq_len, batch_size, dtype, device))
-    typer.echo(describe(network, batch))
+    asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype.value, "device": device.value}
     try:
-        typer.echo(str(recompute.verify(network, batch, policy=rules)))
+        for found in verify_policy(rules, model, **asked):
+            typer.echo(found)
     except (GradientMismatch, NoEffectError, RegenerationError) as error:
         typer.echo(f"recompute: {error}", err=True)
         raise typer.Exit(1) from error
@@ -342,7 +300,7 @@ def plan(
         typer.Option(help="keep, hook, kernel or checkpoint: only what is listed may be chosen. Repeatable."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the policy to this YAML file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Show what other budgets give; with --out, draw it beside it as a PNG.")
     ] = False,
@@ -357,31 +315,32 @@ def plan(
     from recompute.estimation.gpus import read_gpu
     from recompute.planning.plan_command import PlanRequest
 
+    training: dict[str, Any] = {"dtype": dtype.value, "device": device.value, "optimizer": optimizer}
+    training |= {"seq_len": seq_len, "batch_size": batch_size, "sharding": sharding, "devices": devices}
+    files: dict[str, Any] = {"profile": profile, "save_profile": save_profile, "out": out}
     request = PlanRequest(
         budget=budget,
         model=model,
-        profile=profile,
-        save_profile=save_profile,
-        out=out,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        dtype=dtype.value,
-        device=device.value,
         gpu=read_gpu(gpu, memory=gpu_memory, tflops=gpu_tflops, bandwidth=gpu_bandwidth),
-        sharding=sharding,
-        devices=devices,
-        optimizer=optimizer,
         allowed=tuple(allow) if allow else None,
         frontier=frontier,
         verify=verify,
+        **files,
+        **training,
     ).checked()
     with _progress() as tell:
         found = request.run(tell)
-    _show_plan(found, out=out, as_json=as_json, frontier=frontier)
-    if save_profile is not None:
-        typer.echo(f"written: {save_profile}", err=True)
-    over = bool(found.rounds) and found.rounds[-1].measured_peak_nbytes > found.budget_nbytes
-    raise typer.Exit(1 if over else 0)
+    typer.echo(request.text(found, as_json=as_json))
+    for path in request.write(found):
+        typer.echo(f"written: {path}", err=True)
+    raise typer.Exit(1 if found.is_over_budget else 0)
+
+
+def _load_policy(policy: str) -> Policy:
+    """Read before anything heavy is imported, so that a mistake in it is told at once."""
+    from recompute.policy.loading import load_policy
+
+    return load_policy(policy)
 
 
 @contextmanager
@@ -407,35 +366,6 @@ class _Lines:
         if (what, tenth) != self._told:
             self._told = what, tenth
             typer.echo(f"recompute: {what}: {done} of {total}" if total else f"recompute: {what}", err=True)
-
-
-def _show_plan(plan: Plan, *, out: Path | None, as_json: bool, frontier: bool) -> None:
-    """Write the policy to ``out``, with the frontier's plot beside it, and print the plan."""
-    from recompute.planning import frontier_report
-
-    typer.echo(plan.to_json() if as_json else str(plan))
-    if frontier and not as_json:
-        typer.echo(f"\n{frontier_report.table(plan)}")
-    if out is not None:
-        plan.save(out)
-        typer.echo(f"written: {out}", err=True)
-        if frontier:
-            drawn = out.with_suffix(".png")
-            frontier_report.plot(plan).savefig(drawn)
-            typer.echo(f"written: {drawn}", err=True)
-
-
-def _build_options(seq_len: int, batch_size: int, dtype: DType, device: Device) -> dict[str, Any]:
-    import torch
-
-    from recompute.counters import resolve_device
-
-    return {
-        "sequence_length": seq_len,
-        "batch_size": batch_size,
-        "dtype": getattr(torch, dtype.value),
-        "device": resolve_device(device.value),
-    }
 
 
 @app.command()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -24,6 +26,11 @@ hypothesis.settings.register_profile(
     "ci", max_examples=200, deadline=None, derandomize=True, database=None, print_blob=True
 )
 hypothesis.settings.register_profile("exhaustive", max_examples=500, deadline=None)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """As many processes as ``-n auto`` stands for. On CUDA one: tests measure its memory, and some need much of it."""
+    return 0 if HAS_CUDA else min(os.cpu_count() or 1, 4)
 
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis loads the profile that the command line names afterwards
@@ -57,6 +64,13 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> N
     gone = [item for item in items if marker in item.keywords]
     items[:] = [item for item in items if marker not in item.keywords]
     config.hook.pytest_deselected(items=gone)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def thawed() -> Iterator[None]:
+    """What tests put out of the garbage collector's sight is in it again."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(

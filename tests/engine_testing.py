@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import hashlib
 import sys
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import by_default
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
@@ -44,13 +47,48 @@ POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
 every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
 both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
+Setting = dict[str, Any]
+"""What a rule says beside the modules that it is for."""
+TAPES: dict[str, Setting] = {
+    "recompute": {"action": "recompute", "via": "hook"},
+    "recompute with gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
+    "checkpoint without attention": {"action": "checkpoint", "keep": ["attention"]},
+}
+"""Settings under which backward runs ops again, and no Python."""
+SETTINGS: dict[str, Setting] = {"checkpoint": {"action": "checkpoint"}, **TAPES}
+
+
+def governing(setting: Setting, *match: str) -> dict[str, Any]:
+    """The policy that puts what ``match`` names under ``setting``; or else the layers of a stack, and ``inside``."""
+    return {"rules": [{"match": list(match) or ["layers.*", "inside"], **setting}]}
+
+
+every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+every_rule = pytest.mark.parametrize("rules", [governing(setting) for setting in SETTINGS.values()], ids=SETTINGS)
+every_tape = pytest.mark.parametrize("rules", [governing(setting) for setting in TAPES.values()], ids=TAPES)
+every_policy_of_a_stack = pytest.mark.parametrize(
+    "rules",
+    by_default(
+        {**{name: governing(setting) for name, setting in SETTINGS.items()}, "parts": RECOMPUTE, "both": BOTH},
+        "checkpoint",
+        "recompute",
+        "both",
+    ),
+)
+"""Whole layers under one setting each; their parts; and a layer beside parts of the others."""
+
+
+def module_of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
+    """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
+    module = type("Body", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
 
 def holding(forward: Callable[..., Any], **parts: Any) -> Holder:
-    """A module around one, ``inside``, that runs ``forward(self, *args)``; ``parts`` become its attributes."""
-    body = type("Body", (nn.Module,), {"forward": forward})()
-    for name, part in parts.items():
-        setattr(body, name, part)
-    return Holder(body)
+    """A module around ``inside``, which is ``module_of(forward, **parts)``."""
+    return Holder(module_of(forward, **parts))
 
 
 def policed(module: nn.Module, action: str = "checkpoint") -> nn.Module:
@@ -230,7 +268,7 @@ def assert_as_plain(
     backwards: int = 2,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Stats:
-    """A training step under the policy is bit for bit what it is without, and the policy regenerated something."""
+    """A training step under the policy is bit for bit what it is without, whether it drops something or not."""
     under = copy.deepcopy(module)
     expected = outcome(module, *inputs, backwards=backwards, around=around())
     with recompute.apply(under, rules) as handle:
@@ -238,6 +276,45 @@ def assert_as_plain(
         stats = handle.stats()
     assert_same(found, expected)
     return stats
+
+
+def assert_as_without(
+    model: nn.Module, rules: dict[str, Any], run: Callable[[Any], Any], *, drops: bool = True
+) -> None:
+    """``run(model)`` gives the same values bit for bit, and leaves the random stream alike, under ``rules`` as without.
+
+    drops: something must be dropped, or else the comparison would show nothing.
+    """
+    under = copy.deepcopy(model)
+    expected = _observed(run, model)
+    with recompute.apply(under, rules) as handle:
+        assert_same(_observed(run, under), expected)
+        if drops and handle.stats().dropped_nbytes == 0:  # a first frame may begin like one of which more was kept
+            _observed(run, under)
+        assert not drops or handle.stats().dropped_nbytes > 0
+
+
+def _observed(run: Callable[[Any], Any], model: nn.Module) -> dict[str, Any]:
+    torch.manual_seed(7)
+    result = run(model)
+    found = result if type(result) is dict else {f"value {index}": leaf for index, leaf in enumerate(leaves(result))}
+    found = {**found, "random stream": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        found["random stream of the device"] = torch.cuda.get_rng_state()
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def assert_step_as_without(
+    model: nn.Module,
+    rules: dict[str, Any],
+    *inputs: Any,
+    drops: bool = True,
+    backwards: int = 2,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Backwards through one forward give the outputs, gradients, buffers and random stream of the plain model."""
+    step = functools.partial(outcome, backwards=backwards)
+    assert_as_without(model, rules, lambda model: step(model, *inputs, around=around()), drops=drops)
 
 
 def weak(tensor: Tensor) -> StorageWeakRef:
@@ -253,12 +330,15 @@ def engine_objects() -> Counter[str]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
-    """What dies here dies by reference count. Gives a function that counts the engine's objects made since."""
+    """What dies here dies by reference count, and ``gc.collect()`` tells how many objects have not.
+
+    Gives a function that counts the engine's objects made since.
+    """
     gc.collect()
+    gc.freeze()  # what there is already takes no time to collect; tests/conftest.py thaws it
     gc.disable()
-    before = engine_objects()
     try:
-        yield lambda: engine_objects() - before
+        yield engine_objects
     finally:
         gc.enable()
 
@@ -316,3 +396,69 @@ class Tracker:
         finally:
             self.states["model"] = torch.get_rng_state()
             torch.set_rng_state(outside)
+
+
+class Census(TorchDispatchMode):
+    """Knows every storage that ops make while it is in force, and which of them are still alive."""
+
+    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in given:
+                self._made[key] = weak(tensor), tensor.untyped_storage().nbytes()
+        return result
+
+    def alive_nbytes(self) -> int:
+        return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
+
+
+class ExpWith(torch.autograd.Function):
+    """exp, whose backward first calls ``look`` with a tensor that it saved beside its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor, look: Callable[[Tensor], None]) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result, seen)
+        ctx.look = look
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        result, seen = ctx.saved_tensors
+        ctx.look(seen)
+        return grad * result, None, None
+
+
+class Boom(Exception):
+    """What tests raise where something is to fail."""
+
+
+_MODULE_CALL, _MODULE_GETATTR = nn.Module.__call__, nn.Module.__getattr__  # what torch.fx patches while it traces
+
+
+@pytest.fixture(autouse=True)
+def clean_thread() -> Iterator[None]:
+    """A test starts from a seed, and must leave no hook, scope, mode, setting or patch behind."""
+    torch.manual_seed(0)
+    yield
+    left = [*recipes.local.books, *recipes.local.active_frames]
+    is_patched = nn.Module.__call__ is not _MODULE_CALL or nn.Module.__getattr__ is not _MODULE_GETATTR
+    recipes.local.books.clear()  # so that one test's failure is one failure
+    recipes.local.active_frames.clear()
+    nn.Module.__call__, nn.Module.__getattr__ = _MODULE_CALL, _MODULE_GETATTR  # type: ignore[method-assign]
+    assert left == []
+    assert not is_patched
+    assert saved_tensors.top_hooks() is None
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_default_dtype() is torch.float32

@@ -84,6 +84,32 @@ def _is_for_types_alone(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+HIDDEN_IMPORTS = {
+    # torch, transformers and matplotlib take seconds to import. The command line, recompute.estimate and recompute.plan
+    # check what they were given before they wait for that.
+    "recompute.cli": ("recompute",),
+    "recompute.estimation.estimate": ("recompute.estimation.model_estimator",),
+    "recompute.estimation.estimate_result": ("matplotlib",),
+    "recompute.planning.make_plan": ("recompute.planning.plan_verification", "recompute.profiling.profile_model"),
+    "recompute.planning.plan_command": (
+        "torch",
+        "recompute.estimation.build_model",
+        "recompute.planning.frontier_report",
+        "recompute.profiling.profile_model",
+    ),
+    # Parts of torch that it does not load itself, which only what is compiled or wrapped needs.
+    "recompute.compiled": ("torch",),
+    "recompute.integrations.training": ("torch",),
+    # A tape's first cut needs it, and `import recompute` does not.
+    "recompute.engine.cut.minimum_cut": ("networkx",),
+    # A kernel loads Triton, so it is imported where one stands in.
+    "recompute.substitution": ("recompute.kernels",),
+    # Optional dependencies.
+    "recompute.ablation.peers": ("liger_kernel",),
+}
+"""What functions of a module, or of a folder's modules, may import as they run, and why. All else is at the top."""
+
+
 def is_ours(target: str) -> bool:
     return target.split(".")[0] == "recompute"
 
@@ -109,6 +135,35 @@ def test_each_folder_imports_only_from_below() -> None:
     assert wrong == []
 
 
+def test_no_import_hides_in_a_function() -> None:
+    wrong = [
+        f"{name} imports {target} in a function"
+        for name in MODULES
+        for target in imports_in_functions(name)
+        if not any(is_inside(name, place) and is_inside(target, allowed) for place, allowed in HIDDEN_PAIRS)
+    ]
+    assert wrong == []
+
+
+HIDDEN_PAIRS = [(place, target) for place, targets in HIDDEN_IMPORTS.items() for target in targets]
+
+
+def imports_in_functions(name: str) -> Iterator[str]:
+    """The modules that functions of a module import as they run."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Import):
+                    yield from (alias.name for alias in inner.names)
+                elif isinstance(inner, ast.ImportFrom):
+                    submodules = [f"{inner.module}.{alias.name}" for alias in inner.names]
+                    yield from (module if module in MODULES else str(inner.module) for module in submodules)
+
+
+def is_inside(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
 def is_known_to_kernels(target: str) -> bool:
     return target.startswith(KERNELS_KNOW)
 
@@ -125,6 +180,21 @@ def test_no_file_and_no_folder_has_the_name_of_another_or_of_a_public_function()
     assert [name for name in set(names) if names.count(name) > 1] == []
     folders = {name for entry in FOLDERS for name in entry.split(".")}
     assert folders.isdisjoint({*recompute.__all__} - {"errors"})
+
+
+def test_a_class_name_is_used_once() -> None:
+    """One word means one thing. A name that begins with an underscore is its file's own."""
+    classes = [
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert len(classes) > 100
+    doubles = {name for name in classes if classes.count(name) > 1}
+    one_a_framework = {"RecomputeCallback"}
+    still_to_rename = {"Frame", "GatedMLP", "Norm", "Options", "Plan"}
+    assert doubles - still_to_rename == one_a_framework
 
 
 @pytest.mark.parametrize(
@@ -249,6 +319,7 @@ def __getattr__(name):
 """
 
 
+@pytest.mark.slow
 def test_hugging_face_runs_from_the_root_with_its_kernels_and_without(tmp_path: Path) -> None:
     available, file, version = run(LLAMA).split()
     if "kernels" not in {distribution.name for distribution in importlib.metadata.distributions()}:
@@ -272,6 +343,7 @@ def test_kernels_is_no_module_of_ours() -> None:
     )
 
 
+@pytest.mark.slow
 def test_mypy_resolves_the_kernels(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     snippet = tmp_path / "snippet.py"

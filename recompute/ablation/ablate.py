@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from recompute import counters
+from recompute.ablation import ablation_report
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer
 from recompute.ablation.trials import AblationRow, Experiment, Progress, recorded, seeded
 from recompute.attach.apply import PolicyLike
@@ -27,15 +29,11 @@ from recompute.estimation.factories import (
     check_batch,
     check_factory,
     describe,
-    load_factory,
     loss_in,
     make,
     placed,
 )
 from recompute.policy.loading import load_policy
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel")
 PEERS = ("torch-checkpoint",)
@@ -57,28 +55,20 @@ class Ablation:
 
     def table(self) -> str:
         """The rows as text: bytes held and at the peak, milliseconds, and whether losses and gradients match."""
-        from recompute.ablation import ablation_report
-
         return ablation_report.text(self.results["rows"])
 
     __str__ = table
 
     def markdown(self) -> str:
         """The rows as a table in Markdown, what failed, and below it what was run, and on what."""
-        from recompute.ablation import ablation_report
-
         return ablation_report.markdown(self.results)
 
     def plot(self) -> Figure:
         """Memory against the time of a step, as a matplotlib figure."""
-        from recompute.ablation import ablation_report
-
         return ablation_report.plot(self.results["rows"])
 
     def save(self, folder: str | Path) -> None:
         """Write ``results.json``, ``results.md`` and ``results.png`` into ``folder``, which is made."""
-        from recompute.ablation import ablation_report
-
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         (path / "results.json").write_text(json.dumps(self.results, indent=2) + "\n", encoding="utf-8")
@@ -166,15 +156,6 @@ def ablate(
     if out is not None:
         found.save(out)
     return found
-
-
-def of_named(
-    factory: str, policies: Sequence[str] | None, peers: Sequence[str] | None, steps: int | None, **options: Any
-) -> Ablation:
-    """As ``ablate``, of what ``package.module:factory`` names; None for what ``ablate`` does by itself."""
-    given = {"policies": policies, "peers": peers, "steps": steps}
-    options |= {name: value for name, value in given.items() if value is not None}
-    return ablate(load_factory(factory), **options)
 
 
 class _Subject:

@@ -15,6 +15,8 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from recompute.attach.apply import PolicyLike, apply
 from recompute.errors import AblationError
@@ -94,9 +96,6 @@ def under(
 @contextmanager
 def _liger(model: nn.Module) -> Iterator[None]:
     """Liger also puts its functions into a module of transformers, which is put back as it was."""
-    from transformers import LlamaForCausalLM
-    from transformers.models.llama import modeling_llama
-
     if not isinstance(model, LlamaForCausalLM):
         raise AblationError(f"the peer liger is for transformers' LlamaForCausalLM; found {type(model).__name__}")
     try:

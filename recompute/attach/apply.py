@@ -35,9 +35,9 @@ from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign
 from recompute.policy.rules import Policy, Rule
-from recompute.substitution.kernel_runners import KernelHeadRunner, kernel_of
-from recompute.substitution.lazy_tensors import LossObserver
-from recompute.substitution.recognize import is_decorated
+from recompute.substitution.head import KernelHeadRunner, LossObserver
+from recompute.substitution.kernel_runner import kernel_of
+from recompute.substitution.module_formula import is_decorated
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from recompute.compiled.lowering import uncompiled
 from recompute.policy.matching import ModuleEntry
-from recompute.substitution.recognize import is_decorated
+from recompute.substitution.module_formula import is_decorated
 
 _NAMES = ("Layer", "Block")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -22,7 +22,7 @@ from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import describe
 from recompute.errors import GradientMismatch, NoEffectError, UnsupportedError
 from recompute.profiling.model_run import Loss, arguments_of, copy_of, left_as_it_was, named, roots, sources_of
-from recompute.substitution.kernel_runners import kernel_of
+from recompute.substitution.kernel_runner import kernel_of
 
 Tensors = Mapping[str, Tensor | None]
 """By name, on the host; None for a parameter that got no gradient."""

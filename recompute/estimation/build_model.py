@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 from transformers.initialization import no_init_weights
 
+from recompute.counters import resolve_device
 from recompute.errors import ModelError
 from recompute.estimation.check_paths import check_source
 from recompute.estimation.factories import load_factory, make, names_factory, placed
@@ -61,6 +62,16 @@ def build(
         else:
             model = _hugging_face(source, dtype, device, sequence_length if stretches else 0)
         return model, batch_of(model, source, sequence_length, batch_size, dtype, device)
+
+
+def build_options(*, seq_len: int, batch_size: int, dtype: str, device: str) -> dict[str, Any]:
+    """The options of ``build`` from a command line's: dtype and device by name, "auto" being CUDA if there is one."""
+    return {
+        "sequence_length": seq_len,
+        "batch_size": batch_size,
+        "dtype": getattr(torch, dtype),
+        "device": resolve_device(device),
+    }
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from recompute.estimation.capacity import Fit, fit
 from recompute.estimation.check_paths import check_source, check_writable
 from recompute.estimation.estimate import estimate
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.estimate_result import Estimate
+from recompute.estimation.estimate_result import Estimate, sweep_plot, sweep_table
 from recompute.policy.loading import load_policy
 from recompute.policy.rules import Policy
 
@@ -28,6 +28,10 @@ class EstimateAnswer:
     text: str
     data: Any
     fit: Fit | None
+    """Whether it fits the device; None if that was not asked."""
+
+    def to_json(self) -> str:
+        return json.dumps(self.data, indent=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +85,12 @@ class EstimateRequest:
 
     def _sweep(self, progress: Progress) -> EstimateAnswer:
         """1, 2 and 4 times the batch by 1/2, 1, 2 and 4 times the length."""
-        from recompute.estimation import estimate_report
-
         lengths = (max(2, self.seq_len // 2), self.seq_len, 2 * self.seq_len, 4 * self.seq_len)
         sizes = list(product((self.batch_size, 2 * self.batch_size, 4 * self.batch_size), lengths))
         points = []
         for done, (size, length) in enumerate(sizes):
             progress("estimating", done, len(sizes))
             points.append((size, length, self._estimate(size, length)))
-        estimate_report.sweep_plot(points).savefig(self.out / "estimate.png")
+        sweep_plot(points).savefig(self.out / "estimate.png")
         rows = [{"batch_size": size, "seq_len": length, **each.as_dict()} for size, length, each in points]
-        return EstimateAnswer(f"{estimate_report.sweep_table(points)}\n\nestimate.png is in {self.out}", rows, None)
-
-
-def as_json(answer: EstimateAnswer) -> str:
-    return json.dumps(answer.data, indent=2)
+        return EstimateAnswer(f"{sweep_table(points)}\n\nestimate.png is in {self.out}", rows, None)

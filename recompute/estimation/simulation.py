@@ -141,7 +141,7 @@ def _uncollected() -> Iterator[None]:
 
 def _logits(output: Any, classes: int | None) -> Tensor | None:
     logits = getattr(output, "logits", None)
-    if not isinstance(logits, Tensor) or getattr(logits, "is_deferred", False) or logits.shape[-1] != classes:
+    if not isinstance(logits, Tensor) or getattr(logits, "is_lazy", False) or logits.shape[-1] != classes:
         return None
     return logits
 

@@ -15,7 +15,7 @@ from recompute.counters import allocated_nbytes, start_peak
 from recompute.errors import UnsupportedError, warn
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy, Rule
-from recompute.substitution.kernel_runners import is_plain_linear
+from recompute.substitution.kernel_runner import is_plain_linear
 
 
 class Options(BaseModel):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from recompute.errors import PlanError
 from recompute.estimation.gpus import Gpu
-from recompute.planning.plan import Plan, check_allowed, only_allowed, solve_plan, with_frontier
-from recompute.planning.plan_verification import verify_plan
+from recompute.planning.allowed_ways import check_allowed, only_allowed
+from recompute.planning.plan import Plan, solve_plan, with_frontier
 from recompute.policy.document import show
 from recompute.profiling.cost_table import Profile
 from recompute.units import parse_budget
@@ -72,6 +72,8 @@ def plan(
     table = only_allowed(table, allowed)
     found = solve_plan(table, parse_budget(budget, table.capacity_nbytes))
     if not isinstance(model, Profile) and (verify or table.source == "measured"):
+        from recompute.planning.plan_verification import verify_plan  # which imports torch
+
         found = verify_plan(
             found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress, replan=verify
         )
@@ -79,7 +81,7 @@ def plan(
 
 
 def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **options: Any) -> Profile:
-    from recompute.profiling.profile_model import profile  # which needs what a plan from a table does not
+    from recompute.profiling.profile_model import profile  # which imports torch
 
     kernels = None if allowed is None or "kernel" in allowed else False
     return profile(model, batch, kernels=kernels, **options)

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from recompute.errors import PlanError
 from recompute.planning import solver
+from recompute.planning.policy_of_plan import layer_spans, policy_of
 from recompute.planning.solver import Assignment, Prediction, Solution
-from recompute.policy.document import nearest, show
-from recompute.policy.rules import NO_RULES, Policy, Rule
-from recompute.profiling.cost_table import Choice, Profile, RegionCosts
+from recompute.policy.rules import Policy
+from recompute.profiling.cost_table import Profile
 from recompute.units import humanize
-
-if TYPE_CHECKING:
-    pass
-
-ALLOWED = ("keep", "hook", "kernel", "checkpoint")
-"""The ways to run a region that a plan may be asked to make do with. All but "kernel" leave gradients bit for bit."""
 
 
 class VerificationRound(NamedTuple):
@@ -76,6 +69,11 @@ class Plan:
     """The best that other budgets give, from the fastest to the smallest; empty unless asked for."""
     rounds: tuple[VerificationRound, ...] = ()
     """Of ``verify``: each policy that was run, the last one this plan's."""
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether its peak was above the budget when it ran; a plan that has not run is not known to be."""
+        return bool(self.rounds) and self.rounds[-1].measured_peak_nbytes > self.budget_nbytes
 
     def to_yaml(self) -> str:
         """The policy as the text of a policy file, whose description says the budget and what is predicted."""
@@ -185,79 +183,6 @@ def plan_from_solution(profile: Profile, budget_nbytes: int, solution: Solution)
     )
 
 
-def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
-    """The profile without the choices that are not allowed; a region that has no other keeps its first.
-
-    Raises ``PlanError`` for a word that is none of ``ALLOWED``.
-    """
-    if allowed is None:
-        return profile
-    check_allowed(allowed)
-
-    def of(region: RegionCosts) -> RegionCosts:
-        left = [choice for choice in region.choices if way_of(choice) in allowed]
-        return region.model_copy(update={"choices": tuple(left) or region.choices[:1]})
-
-    return profile.model_copy(update={"regions": tuple(map(of, profile.regions))})
-
-
-def policy_of(profile: Profile, assignment: Assignment, description: str = "", name: str = "plan") -> Policy:
-    """The policy that gives each place the rule of its choice: one rule for all places that have the same.
-
-    Where the places are known to be in one ModuleList, the rule names it and their ``layers``; else their paths.
-    """
-    groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
-    for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
-        if choice.rule is not None:
-            pattern = None if place.layer is None else _pattern(place.path, place.layer)
-            key = json.dumps(choice.rule, sort_keys=True), pattern or ""
-            _, paths, layers = groups.setdefault(key, (choice.rule, [], []))
-            paths += [place.path, *place.also]
-            layers += [] if place.layer is None else [place.layer]
-    rules = []
-    for (_, pattern), (fields, paths, layers) in groups.items():
-        selected = {"match": pattern, "layers": _spans(layers)} if pattern else {"match": paths}
-        rules.append(Rule(**{**selected, **fields}))
-    return Policy(name=name, description=description, rules=rules or NO_RULES)
-
-
-def _pattern(path: str, layer: int) -> str | None:
-    """The path with "*" for the layer's number; None if it cannot be told which part of the path that is."""
-    parts = path.split(".")
-    if parts.count(str(layer)) != 1:
-        return None
-    return ".".join("*" if part == str(layer) else part for part in parts)
-
-
-def _spans(numbers: Iterable[int]) -> list[str]:
-    """Numbers as a policy's ``layers`` spells them: "0-3", "5"."""
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-
-
-def way_of(choice: Choice) -> str:
-    """Which of ``ALLOWED`` it is. What may be either, ``via: auto``, counts as a kernel: it may round otherwise."""
-    rule = choice.rule or {"action": "keep"}
-    if rule["action"] != "recompute":
-        return rule["action"]
-    return "hook" if rule.get("via") == "hook" else "kernel"
-
-
-def check_allowed(allowed: Collection[str] | None) -> None:
-    if isinstance(allowed, str):
-        raise PlanError(f"expected a list of what is allowed, such as ['keep', 'hook']; found {show(allowed)}")
-    for word in allowed or ():
-        if word not in ALLOWED:
-            raise PlanError(
-                f"allowed: expected some of {', '.join(ALLOWED)}; found {show(word)}{nearest(str(word), ALLOWED)}"
-            )
-
-
 def _document(policy: Policy) -> dict[str, Any]:
     return policy.model_dump(mode="json", exclude_defaults=True) | {"version": policy.version}
 
@@ -301,5 +226,5 @@ def _compact(paths: Sequence[str]) -> str:
         last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts))
         key = ".".join([*parts[:last], ""]), ".".join(["", *parts[last + 1 :]])
         numbers.setdefault(key if last < len(parts) else (path, ""), []).extend(map(int, parts[last : last + 1]))
-    texts = [f"{head}{','.join(_spans(found))}{tail if found else ''}" for (head, tail), found in numbers.items()]
+    texts = [f"{head}{','.join(layer_spans(found))}{tail if found else ''}" for (head, tail), found in numbers.items()]
     return ", ".join(texts)

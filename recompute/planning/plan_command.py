@@ -90,8 +90,7 @@ class PlanRequest:
         progress("loading torch and transformers", 0, 0)
         import torch
 
-        from recompute.counters import resolve_device
-        from recompute.estimation.build_model import build, build_fake
+        from recompute.estimation.build_model import build, build_fake, build_options
         from recompute.profiling.profile_model import profile
 
         progress("building the model", 0, 0)
@@ -100,15 +99,39 @@ class PlanRequest:
             "optimizer": partial(getattr(torch.optim, name), **options),
             "progress": progress,
         }
-        shape: dict[str, Any] = {"sequence_length": self.seq_len, "batch_size": self.batch_size}
-        shape["dtype"] = getattr(torch, self.dtype)
+        sizes: dict[str, Any] = {"seq_len": self.seq_len, "batch_size": self.batch_size, "dtype": self.dtype}
         if self.gpu is not None:
-            with build_fake(self.model, device=torch.device("cpu"), **shape) as (network, batch):
+            with build_fake(self.model, **build_options(device="cpu", **sizes)) as (network, batch):
                 shared: dict[str, Any] = {"device": self.gpu, "sharding": self.sharding, "devices": self.devices}
                 table = profile(network, batch, **shared, **training)
         else:
-            network, batch = build(self.model, device=resolve_device(self.device), **shape)
+            network, batch = build(self.model, **build_options(device=self.device, **sizes))
             table = table or profile(network, batch, **training)
         if self.save_profile is not None:
             table.save(self.save_profile)
         return plan(network, batch, profile=table, verify=self.verify, **asked, **training)
+
+    def text(self, plan: Plan, *, as_json: bool) -> str:
+        """The plan for people, with its frontier if that was asked for; or as one JSON object."""
+        if as_json:
+            return plan.to_json()
+        if not self.frontier:
+            return str(plan)
+        from recompute.planning import frontier_report  # which imports matplotlib
+
+        return f"{plan}\n\n{frontier_report.table(plan)}"
+
+    def write(self, plan: Plan) -> list[Path]:
+        """Write the policy to ``out``, and beside it the frontier's plot. Returns all that the request has written."""
+        written = []
+        if self.out is not None:
+            plan.save(self.out)
+            written.append(self.out)
+            if self.frontier:
+                from recompute.planning import frontier_report
+
+                written.append(self.out.with_suffix(".png"))
+                frontier_report.plot(plan).savefig(written[-1])
+        if self.save_profile is not None:  # written before, as soon as it was measured
+            written.append(self.save_profile)
+        return written

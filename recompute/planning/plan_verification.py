@@ -5,20 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from torch import nn
+
+from recompute.attach.apply import apply
+from recompute.counters import clock, memory_trace
 from recompute.planning import solver
-from recompute.planning.plan import Plan, VerificationRound, plan_from_solution, solve_plan, way_of
+from recompute.planning.allowed_ways import way_of
+from recompute.planning.plan import Plan, VerificationRound, plan_from_solution, solve_plan
 from recompute.planning.solver import Assignment, Uniform
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Choice, Profile
+from recompute.profiling.dry_run import DryRun, OptimizerFactory, dry_run
+from recompute.profiling.model_run import Loss
 from recompute.units import humanize
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from recompute.profiling.dry_run import DryRun, OptimizerFactory
-    from recompute.profiling.model_run import Loss
 
 _MOST_ROUNDS = 3
 _TOLERANCE = 0.02  # of the peak
@@ -67,8 +68,6 @@ def verify_plan(
 
     Raises ``BudgetError`` where the measured profile leaves no plan.
     """
-    from recompute.profiling.dry_run import dry_run
-
     with dry_run(model, batch, loss=loss, optimizer=optimizer) as run:
 
         def measure(policy: Policy) -> MeasuredStep:
@@ -191,9 +190,6 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
 
 def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> MeasuredStep:
     """One step to warm up, one that counts bytes, and some that are timed."""
-    from recompute.attach.apply import apply
-    from recompute.counters import clock, memory_trace
-
     regions = _regions(run.model, profile)
     with apply(run.model, policy):
         run.step(regions)

@@ -23,8 +23,8 @@ from recompute.errors import ModelError, warn
 from recompute.policy.matching import assign
 from recompute.policy.rules import BLOCK, NO_RULES, Family, Policy, Rule
 from recompute.profiling.dry_run import DryRun
-from recompute.substitution.kernel_runners import KernelRunner, is_plain_linear
-from recompute.substitution.recognize import find_norm
+from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
+from recompute.substitution.norm import find_norm
 from recompute.units import humanize
 
 LAYERS = (BLOCK, "*Layer", "*Block")

@@ -17,6 +17,7 @@ from recompute.profiling.cost_table import Profile
 from recompute.profiling.dry_run import OptimizerFactory, dry_run
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, named
+from recompute.profiling.roofline import roofline
 
 
 def profile(
@@ -62,8 +63,6 @@ def profile(
     if steps < 1:
         raise ValueError(f"expected at least 1 step to time; got steps={steps}")
     if device is not None:
-        from recompute.profiling.roofline import roofline  # which imports transformers
-
         offered = kernels is None or kernels
         options: dict[str, Any] = {"match": match, "kernels": offered, "sharding": sharding, "devices": devices}
         return roofline(model, batch, device, loss=loss, optimizer=optimizer, progress=progress, **options)
@@ -77,14 +76,9 @@ def profile(
         on_cuda = run.device.type == "cuda"
         table = measure_regions(run, match, on_cuda if kernels is None else kernels, steps, progress)
         return Profile(
-            model=_described(model, batch),
+            model=describe(model, named(batch)),
             machine=counters.describe_machine(run.device),
             source="measured",
             capacity_nbytes=torch.cuda.get_device_properties(run.device).total_memory if on_cuda else None,
             **table,
         )
-
-
-def _described(model: nn.Module, batch: Any) -> str:
-
-    return describe(model, named(batch))

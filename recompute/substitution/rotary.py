@@ -1,12 +1,19 @@
-"""The rotary embedding that a module's forward calls, found by what it computes, and a forward with ours in its place.
+"""Rotary embeddings: the function that attention calls is recognized by trials, and ``kernels.rope`` stands in for it.
 
-Attention calls the function that rotates queries and keys by a global name. Nobody's globals are changed for ours to
-stand in: the forward is copied, and the copy looks names up in a mapping that asks the original globals each time and
-answers with ours where it finds the very function that was recognized. So what is rebound there later is seen, and ours
-stands in no longer where it is that function.
+Attention calls the function that rotates queries and keys by a global name. For ours to stand in, forward is copied
+with other globals: a mapping that asks the module's own globals at each look-up, and answers with ours where it finds
+the very function that was recognized.
 
-Its limits: CPython alone looks globals up in a mapping that is not quite a dict, and a forward that assigns globals, or
-asks for all of them, is left alone. So is one that has another function call the one that rotates.
+Why is the name not rebound in the module while attention runs, as ``unittest.mock.patch`` would?
+
+1. All threads share a module's globals: another thread, whose attention may be under no policy, would call ours.
+2. ``torch.compile`` and captured regions guard the globals that their graphs read: calls in other threads would miss
+   these guards in the meantime, and be traced again.
+3. Where two calls overlap in time, the first to end would take ours away from the other, and change its values.
+
+The copy shares nothing that changes. Its limits: it relies on CPython, which looks globals up by ``__getitem__`` where
+they are not exactly a dict. And a forward that assigns globals, asks for all of them, or has a helper rotate is left
+alone.
 """
 
 from __future__ import annotations
@@ -24,12 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.recipes import local
 from recompute.engine.rng import RngState
 from recompute.errors import KernelError
-
-Forward = Callable[..., Any]
+from recompute.substitution.kernel_runner import CreditedTo, KernelRunner
+from recompute.substitution.module_formula import is_decorated
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ class Rotary:
     def bind(self, module: nn.Module, forward: Forward) -> Forward:
         """What to call in the place of ``forward``, a bound method of ``module``.
 
-        That is ``forward`` itself where it is no longer the one that was copied, and under a compiler, which fuses the
-        rotation anyway and would take the copy's globals for the original's.
+        That is ``forward`` itself where it is no longer the one that was copied. Under a compiler it is, too: it fuses
+        the rotation anyway, and would take the copy's globals for the original's.
         """
         if torch.compiler.is_compiling() or getattr(forward, "__func__", None) is not self.forward:
             return forward
@@ -62,24 +70,49 @@ def find_rotary(module: nn.Module, *, on_cuda_only: bool = False) -> Rotary | No
     ``rope`` then runs where it can compute what the function would (other shapes and dtypes go to the function), and
     with ``on_cuda_only`` only on CUDA.
     """
-    base = base_of(module)
-    forward, function = base.forward, inspect.unwrap(base.forward)
-    if hasattr(base, "_recompute_decorated") or not isinstance(function, FunctionType):
+    forward = base_of(module).forward
+    function = inspect.unwrap(forward)
+    if is_decorated(module) or not isinstance(function, FunctionType):
         return None  # a decorated class's forward runs the policy's runner, not the other way round
     namespace = function.__globals__
-    names = _looked_up(function.__code__) or ()
-    found = {name: rotation for name in names if (rotation := _rotation(namespace.get(name))) is not None}
+    names = _global_names(function.__code__)
+    found = {name: is_partial for name in names if (is_partial := _rotates(namespace.get(name))) is not None}
     if len(found) != 1:
         return None
-    ((name, rotation),) = found.items()
+    ((name, is_partial),) = found.items()
     original = namespace[name]
-    stand_in = _stand_in(original, rotation, on_cuda_only)
-    copy = _with_globals(forward, _Globals(namespace, original, stand_in))
+    stand_in = _stand_in(original, is_partial, on_cuda_only)
+    copy = _copy_with_globals(forward, _GlobalsButOne(namespace, original, stand_in))
     return None if copy is None else Rotary(name, forward, copy, original, stand_in)
 
 
-class _Globals(dict[str, Any]):
-    """A module's globals as they are at each look, but for one value, in whose place another stands.
+@dataclass
+class KernelRotaryRunner(KernelRunner):
+    """Attention runs its own forward, in which another function rotates."""
+
+    rotary: Rotary
+    stands_in_for_parts = True
+
+    @property
+    def substitutes(self) -> dict[Forward, Forward]:
+        """What forward calls, and what is called in its place: for a graph of the region around it."""
+        return {self.rotary.original: self.rotary.stand_in}
+
+    def _what(self) -> str:
+        return f"rope, as {self.rotary.name}"
+
+    def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
+        return True  # the function asks where its queries are
+
+    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        with CreditedTo(self.statistics):
+            output = self.rotary.bind(module, forward)(*args, **kwargs)
+        self.held.count_run()
+        return output
+
+
+class _GlobalsButOne(dict[str, Any]):
+    """A module's globals as they are at each look-up, but for one value, in whose place another stands.
 
     A function's globals must be a dict; those of a subclass are looked up through its own ``__getitem__``. What the
     interpreter reads past that, for an import say, is in the dict itself.
@@ -95,59 +128,53 @@ class _Globals(dict[str, Any]):
         value = self._namespace[name]
         return self._stand_in if value is self._original else value
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self._namespace else default
-
 
 @functools.lru_cache(1024)
-def _looked_up(code: CodeType) -> frozenset[str] | None:
-    """The names that the code, and what is defined in it, looks up among its globals; None if it needs its very own."""
-    instructions = [instruction for part in _parts(code) for instruction in dis.get_instructions(part)]
+def _global_names(code: CodeType) -> frozenset[str]:
+    """The globals that the code, and what is defined in it, looks up by name; none if it needs its very own globals."""
+    instructions = [instruction for part in _nested(code) for instruction in dis.get_instructions(part)]
     names = frozenset(instruction.argval for instruction in instructions if instruction.opname == "LOAD_GLOBAL")
-    bypasses = not _BYPASSING.isdisjoint(instruction.opname for instruction in instructions)
-    return None if bypasses or names & {"globals", "eval", "exec"} else names
+    needs_own = any(instruction.opname in _NEEDS_A_PLAIN_DICT for instruction in instructions)
+    return frozenset() if needs_own or names & {"globals", "eval", "exec"} else names
 
 
-_BYPASSING = {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-"""Instructions that take globals for a plain dict; the last two are a class body's."""
+_NEEDS_A_PLAIN_DICT = {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+"""Instructions that read and write globals past ``__getitem__``; the last two are a class body's."""
 
 
-def _parts(code: CodeType) -> Iterator[CodeType]:
+def _nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _parts(constant)
+            yield from _nested(constant)
 
 
-def _with_globals(function: Any, namespace: dict[str, Any]) -> FunctionType | None:
+def _copy_with_globals(function: Any, namespace: dict[str, Any]) -> FunctionType | None:
     """A copy of a function with other globals, inside of copies of the decorators around it.
 
     None where a decorator does not plainly hold what it decorates: once, in its closure.
     """
     if not isinstance(function, FunctionType):
         return None
-    closure = function.__closure__ or ()
+    attributes, closure = dict(vars(function)), function.__closure__ or ()
     if hasattr(function, "__wrapped__"):
-        inner = _with_globals(function.__wrapped__, namespace)
+        inner = _copy_with_globals(function.__wrapped__, namespace)
         holds = [cell != CellType() and cell.cell_contents is function.__wrapped__ for cell in closure]
         if inner is None or sum(holds) != 1:
             return None
         closure = tuple(CellType(inner) if held else cell for held, cell in zip(holds, closure, strict=True))
-        namespace = function.__globals__
+        namespace, attributes["__wrapped__"] = function.__globals__, inner
     copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__qualname__ = function.__qualname__
-    vars(copy).update(vars(function))
-    if hasattr(function, "__wrapped__"):
-        vars(copy)["__wrapped__"] = inner
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    vars(copy).update(attributes)
     return copy
 
 
-def _stand_in(original: Any, rotation: _Rotation, on_cuda_only: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def _stand_in(original: Any, is_partial: bool, on_cuda_only: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         from recompute.kernels.rope import rope
 
-        takes_width = rotation.is_partial or cos.shape[-1] == q.shape[-1]
+        takes_width = is_partial or cos.shape[-1] == q.shape[-1]
         if takes_width and (q.is_cuda or local.simulates_cuda or not on_cuda_only) and _is_as_written(original):
             try:
                 return rope(q, k, cos, sin, *args, **kwargs)
@@ -163,24 +190,19 @@ def _is_as_written(function: Any) -> bool:
     return isinstance(function, FunctionType) or (isinstance(function, nn.Module) and "forward" not in vars(function))
 
 
-@dataclass(frozen=True)
-class _Rotation:
-    """What a function takes that computes the half rotation."""
-
-    is_partial: bool
-    """Also angles for the first columns alone, the others being passed on."""
+_known: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary()
 
 
-_rotations: weakref.WeakKeyDictionary[Any, _Rotation | None] = weakref.WeakKeyDictionary()
+def _rotates(function: Any) -> bool | None:
+    """None if ``function`` does not compute what ``rope`` does: by how it is called, then by trials on small tensors.
 
-
-def _rotation(function: Any) -> _Rotation | None:
-    """Whether ``function`` computes what ``rope`` does: by how it is called, then by trials on small tensors."""
+    Otherwise, whether it also takes angles for the first columns alone, and passes on the others.
+    """
     if not _is_as_written(function) or (unsqueeze_dims := _unsqueeze_dims(function)) is None:
         return None
-    if function not in _rotations:
-        _rotations[function] = _tried(function, unsqueeze_dims)
-    return _rotations[function]
+    if function not in _known:
+        _known[function] = _tried(function, unsqueeze_dims)
+    return _known[function]
 
 
 def _unsqueeze_dims(function: Any) -> list[tuple[int, ...]] | None:
@@ -200,10 +222,10 @@ def _unsqueeze_dims(function: Any) -> list[tuple[int, ...]] | None:
     return None
 
 
-def _tried(function: Any, unsqueeze_dims: list[tuple[int, ...]]) -> _Rotation | None:
+def _tried(function: Any, unsqueeze_dims: list[tuple[int, ...]]) -> bool | None:
     with _disable_current_modes(), RngState().replayed(), torch.inference_mode(False), torch.enable_grad():
         whole = all(_agrees(function, 8, angles, dim) for angles in (1, 2) for dim in unsqueeze_dims)
-        return _Rotation(_agrees(function, 6, 1, ())) if whole and _promotes(function) else None
+        return _agrees(function, 6, 1, ()) if whole and _promotes(function) else None
 
 
 def _agrees(function: Any, rotated: int, angles: int, unsqueeze_dim: tuple[int, ...]) -> bool:

@@ -17,14 +17,19 @@ from engine_testing import (
     HIDDEN,
     INSIDE,
     TOKENS,
+    RMSNorm,
+    Setting,
     assert_as_plain,
+    assert_step_as_without,
     bits,
     both_actions,
+    every_rule,
+    every_setting,
     holding,
+    leaves,
     loss_of,
     no_garbage_collection,
     policed,
-    policy,
     tokens,
     weak,
 )
@@ -32,6 +37,7 @@ from torch import Tensor, nn
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
+import recompute
 from recompute.errors import MutationError, PolicyWarning
 
 
@@ -173,6 +179,7 @@ def double(x: Tensor) -> Tensor:
 
 
 ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, Callable[..., Any]]]] = {
+    "tensor": lambda x: (x * 3, lambda v: v.sin()),
     "tuple": lambda x: ((x, (x * 2, None)), lambda v: v[0] * v[1][0]),
     "list": lambda x: ([x, [x * 2]], lambda v: v[0] * v[1][0]),
     "dict": lambda x: ({"a": x, "b": {"c": x * 2}}, lambda v: v["a"] * v["b"]["c"]),
@@ -224,12 +231,14 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, Callable[..., Any]]]] = {
 }
 
 
-@both_actions
+@every_rule
 @pytest.mark.parametrize("given", ["positional", "keyword"])
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_an_argument_comes_back_as_it_was_whatever_it_is(kind: str, given: str, action: str) -> None:
+def test_an_argument_comes_back_as_it_was_whatever_it_is(rules: dict[str, Any], kind: str, given: str) -> None:
     make, use = ARGUMENTS[kind], ARGUMENTS[kind](tokens())[1]
-    inside = holding(lambda self, x, value=None: (x.exp() * use(value)).sin())
+    inside = holding(
+        lambda self, x, value=None, *, offset=0.0: (self.norm(x).exp() * use(value) + offset).sin(), norm=RMSNorm()
+    )
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -239,10 +248,11 @@ def test_an_argument_comes_back_as_it_was_whatever_it_is(kind: str, given: str, 
         def forward(self, x: Tensor) -> Tensor:
             torch.manual_seed(0)
             value = make(x)[0]
-            return self.inside(x, value) if given == "positional" else self.inside(x, value=value)
+            return self.inside(x, value, offset=1.0) if given == "positional" else self.inside(x=x, value=value)
 
-    stats = assert_as_plain(Model(), policy(("inside", action)), tokens())
+    stats = assert_as_plain(Model(), rules, tokens())
     assert stats.regenerations >= 2
+    assert stats.dropped_nbytes > 0
 
 
 def test_a_subclass_of_tensor_comes_back_with_its_attributes() -> None:
@@ -316,13 +326,27 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
     "complex": lambda y: torch.complex(y, y).exp(),
     "conjugate": lambda y: torch.complex(y.sin(), y).exp().conj(),
     "no gradient": lambda y: (y.argmax(), y > 0, y.exp()),
+    "tensor": lambda y: y.sin(),
+    "none": lambda y: (None, y.sin()),
+    "dict with a list": lambda y: {"a": y.sin(), "b": {"c": [y.exp(), None]}},
+    "int, callable and string": lambda y: (3, double, "text", y.sin()),
+    "twice the same beside another": lambda y: (y, y, y.sin()),
+    "without gradient": lambda y: (y.argmax(), y > 0, y.detach(), y.exp()),
 }
 
 
-@both_actions
+@every_rule
 @pytest.mark.parametrize("kind", RESULTS)
-def test_a_result_is_what_it_is_without_the_policy_whatever_it_is(kind: str, action: str) -> None:
-    assert_as_plain(holding(lambda self, x: RESULTS[kind](x.cos())), policy(("inside", action)), tokens())
+def test_a_result_is_what_it_is_without_the_policy_whatever_it_is(rules: dict[str, Any], kind: str) -> None:
+    model = holding(lambda self, x: RESULTS[kind](self.norm(x).cos()), norm=RMSNorm())
+    assert_step_as_without(model, rules, tokens())
+    x = tokens()
+    plain = model(x)
+    recompute.apply(model, rules)
+    result = model(x)
+    assert type(result) is type(plain)
+    for found, expected in zip(leaves(result), leaves(plain), strict=True):
+        assert found is expected or type(found) is type(expected) is Tensor
 
 
 @both_actions
@@ -549,3 +573,23 @@ def test_loss_of_a_region_with_two_inputs_of_which_one_is_unused() -> None:
 
     assert_as_plain(Model(), INSIDE, tokens())
     assert loss_of(model(tokens())).requires_grad
+
+
+@every_setting
+def test_a_decorated_function_takes_and_gives_them_all_at_once(setting: Setting) -> None:
+    x, weight = tokens(), tokens(HIDDEN)
+
+    def function(
+        x: Tensor, table: dict[str, Any], act: Callable[..., Any], *rest: Any, name: str, **others: Any
+    ) -> Any:
+        y = getattr(torch, name)(act(x) * table["weight"]) * rest[0]
+        return {"y": y.exp(), "batch": Batch(y.sin() * others["batch"].hidden), "name": name, "none": rest[1]}
+
+    def run(function: Callable[..., Any]) -> list[Any]:
+        found = function(x, {"weight": weight}, double, 3, None, name="cos", batch=Batch(x * 2))
+        loss = found["y"].sum() + found["batch"].hidden.sum()
+        assert (found["name"], found["none"]) == ("cos", None)
+        return [bits(grad) for _ in range(2) for grad in torch.autograd.grad(loss, [x, weight], retain_graph=True)]
+
+    policy = {"rules": [{"type": "function", **setting}]}
+    assert run(recompute.recompute(function, policy=policy)) == run(function)

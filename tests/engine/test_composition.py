@@ -19,10 +19,12 @@ from engine_testing import (
     RMSNorm,
     Stack,
     assert_as_plain,
+    assert_as_without,
     assert_same,
     bits,
     both_actions,
     every_policy,
+    every_policy_of_a_stack,
     holding,
     loss_of,
     no_garbage_collection,
@@ -107,31 +109,26 @@ def test_backward_on_another_thread(rules: dict[str, Any]) -> None:
     assert grads() == expected
 
 
-@every_policy
+@every_policy_of_a_stack
 def test_replicas_as_data_parallel_makes_them_give_the_parameters_their_gradients(rules: dict[str, Any]) -> None:
-    model, inputs = Stack(p=0.0), [tokens(), tokens()]
+    inputs = [tokens(), tokens()]
 
-    def grads() -> list[Any]:
-        model.zero_grad()
+    def run(model: nn.Module) -> Any:
         replicas = [replica_of(model) for _ in inputs]
         results: list[Any] = [None, None]
 
-        def run(index: int) -> None:
-            with torch.enable_grad():
-                results[index] = loss_of(replicas[index](inputs[index]))
+        def forward(index: int) -> None:
+            results[index] = loss_of(replicas[index](inputs[index]))
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+        threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         sum(results).backward()
-        return [bits(parameter.grad) for parameter in model.parameters()]
+        return [parameter.grad for parameter in model.parameters()]
 
-    expected = grads()
-    handle = recompute.apply(model, rules)
-    assert grads() == expected
-    assert handle.stats().regenerations > 0
+    assert_as_without(Stack(p=0.0), rules, run)
 
 
 # Functional transforms
@@ -518,3 +515,24 @@ def test_higher_order_operators_and_compiled_code_run_in_a_region() -> None:
         return compiled(torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x * 2,)))
 
     assert_as_plain(holding(forward), INSIDE, tokens())
+
+
+# One module several times
+
+
+def test_regions_in_recursion_siblings_and_a_shared_instance() -> None:
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), RMSNorm()
+
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            x = self.linear(self.norm(x)).sin()
+            return x if depth == 0 else self(x, depth - 1) + self(x * 2, depth=depth - 1)
+
+    model = holding(lambda self, x: self.shared(self.shared(x).exp()), shared=Recursive())
+    for rules in (
+        policy(("inside.shared", "checkpoint")),
+        policy(("inside", "checkpoint"), ("inside.shared.norm", "recompute")),
+    ):
+        assert_as_plain(model, rules, tokens())

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import assert_same, tokens
+from engine_testing import (
+    Boom,
+    assert_same,
+    tokens,
+)
 from tiers import by_default
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -24,10 +28,6 @@ RULES = {
     "checkpoint": {"action": "checkpoint"},
     "checkpoint but gemms": {"action": "checkpoint", "keep": "gemm"},
 }
-
-
-class Boom(Exception):
-    pass
 
 
 class Faults:

@@ -18,9 +18,11 @@ from engine_testing import (
     RMSNorm,
     Stack,
     assert_as_plain,
+    assert_as_without,
     bits,
     both_actions,
     every_policy,
+    every_rule,
     holding,
     loss_of,
     policed,
@@ -368,19 +370,6 @@ def test_a_tensor_that_the_region_reaches_in_any_way_is_checked_for_updates(wher
 # Parameters
 
 
-@pytest.mark.parametrize("frozen", ["none", "norms", "projections", "all"])
-@pytest.mark.parametrize("grad", [True, False])
-@every_policy
-def test_frozen_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], frozen: str, grad: bool) -> None:
-    model = Stack()
-    for name, parameter in model.named_parameters():
-        wanted = {"none": False, "norms": "norm" in name, "projections": "proj" in name, "all": name != "head.bias"}[
-            frozen
-        ]
-        parameter.requires_grad_(not wanted)
-    assert_as_plain(model, rules, tokens(grad=grad))
-
-
 @both_actions
 def test_inner_no_grad_and_detach(action: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -612,3 +601,24 @@ def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action: st
         torch.__future__.set_swap_module_params_on_conversion(False)
     (found,) = torch.autograd.grad(model(x.double()).sum(), x)
     assert found.dtype is torch.float32
+
+
+@every_rule
+def test_parameters_laid_out_in_one_storage(rules: dict[str, Any]) -> None:
+    """As by ZeRO: each has its own count of versions, whatever the others'."""
+
+    def run(model: Any) -> Any:
+        parameters = list(model.parameters())
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        offset = 0
+        for number, parameter in enumerate(parameters):
+            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+            with torch.no_grad():
+                for _ in range(number):
+                    parameter.add_(0.001)
+        for _ in range(2):
+            loss_of(model(tokens(grad=False))).backward()
+        return [parameter.grad for parameter in parameters]
+
+    assert_as_without(Stack(), rules, run)

@@ -30,10 +30,6 @@ RULES: dict[str, dict[str, Any]] = {
 }
 NESTED_RULES = {"": None, "keep": {"action": "keep"}, **RULES}
 
-REFUSES_WHAT_AUTOGRAD_REFUSES = False
-"""Whether backward must raise where a saved tensor was changed in place. If not, it may also give the gradients that
-autograd would if it had copied the tensor: what was dropped comes back as it was when it was saved."""
-
 FRAMES = ((2, False), (3, False), (2, True), (2, False))
 """Batch and branch of each run: the last one finds what was decided in the first."""
 
@@ -195,7 +191,7 @@ def assert_as_plain(
             assert "error" in plain or (may_refuse and refused), f"stage {number} raises {stage['error']!r}"
             continue
         if "error" in plain:
-            is_refused = is_refusal(plain["error"]) and not REFUSES_WHAT_AUTOGRAD_REFUSES and "error" not in copied
+            is_refused = is_refusal(plain["error"]) and "error" not in copied
             assert is_refused, f"stage {number} does not raise {plain['error']!r}"
             plain = copied
         different = [name for name in plain if not is_same(stage[name], plain[name])]

@@ -12,10 +12,17 @@ from engine_testing import (
     HIDDEN,
     INSIDE,
     TOKENS,
+    ExpWith,
     RMSNorm,
     assert_as_plain,
+    assert_as_without,
+    assert_step_as_without,
+    bits,
     both_actions,
+    every_rule,
     holding,
+    leaves,
+    module_of,
     policed,
     policy,
     tokens,
@@ -280,3 +287,142 @@ def test_data_that_forward_gives_to_a_tensor_that_autograd_has_saved_in_a_checkp
         return product + x.sin()
 
     assert_as_plain(holding(forward), policy(("inside", "checkpoint")), tokens())
+
+
+# Views
+
+SAVED_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda y: y,
+    "view": lambda y: y.view(2, -1, 4),
+    "transposed": lambda y: y.t(),
+    "permuted": lambda y: y.view(2, -1, 4).permute(2, 0, 1),
+    "slice with an offset": lambda y: y[1:4, 2:],
+    "strided slice": lambda y: y[::2, ::3],
+    "last chunk": lambda y: y.chunk(3)[2],
+    "expanded": lambda y: y[2:3].expand(5, -1),
+    "expanded from a number": lambda y: y[2, 3].expand(3, 4),
+    "overlapping": lambda y: y.unfold(1, 3, 1),
+    "overlapping as strided": lambda y: y.as_strided((5, 4), (3, 1), 2),
+    "diagonal": lambda y: y.diagonal(1),
+    "complex": lambda y: torch.view_as_complex(y.view(TOKENS, -1, 2)),
+    "conjugate": lambda y: torch.view_as_complex(y.view(TOKENS, -1, 2)).conj(),
+    "imaginary part": lambda y: torch.view_as_complex(y.view(TOKENS, -1, 2)).imag,
+    "bytes": lambda y: y.detach().view(torch.int32),
+    "empty": lambda y: y[:0],
+}
+
+
+@every_rule
+@pytest.mark.parametrize("kind", SAVED_VIEWS)
+@pytest.mark.parametrize("source", ["regenerated", "input", "parameter"])
+def test_a_saved_view_comes_back_as_that_view(rules: dict[str, Any], kind: str, source: str) -> None:
+    looks: list[Any] = []
+
+    def look(saved: Tensor) -> None:
+        looks.append((saved.shape, saved.stride(), saved.is_conj(), bits(saved)))
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        whole = {"regenerated": x.exp().mul(2.0), "input": x, "parameter": self.weight.view(TOKENS, HIDDEN)}[source]
+        return ExpWith.apply(x.cos(), SAVED_VIEWS[kind](whole), look).sin()
+
+    model, x = holding(forward, weight=nn.Parameter(tokens(TOKENS * HIDDEN))), tokens()
+
+    def run(model: nn.Module) -> Any:
+        looks.clear()
+        result = model(x * 1.0)
+        grads = [torch.autograd.grad(result.sum(), x, retain_graph=True) for _ in range(2)]
+        return [*looks], grads
+
+    assert_as_without(model, rules, run)
+    assert len(looks) == 2
+
+
+@every_rule
+@pytest.mark.parametrize("kind", ["transposed", "slice with an offset", "expanded", "overlapping", "imaginary part"])
+def test_a_view_of_a_region_output_that_others_save_comes_back_as_that_view(rules: dict[str, Any], kind: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = RMSNorm()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inside(x)
+            view = SAVED_VIEWS[kind](y)
+            return view.sin() * view.abs().sum() + y.cos().sum()
+
+    assert_step_as_without(Model(), rules, tokens())
+
+
+@every_rule
+def test_an_expanded_tensor_comes_back_as_small_as_it_was(rules: dict[str, Any]) -> None:
+    sizes: list[int] = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        small = x[:1].exp().mul(2.0)
+        return ExpWith.apply(x, small.expand(1000, -1), lambda seen: sizes.append(seen.untyped_storage().nbytes()))
+
+    model = holding(forward)
+    recompute.apply(model, rules)
+    model(tokens() * 1.0).sum().backward()
+    assert sizes == [HIDDEN * 4]
+
+
+# Aliases
+
+ALIASES: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda x: x,
+    "view": lambda x: x.view(-1, HIDDEN),
+    "transposed": lambda x: x.t(),
+    "slice": lambda x: x[1:],
+    "chunks": lambda x: x.chunk(2, -1),
+    "detached": lambda x: x.detach(),
+    "dropout of nothing": lambda x: F.dropout(x, 0.0),
+    "among others": lambda x: (x.exp().sin(), x, x.cos()),
+}
+
+
+@every_rule
+@pytest.mark.parametrize("kind", ALIASES)
+def test_a_region_output_that_aliases_its_input_is_not_freed(rules: dict[str, Any], kind: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inside = nn.Linear(HIDDEN, HIDDEN), module_of(lambda self, x: ALIASES[kind](x))
+            self.last = RMSNorm()
+
+        def forward(self, x: Tensor) -> Any:
+            given = self.first(x).sigmoid()
+            result = self.inside(given)
+            return given, result, [part.exp().sin() for part in leaves(result)], self.last(given)
+
+    assert_step_as_without(Model(), rules, tokens(), drops=False)
+    model = holding(lambda self, x: ALIASES[kind](x))
+    recompute.apply(model, rules)
+    given = tokens() * 1.0
+    before = bits(given), given._version
+    result = leaves(model(given))
+    for part in result:
+        if part.requires_grad:
+            torch.autograd.grad(part.exp().sum(), given, retain_graph=True)
+    assert (bits(given), given._version) == before
+    aliases = [part for part in result if part.untyped_storage()._cdata == given.untyped_storage()._cdata]
+    assert aliases or kind == "dropout of nothing"
+    del given
+    assert all(alias.untyped_storage().nbytes() == TOKENS * HIDDEN * 4 for alias in aliases)
+
+
+@every_rule
+def test_a_chain_of_regions_that_return_what_they_are_given(rules: dict[str, Any]) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            through = [lambda self, x: x, lambda self, x: x.view_as(x), lambda self, x: self.norm(x), lambda self, x: x]
+            self.layers = nn.ModuleList(module_of(forward, norm=RMSNorm()) for forward in through)
+
+        def forward(self, x: Tensor) -> Tensor:
+            results = [x * 1.0]
+            for layer in self.layers:
+                results.append(layer(results[-1]))
+            return torch.stack([result.sin() for result in results]).exp()
+
+    assert_step_as_without(Chain(), rules, tokens())

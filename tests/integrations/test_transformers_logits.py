@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback
 
 from recompute.errors import PolicyWarning, UnsupportedError
 from recompute.integrations.transformers import RecomputeCallback, RecomputeTrainingArguments, refuse_arguments
-from recompute.substitution.lazy_tensors import Logits
+from recompute.substitution.head import LazyLogits
 
 HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
 
@@ -157,13 +157,13 @@ class Asks(Trainer):
         return loss
 
 
-@pytest.mark.parametrize(("logits", "kind"), [(None, Logits), (False, Logits), (True, torch.Tensor)])
+@pytest.mark.parametrize(("logits", "kind"), [(None, LazyLogits), (False, LazyLogits), (True, torch.Tensor)])
 @pytest.mark.parametrize("policy", [HEAD, {"rules": [*HEAD["rules"], {"match": "model", "action": "keep"}]}])  # type: ignore[misc]
 def test_the_switch_goes_before_the_policy(policy: Any, logits: Any, kind: type, tmp_path: Path) -> None:
     trainer = Asks(model(), arguments(tmp_path), callbacks=[RecomputeCallback(policy, logits=logits)])
     trainer.train()
     assert trainer.kinds == {kind}
-    assert bool(logged(trainer, "token_accuracy")) is (kind is Logits)
+    assert bool(logged(trainer, "token_accuracy")) is (kind is LazyLogits)
 
 
 def test_a_loss_that_does_not_go_that_way_is_told_of(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from recompute import load_policy
 from recompute.attach.apply import module_entries
 from recompute.errors import BudgetError, PlanError, PolicyError
 from recompute.planning import frontier_report, solver
+from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.make_plan import plan
-from recompute.planning.plan import only_allowed, policy_of, solve_plan
+from recompute.planning.plan import solve_plan
+from recompute.planning.policy_of_plan import policy_of
 from recompute.policy.document import parse_document
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy, Rule

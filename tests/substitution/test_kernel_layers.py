@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
-from recompute.substitution.lazy_tensors import Logits
+from recompute.substitution.head import LazyLogits
 
 TOKENS = BATCH * LENGTH
 IDS = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -220,8 +220,8 @@ def test_training_makes_no_logits_and_evaluation_does() -> None:
     model = make()
     recompute.apply(model, POLICY)
     output = model(input_ids=IDS, labels=IDS)
-    assert type(output.logits) is Logits
-    assert output.logits.is_deferred
+    assert type(output.logits) is LazyLogits
+    assert output.logits.is_lazy
     expected = make()(input_ids=IDS, labels=IDS)
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(output.logits + 0, expected.logits)

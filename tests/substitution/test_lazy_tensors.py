@@ -1,4 +1,4 @@
-"""A deferred tensor is the tensor to all but the kernel that goes without it."""
+"""A lazy tensor is the tensor to all but the kernel that goes without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.errors import MutationError, UnsupportedError
-from recompute.substitution.lazy_tensors import Activated, Deferred, Linears, Logits, Normed
+from recompute.substitution.experts import LazyActivation
+from recompute.substitution.head import LazyLogits
+from recompute.substitution.lazy_tensors import LazyTensor
+from recompute.substitution.norm import LazyNorm, LearnedLinears
 
 TOKENS, HIDDEN, VOCABULARY = 6, 8, 11
 
@@ -23,23 +26,23 @@ def make(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, requires_grad=True)
 
 
-def deferred_sin(x: Tensor) -> tuple[Deferred, list[int]]:
+def lazy_sin(x: Tensor) -> tuple[LazyTensor, list[int]]:
     calls: list[int] = []
 
     def compute() -> Tensor:
         calls.append(1)
         return x.sin()
 
-    return Deferred(tuple(x.shape), (x,), compute), calls
+    return LazyTensor(tuple(x.shape), (x,), compute), calls
 
 
 def test_asking_for_its_shape_computes_nothing() -> None:
     x = make(2, 3)
-    tensor, calls = deferred_sin(x)
+    tensor, calls = lazy_sin(x)
     assert isinstance(tensor, Tensor)
     assert (tensor.shape, tensor.size(-1), tensor.dim(), tensor.ndim, len(tensor)) == (x.shape, 3, 2, 2, 2)
     assert (tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_cuda) == (x.dtype, x.device, True, False)
-    assert repr(tensor) == "Deferred(shape=(2, 3), dtype=torch.float64, device='cpu')"
+    assert repr(tensor) == "LazyTensor(shape=(2, 3), dtype=torch.float64, device='cpu')"
     assert not calls
 
 
@@ -62,7 +65,7 @@ def test_asking_for_its_shape_computes_nothing() -> None:
 )
 def test_to_everything_else_it_is_the_tensor(use: Callable[[Tensor], Tensor]) -> None:
     x = make(2, 3)
-    tensor, calls = deferred_sin(x)
+    tensor, calls = lazy_sin(x)
     found, expected = use(tensor), use(x.sin())
     assert type(found) is Tensor
     assert torch.equal(found, expected)
@@ -76,7 +79,7 @@ def test_to_everything_else_it_is_the_tensor(use: Callable[[Tensor], Tensor]) ->
 def test_copies_and_pickles_are_the_tensors() -> None:
     x = make(3).detach()
     for copied in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), _saved):
-        found = copied(deferred_sin(x)[0])
+        found = copied(lazy_sin(x)[0])
         assert type(found) is Tensor
         assert torch.equal(found, x.sin())
 
@@ -90,7 +93,7 @@ def _saved(tensor: Tensor) -> Tensor:
 
 def test_gradients_off_where_it_is_used_do_not_cut_its_graph() -> None:
     x = make(3)
-    tensor, _ = deferred_sin(x)
+    tensor, _ = lazy_sin(x)
     with torch.no_grad():
         tensor + 1
     assert torch.autograd.grad((tensor * 1).sum(), x)[0].equal(x.cos())
@@ -107,7 +110,7 @@ class Double(torch.autograd.Function):
 
 
 def test_a_custom_function_is_refused_and_not_silently_cut_off() -> None:
-    y = Double.apply(deferred_sin(make(3))[0])
+    y = Double.apply(lazy_sin(make(3))[0])
     with pytest.raises(UnsupportedError, match=r"custom function.*`via: hook` or `action: keep`"):
         y.sum().backward()
 
@@ -121,7 +124,7 @@ def test_an_activation_and_its_product_become_one(product: Callable[[Tensor, Ten
         calls.append((gate, up))
         return F.silu(gate) * up
 
-    tensor = Activated.of(gate, lambda: F.silu(gate), multiply)
+    tensor = LazyActivation.of(gate, lambda: F.silu(gate), multiply)
     assert torch.equal(product(tensor, up), F.silu(gate) * up)
     assert len(calls) == 1
     assert calls[0][0] is gate
@@ -133,7 +136,7 @@ def test_an_activation_and_its_product_become_one(product: Callable[[Tensor, Ten
 )
 def test_other_products_of_an_activation_are_plain(other: Any) -> None:
     gate = make(2, 3)
-    tensor = Activated.of(gate, lambda: F.silu(gate), lambda *_: pytest.fail("fused"))
+    tensor = LazyActivation.of(gate, lambda: F.silu(gate), lambda *_: pytest.fail("fused"))
     assert torch.equal(tensor * other, F.silu(gate) * other)
 
 
@@ -143,7 +146,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(HIDDEN, 4, bias=i == 0, dtype=torch.float64) for i in range(3))
-        self.linears = Linears()
+        self.linears = LearnedLinears()
         self.together: list[list[Tensor]] = []
 
     def forward(self, x: Tensor, also: Callable[[Tensor], Any] = lambda _: None, skip: bool = False) -> Tensor:
@@ -151,7 +154,7 @@ class Attention(nn.Module):
             self.together.append([weight for weight, _ in known])
             return [F.linear(x.sin(), *each) for each in known], x.view_as(x)
 
-        normed = Normed.of(x, None, x.sin, self.linears, together)
+        normed = LazyNorm.of(x, None, x.sin, self.linears, together)
         also(normed)
         result = torch.cat([self.q(normed), self.k(normed), self.k(normed) if skip else self.v(normed)])
         self.linears.learn(normed)
@@ -201,16 +204,16 @@ def test_a_norm_that_others_read_too_is_computed_and_its_linears_read_it() -> No
     assert all(torch.equal(y, x.sin()) for y in seen)
 
 
-def head(shape: tuple[int, ...] = (2, 3), bias: bool = True) -> tuple[Logits, Tensor]:
+def head(shape: tuple[int, ...] = (2, 3), bias: bool = True) -> tuple[LazyLogits, Tensor]:
     hidden, weight = make(*shape, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
     offset = make(VOCABULARY, seed=2) if bias else None
-    return Logits.of(hidden, weight, offset), F.linear(hidden, weight, offset)
+    return LazyLogits.of(hidden, weight, offset), F.linear(hidden, weight, offset)
 
 
 def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value() -> None:
     x = make(2, 3).detach()
-    tensor, _ = deferred_sin(x)
-    asked, _ = deferred_sin(x)
+    tensor, _ = lazy_sin(x)
+    asked, _ = lazy_sin(x)
     expected = asked + 0
     x.add_(1)
     with pytest.raises(MutationError, match=r"shape=\(2, 3\).* changed in place, as by an optimizer's step"):
@@ -225,9 +228,9 @@ def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value() -> N
 
 
 def test_it_trains_only_where_what_it_is_made_of_does() -> None:
-    assert not Logits.of(make(2, HIDDEN).detach(), make(VOCABULARY, HIDDEN).detach()).requires_grad
+    assert not LazyLogits.of(make(2, HIDDEN).detach(), make(VOCABULARY, HIDDEN).detach()).requires_grad
     with torch.no_grad():
-        assert not Logits.of(make(2, HIDDEN), make(VOCABULARY, HIDDEN)).requires_grad
+        assert not LazyLogits.of(make(2, HIDDEN), make(VOCABULARY, HIDDEN)).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ def test_a_division_that_rounds_is_no_cap() -> None:
 def test_shifted_logits_may_be_flattened_and_then_read() -> None:
     logits, whole = head()
     shifted = logits[..., :-1, :].contiguous().view(-1, VOCABULARY)
-    assert type(shifted) is Logits
+    assert type(shifted) is LazyLogits
     assert torch.equal(shifted.argmax(-1), whole[..., :-1, :].contiguous().view(-1, VOCABULARY).argmax(-1))
 
 
@@ -281,7 +284,7 @@ SHAPINGS: list[Callable[[Tensor], Tensor]] = [
 def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], Tensor]) -> None:
     logits, whole = head()
     found, expected = shaping(logits), shaping(whole)
-    assert type(found) is Logits
+    assert type(found) is LazyLogits
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     assert torch.equal(found + 0, expected)
 
@@ -310,11 +313,11 @@ def test_anything_else_sees_the_logits(use: Callable[[Tensor], Tensor]) -> None:
     assert torch.equal(found, use(whole))
 
 
-def test_logits_in_float32_are_still_deferred() -> None:
+def test_logits_in_float32_are_still_lazy() -> None:
     hidden, weight = make(4, HIDDEN).bfloat16(), make(VOCABULARY, HIDDEN, seed=1).bfloat16()
     for cast in (lambda logits: logits.float(), lambda logits: logits.to(torch.float32)):
-        found = cast(Logits.of(hidden, weight))
-        assert type(found) is Logits
+        found = cast(LazyLogits.of(hidden, weight))
+        assert type(found) is LazyLogits
         assert found.dtype is torch.float32
         assert torch.equal(found + 0, F.linear(hidden, weight).float())
 
@@ -337,7 +340,7 @@ def test_a_cross_entropy_goes_without_the_logits(loss: Callable[[Tensor], Tensor
     found, expected = [], []
     for results, plain in ((found, False), (expected, True)):
         hidden, weight, bias = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)
-        logits = F.linear(hidden, weight, bias) if plain else Logits.of(hidden, weight, bias)
+        logits = F.linear(hidden, weight, bias) if plain else LazyLogits.of(hidden, weight, bias)
         value = loss(logits)
         results += [value, *torch.autograd.grad(value, (hidden, weight, bias))]
         assert plain or logits._value is None
@@ -349,8 +352,8 @@ def test_a_cross_entropy_goes_without_the_logits(loss: Callable[[Tensor], Tensor
 def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[Tensor], Tensor]) -> None:
     seen: list[tuple[Tensor, Tensor, int]] = []
     hidden, weight, bias = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)
-    value = loss(Logits.of(hidden, weight, bias, lambda *found: seen.append(found)))
-    assert torch.equal(value, loss(Logits.of(hidden, weight, bias)))
+    value = loss(LazyLogits.of(hidden, weight, bias, lambda *found: seen.append(found)))
+    assert torch.equal(value, loss(LazyLogits.of(hidden, weight, bias)))
     ((argmax, target, ignored),) = seen
     assert ignored == -100
     rows = F.linear(hidden, weight, bias).argmax(-1)

@@ -8,6 +8,7 @@ import gc
 import importlib
 import inspect
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import models
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -369,6 +371,31 @@ def test_nothing_but_the_module_changes() -> None:
     assert len(vars(llama)) == len(before)
     assert vars(llama.LlamaAttention)["forward"] is forward
     assert vars(forward) == attributes
+
+
+def test_other_threads_see_the_modules_own_globals_meanwhile() -> None:
+    """So that their attention runs as it is, and what they have compiled meets its guards."""
+    inside, leave = threading.Event(), threading.Event()
+    source = FORWARD.replace("return rotate", "return pause() or rotate") + "def turn(*args): return rotate(*args)"
+    module = attention(written_otherwise, source, pause=lambda: inside.set() or (leave.wait(60) and None))
+    namespace = type(module).forward.__globals__
+    counter = CompileCounter()
+    compiled = torch.compile(namespace["turn"], backend=counter)
+    expected = compiled(*inputs())
+    counts = []
+    thread = threading.Thread(target=lambda: counts.append(called(module, *inputs())[1]))
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with CountedRopes() as counted:
+            assert all(map(torch.equal, namespace["turn"](*inputs()), written_otherwise(*inputs())))
+        assert counted.count == 0
+        assert all(map(torch.equal, compiled(*inputs()), expected))
+        assert counter.frame_count == 1
+    finally:
+        leave.set()
+        thread.join()
+    assert counts == [1]
 
 
 def test_on_cuda_only(device: str) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
-from behaviour_testing import CHECKPOINT, RECOMPUTE, SETTINGS, assert_as_without, governing
-from engine_testing import Stack, loss_of, tokens
+from engine_testing import (
+    SETTINGS,
+    clean_thread,  # noqa: F401  # around every test here
+    governing,
+)
 from tiers import by_default, slow
 from two_parts import Trained, disagreements, kept_nbytes, plans_of_this_rank, refusals, train, verified
 from two_processes import TwoProcesses
@@ -26,7 +28,7 @@ ONCE = [
     ("tensor parallel", "checkpoint"),
 ]
 """Each way at least once, and each action."""
-every_policy = pytest.mark.parametrize("name", SETTINGS)
+every_rule = pytest.mark.parametrize("name", SETTINGS)
 
 
 def each_way(*ways: str, names: Iterable[str] = SETTINGS) -> Any:
@@ -95,7 +97,7 @@ def test_every_rank_has_the_same_plans(two_processes: TwoProcesses, how: str, na
     assert first.plans == second.plans
 
 
-@pytest.mark.parametrize("action", [RECOMPUTE, CHECKPOINT], ids=["recompute", "checkpoint"])
+@pytest.mark.parametrize("action", [SETTINGS["recompute"], SETTINGS["checkpoint"]])
 def test_what_changes_a_dtensor_between_forward_and_backward_is_refused(
     two_processes: TwoProcesses, action: dict[str, Any]
 ) -> None:
@@ -104,9 +106,8 @@ def test_what_changes_a_dtensor_between_forward_and_backward_is_refused(
 
 
 def test_a_dtensor_can_be_pinned(two_processes: TwoProcesses) -> None:
-    for (plain, same), (pinned, same_pinned) in zip(
-        two_processes.run(kept_nbytes, RECOMPUTE, False), two_processes.run(kept_nbytes, RECOMPUTE, True), strict=True
-    ):
+    free, held = (two_processes.run(kept_nbytes, SETTINGS["recompute"], pins) for pins in (False, True))
+    for (plain, same), (pinned, same_pinned) in zip(free, held, strict=True):
         assert same
         assert same_pinned
         assert pinned > plain
@@ -151,24 +152,3 @@ def test_losses_under_deepspeed_are_as_without(two_processes: TwoProcesses, stag
     for (values, dropped_nbytes), (plain, _) in zip(found, expected, strict=True):
         assert values == plain
         assert dropped_nbytes > 0
-
-
-@every_policy
-def test_parameters_laid_out_in_one_storage(name: str) -> None:
-    """As by ZeRO: each has its own count of versions, whatever the others'."""
-
-    def run(model: Any) -> Any:
-        parameters = list(model.parameters())
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-        offset = 0
-        for number, parameter in enumerate(parameters):
-            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-            with torch.no_grad():
-                for _ in range(number):
-                    parameter.add_(0.001)
-        for _ in range(2):
-            loss_of(model(tokens(grad=False))).backward()
-        return [parameter.grad for parameter in parameters]
-
-    assert_as_without(Stack(), governing(SETTINGS[name]), run)

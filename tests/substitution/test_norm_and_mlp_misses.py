@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import recompute
 from recompute.errors import PolicyWarning
-from recompute.substitution.recognize import find_gated_mlp, find_norm
+from recompute.substitution.mlp import find_gated_mlp
+from recompute.substitution.norm import find_norm
 
 
 def norm_of(forward: Callable[..., Any], **attributes: Any) -> nn.Module:

@@ -8,14 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from behaviour_testing import ExpWith, assert_as_without, assert_step_as_without, every_policy, module_of
-from engine_testing import HIDDEN, RMSNorm, Stack, bits, holding, loss_of, tokens, weak
+from engine_testing import (
+    HIDDEN,
+    ExpWith,
+    RMSNorm,
+    Stack,
+    assert_as_without,
+    assert_step_as_without,
+    bits,
+    every_rule,
+    holding,
+    loss_of,
+    module_of,
+    tokens,
+    weak,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 import recompute
 
-# 21. Offloaded views, and outputs of backward that view what was unpacked
+# Offloaded views, and outputs of backward that view what was unpacked
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "offset": lambda x: x[2:, 3:],
@@ -27,9 +40,9 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("kind", VIEWS)
-def test_21_views_with_offsets_are_offloaded_and_come_back(rules: dict[str, Any], kind: str) -> None:
+def test_views_with_offsets_are_offloaded_and_come_back(rules: dict[str, Any], kind: str) -> None:
     """The view goes in, is made inside, and is made of the result by whoever comes after."""
 
     class Model(nn.Module):
@@ -45,8 +58,8 @@ def test_21_views_with_offsets_are_offloaded_and_come_back(rules: dict[str, Any]
     assert_step_as_without(Model(), rules, tokens(), around=save_on_cpu)
 
 
-@every_policy
-def test_21_a_whole_model_offloads_only_what_is_left_to_hold(rules: dict[str, Any]) -> None:
+@every_rule
+def test_a_whole_model_offloads_only_what_is_left_to_hold(rules: dict[str, Any]) -> None:
     assert_step_as_without(Stack(), rules, tokens(), around=save_on_cpu)
     model, x, offloaded = Stack(p=0.0), tokens(), {True: 0, False: 0}
 
@@ -92,9 +105,9 @@ def _chain(self: Any, x: Tensor) -> Tensor:
 GRADIENTS: list[Tensor] = []
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("offloads", [False, True])
-def test_21_gradients_that_view_an_unpacked_tensor_are_not_overwritten(rules: dict[str, Any], offloads: bool) -> None:
+def test_gradients_that_view_an_unpacked_tensor_are_not_overwritten(rules: dict[str, Any], offloads: bool) -> None:
     x = tokens()
 
     def run(model: nn.Module) -> Any:
@@ -114,8 +127,8 @@ def test_21_gradients_that_view_an_unpacked_tensor_are_not_overwritten(rules: di
     assert_as_without(holding(_chain, norm=RMSNorm()), rules, run)
 
 
-@every_policy
-def test_21_a_gradient_that_views_an_unpacked_tensor_may_be_changed_by_who_gets_it(rules: dict[str, Any]) -> None:
+@every_rule
+def test_a_gradient_that_views_an_unpacked_tensor_may_be_changed_by_who_gets_it(rules: dict[str, Any]) -> None:
     """As clipping does in place. A second backward is right, or refused as in plain eager."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -144,8 +157,8 @@ def test_21_a_gradient_that_views_an_unpacked_tensor_may_be_changed_by_who_gets_
         assert bits(second) == expected
 
 
-@every_policy
-def test_21_what_was_offloaded_is_freed_with_the_graph(rules: dict[str, Any]) -> None:
+@every_rule
+def test_what_was_offloaded_is_freed_with_the_graph(rules: dict[str, Any]) -> None:
     packed: list[Any] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -163,8 +176,8 @@ def test_21_what_was_offloaded_is_freed_with_the_graph(rules: dict[str, Any]) ->
     assert all(reference.expired() for reference in packed)
 
 
-@every_policy
-def test_21_expanded_tensors_are_unpacked_as_they_were_packed(rules: dict[str, Any]) -> None:
+@every_rule
+def test_expanded_tensors_are_unpacked_as_they_were_packed(rules: dict[str, Any]) -> None:
     model = holding(lambda self, x: ExpWith.apply(x.cos(), x[:1].sin().expand(50, -1), SEEN.append).sin().cos())
     x = tokens()
 

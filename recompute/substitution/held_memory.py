@@ -1,8 +1,9 @@
-"""What kernels hold for backward, and what the code in whose place they stand would hold: counted, not measured.
+"""Counts what kernels hold for backward, and what the code that they stand in for would hold.
 
-Kernels save what they need past any region, so nobody sees what was not saved. But each of the modules that they stand
-in for treats every row of its input alike. So the bytes are a number a row and a fixed one (of weights that are cast,
-say), which two runs on tensors without values tell: once for all modules that are alike, whatever their inputs' sizes.
+No region sees what a kernel did not save, so nothing can be measured in the run itself. But each of the modules that
+kernels stand in for computes every row of its input by itself. What is held is therefore a number of bytes a row and a
+fixed number (such as weights that autocast has cast). Two dry runs on tensors without values tell both numbers, once
+for all modules that are alike, and for inputs of any size.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from recompute.engine.recipes import local, open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import is_recording
 
-Compute = Callable[[Tensor], Any]
-"""Of a tensor of rows, what a module or the kernels in its place give."""
+Compute = Callable[..., Any]
+"""What a module, or the kernels in its place, give for tensors of rows."""
 
-_ROWS = 16  # of the first run; the second has twice as many
+_ROWS = 16  # of the first dry run; the second has twice as many
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """What is alive after forward because backward needs it, without parameters."""
 
     fixed_nbytes: int
@@ -40,66 +41,73 @@ class Held(NamedTuple):
     holds_input: bool
     """Whether the input is held, too."""
 
-    def of(self, rows: int, input_nbytes: int) -> int:
+    def nbytes(self, rows: int, input_nbytes: int) -> int:
         return self.fixed_nbytes + rows * self.row_nbytes + (input_nbytes if self.holds_input else 0)
 
 
-class Account(NamedTuple):
-    kernels: Held
-    eager: Held
+class KernelAndEager(NamedTuple):
+    """What the kernels hold, and what the module's own code would."""
+
+    kernels: HeldMemory
+    eager: HeldMemory
 
 
-class Accounts:
-    """Counts what kernels hold and what the module's own code would, for the statistics of a runner."""
+class HeldMemoryCounter:
+    """Adds what a runner's kernels hold, and what the module's own code would, to the statistics of the region."""
 
     def __init__(self, statistics: RegionStatistics):
         self._statistics = statistics
-        self._known: dict[Hashable, Account | None] = {}
+        self._known: dict[Hashable, KernelAndEager | None] = {}
 
-    def add(
+    def count(
         self,
-        part: tuple[Any, ...],
-        x: Tensor,
+        kind: tuple[Any, ...],
+        inputs: Sequence[Tensor],
         weights: Sequence[Tensor | None],
         kernels: Compute,
-        eager: Compute,
+        as_written: Compute,
         *,
         is_frame: bool = True,
     ) -> None:
-        """Count a run on ``x``, (..., width), each of whose rows is computed by itself, before it runs.
+        """Count a run of ``kernels(*inputs)``, which is about to come.
 
-        part: what code computes it, beside ``weights``: equal parts hold the same for tensors of one dtype.
-        kernels, eager: compute it of another such tensor, (rows, width). is_frame: whether this is a run of its own.
+        Args:
+            kind: what code this stands in for: equal kinds hold the same for inputs and weights that are alike.
+            inputs: (..., width) each. All but the first are like the first.
+            weights: what is read beside them.
+            kernels, as_written: compute it of as many tensors of other rows, (rows, width) each.
+            is_frame: whether this is a run of its own, and not a part of one.
         """
-        if not _is_new():
+        if not _is_counted():
             return
+        x = inputs[0]
         trains = x.requires_grad, *[each is not None and each.requires_grad for each in weights]
         autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
-        key = part, x.dtype, x.shape[-1:], trains, autocast
+        key = kind, x.dtype, x.shape[-1:], trains, autocast
         if key not in self._known:
-            self._known[key] = _account(key, x, weights, kernels, eager)
-        account = self._known[key]
-        if account is not None:
-            self._count(x, account, is_frame)
+            self._known[key] = _measured(key, inputs, weights, kernels, as_written)
+        held = self._known[key]
+        if held is not None:
+            self._add(x, held, is_frame)
 
-    def add_run(self) -> None:
+    def count_run(self) -> None:
         """Count a run of kernels that hold what the module's own code would."""
-        if _is_new() and not local.active_frames:
+        if _is_counted() and not local.active_frames:
             self._statistics.frames += 1
 
-    def add_known(self, x: Tensor, kernels: Held, eager: Held) -> None:
-        """As ``add``, where it is known what is held."""
-        if _is_new():
-            self._count(x, Account(kernels, eager), True)
+    def count_known(self, x: Tensor, kernels: HeldMemory, eager: HeldMemory) -> None:
+        """Count a run on ``x`` of which it is known what is held."""
+        if _is_counted():
+            self._add(x, KernelAndEager(kernels, eager), True)
 
-    def _count(self, x: Tensor, account: Account, is_frame: bool) -> None:
+    def _add(self, x: Tensor, held: KernelAndEager, is_frame: bool) -> None:
         numel = x.numel()
         rows, nbytes = numel // x.shape[-1], numel * x.itemsize
-        book = open_book() if account.kernels.holds_input else None
-        if book is not None and book.is_given_to_a_kernel(x, is_eager=account.eager.holds_input):
+        book = open_book() if held.kernels.holds_input else None
+        if book is not None and book.is_given_to_a_kernel(x, is_eager=held.eager.holds_input):
             nbytes = 0  # whoever gave it counts it
-        kept_nbytes = account.kernels.of(rows, nbytes)
-        self._statistics.eager_nbytes += account.eager.of(rows, nbytes)
+        kept_nbytes = held.kernels.nbytes(rows, nbytes)
+        self._statistics.eager_nbytes += held.eager.nbytes(rows, nbytes)
         if local.active_frames:  # a tape or a checkpoint around counts what is saved, in both ways
             self._statistics.eager_nbytes -= kept_nbytes
         else:
@@ -112,57 +120,57 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _is_new() -> bool:
+def _is_counted() -> bool:
     """Whether autograd records something, and not for the second time, as a checkpoint has it do."""
-    is_eager = not torch.compiler.is_compiling() and is_recording() and not local.regenerating
-    return is_eager and (
-        bool(local.active_frames) or not is_inside_checkpoint()
-    )  # torch's, which does not say which time
+    if torch.compiler.is_compiling() or not is_recording() or local.regenerating:
+        return False
+    return bool(local.active_frames) or not is_inside_checkpoint()  # torch's, which does not say which time
 
 
-_accounts: dict[Hashable, Account | None] = {}
+_measurements: dict[Hashable, KernelAndEager | None] = {}
 
 
-def _account(
-    key: Hashable, x: Tensor, weights: Sequence[Tensor | None], kernels: Compute, eager: Compute
-) -> Account | None:
-    """From runs on tensors without values; None where those cannot stand for the tensors."""
+def _measured(
+    key: Hashable, inputs: Sequence[Tensor], weights: Sequence[Tensor | None], kernels: Compute, as_written: Compute
+) -> KernelAndEager | None:
+    """From dry runs; None where tensors without values cannot stand for these."""
+    x = inputs[0]
     given = [each for each in (x, *weights) if each is not None]
     if any(type(each) not in _PLAIN or each.is_meta for each in given) or not all(x.shape[-1:] or (0,)):
         return None
     key = key, x.device.type, *[(each.shape, each.dtype) for each in given[1:]]
-    if key not in _accounts:
+    if key not in _measurements:
         try:
-            _accounts[key] = Account(_held(kernels, x), _held(eager, x))
+            _measurements[key] = KernelAndEager(*(_dry_runs(each, x, len(inputs)) for each in (kernels, as_written)))
         except Exception:
             # A user's forward may raise anything on tensors without values. Training goes on, and counts less.
-            _accounts[key] = None
-    return _accounts[key]
+            _measurements[key] = None
+    return _measurements[key]
 
 
-def _held(compute: Compute, x: Tensor) -> Held:
-    with _apart(x):
-        few, many = (_held_nbytes(compute, x, rows) for rows in (_ROWS, 2 * _ROWS))
-    a_row = (many[0] - few[0]) // _ROWS
-    return Held(few[0] - _ROWS * a_row, a_row, few[1])
+def _dry_runs(compute: Compute, like: Tensor, inputs: int) -> HeldMemory:
+    with _without_values(like):
+        (few, holds_input), (many, _) = (_dry_run(compute, like, inputs, rows) for rows in (_ROWS, 2 * _ROWS))
+    a_row = (many - few) // _ROWS
+    return HeldMemory(few - _ROWS * a_row, a_row, holds_input)
 
 
-def _held_nbytes(compute: Compute, like: Tensor, rows: int) -> tuple[int, bool]:
-    """The bytes of what ``compute`` makes that its graph holds, and whether that holds what it is given."""
+def _dry_run(compute: Compute, like: Tensor, inputs: int, rows: int) -> tuple[int, bool]:
+    """The bytes of what ``compute`` makes that its graph holds, and whether that holds its first input."""
     leaf = torch.empty(rows, like.shape[-1], dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
     x = leaf * 1  # a graph holds its leaves anyway
     known = StorageWeakRef(x.untyped_storage())
-    with _Made() as made:
-        outputs = tree_leaves(compute(x))
+    with _NewStorages() as new:
+        outputs = tree_leaves(compute(x, *(x.clone() for _ in range(inputs - 1))))
     graph = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
     del x, outputs
-    held = sum(nbytes for storage, nbytes in made.storages.values() if not storage.expired())
+    held = sum(nbytes for storage, nbytes in new.storages.values() if not storage.expired())
     is_held = not known.expired()
     del graph
     return held, is_held
 
 
-class _Made(TorchDispatchMode):
+class _NewStorages(TorchDispatchMode):
     """Notes the storages that ops make."""
 
     def __init__(self) -> None:
@@ -187,8 +195,8 @@ def _gives_views(op: Any) -> bool:
 
 
 @contextmanager
-def _apart(x: Tensor) -> Iterator[None]:
-    """Where tensors have no values, and nobody sees what is done with them: no mode, no hooks, no cache of casts."""
+def _without_values(x: Tensor) -> Iterator[None]:
+    """The span in which tensors are fake, and nobody sees what is done: no mode, no hooks, no cache of casts."""
     mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
     caches = torch.is_autocast_cache_enabled()
     local.books.append(None)

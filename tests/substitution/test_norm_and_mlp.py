@@ -23,14 +23,9 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
-from recompute.substitution.recognize import (
-    GatedMLP,
-    Norm,
-    find_activation,
-    find_gated_mlp,
-    find_norm,
-    find_pre_norm_layer,
-)
+from recompute.substitution.decoder_layer import find_pre_norm_layer
+from recompute.substitution.mlp import GatedMLP, find_activation, find_gated_mlp
+from recompute.substitution.norm import Norm, find_norm
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 40
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,22 +7,34 @@ from typing import Any
 
 import pytest
 import torch
-from behaviour_testing import (
+from engine_testing import (
+    HIDDEN,
     SETTINGS,
+    TOKENS,
+    Attention,
+    Holder,
+    Layer,
+    RMSNorm,
     Setting,
+    Stack,
     assert_as_without,
     assert_step_as_without,
-    every_policy,
+    bits,
+    every_policy_of_a_stack,
+    every_rule,
     every_setting,
     governing,
+    holding,
+    loss_of,
     module_of,
+    policy,
+    tokens,
 )
-from engine_testing import HIDDEN, TOKENS, Attention, Holder, Layer, RMSNorm, Stack, bits, holding, loss_of, tokens
 from torch import Tensor, nn
 
 import recompute
 
-# 3. Saved tensors that are read twice
+# Saved tensors that are read twice
 
 
 class Twice(torch.autograd.Function):
@@ -42,14 +54,14 @@ class Twice(torch.autograd.Function):
         return grad * x * sine * result * ctx.saved_tensors[0] * ctx.saved_tensors[1]
 
 
-@every_policy
-def test_03_a_custom_function_may_read_its_saved_tensors_twice(rules: dict[str, Any]) -> None:
+@every_rule
+def test_a_custom_function_may_read_its_saved_tensors_twice(rules: dict[str, Any]) -> None:
     model = holding(lambda self, x: Twice.apply(self.norm(x).cos()).sin(), norm=RMSNorm())
     assert_step_as_without(model, rules, tokens(), backwards=3)
 
 
-@every_policy
-def test_03_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules: dict[str, Any]) -> None:
+@every_rule
+def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules: dict[str, Any]) -> None:
     x = tokens()
 
     def run(model: nn.Module) -> Any:
@@ -60,11 +72,11 @@ def test_03_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_
     assert_as_without(holding(lambda self, x: x.cos().exp().sin()), rules, run)
 
 
-# 4. Several backwards
+# Several backwards
 
 
-@every_policy
-def test_04_disjoint_backwards_of_one_graph_and_subsets_of_gradients(rules: dict[str, Any]) -> None:
+@every_policy_of_a_stack
+def test_disjoint_backwards_of_one_graph_and_subsets_of_gradients(rules: dict[str, Any]) -> None:
     x = tokens()
 
     def run(model: Any) -> Any:
@@ -78,8 +90,8 @@ def test_04_disjoint_backwards_of_one_graph_and_subsets_of_gradients(rules: dict
     assert_as_without(Stack(), rules, run)
 
 
-@every_policy
-def test_04_two_results_of_one_region_run_backward_one_after_the_other(rules: dict[str, Any]) -> None:
+@every_rule
+def test_two_results_of_one_region_run_backward_one_after_the_other(rules: dict[str, Any]) -> None:
     """They share nothing that a first backward, which retains no graph, would free."""
     model = holding(lambda self, x, y: (self.a(x).exp().sin(), self.b(y).exp().cos()), a=RMSNorm(), b=RMSNorm())
     x, y = tokens(), tokens()
@@ -92,19 +104,19 @@ def test_04_two_results_of_one_region_run_backward_one_after_the_other(rules: di
     assert_as_without(model, rules, run)
 
 
-@every_policy
-def test_04_graphs_of_several_shapes_alive_at_once_run_backward_in_any_order(rules: dict[str, Any]) -> None:
-    inputs = [tokens(rows, HIDDEN) for rows in (TOKENS, 3, TOKENS, 1)]
+@every_policy_of_a_stack
+def test_graphs_of_several_shapes_alive_at_once_run_backward_in_any_order(rules: dict[str, Any]) -> None:
+    inputs = [tokens(rows, HIDDEN) for rows in (TOKENS, 3, TOKENS, 1, TOKENS, TOKENS)]
 
     def run(model: Any) -> Any:
         losses = [loss_of(model(x)) for x in inputs]
-        return [torch.autograd.grad(losses[i], [inputs[i], *model.parameters()]) for i in (2, 0, 3, 1)]
+        return [torch.autograd.grad(losses[i], [inputs[i], *model.parameters()]) for i in (2, 0, 5, 3, 1, 4)]
 
     assert_as_without(Stack(), rules, run)
 
 
-@every_policy
-def test_04_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[str, Any]) -> None:
+@every_rule
+def test_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[str, Any]) -> None:
     def forward(self: Any, x: Tensor, path: int) -> Tensor:
         x = self.norm(x)
         x = x.exp() if path == 0 else x.sin().exp() if path == 1 else x.cos() * x.exp()
@@ -119,7 +131,7 @@ def test_04_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict
     assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
 
 
-# 7. Inner no_grad and detach
+# Inner no_grad and detach
 
 WITHOUT_GRAD: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "no_grad": lambda self, x: x.exp() * _scale(self, x),
@@ -147,14 +159,14 @@ def _slope_without_grad(self: Any, x: Tensor) -> Tensor:
         return _slope(self.norm(x))
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("kind", WITHOUT_GRAD)
-def test_07_inner_no_grad_and_detach(rules: dict[str, Any], kind: str) -> None:
+def test_inner_no_grad_and_detach(rules: dict[str, Any], kind: str) -> None:
     assert_step_as_without(holding(WITHOUT_GRAD[kind], norm=RMSNorm()), rules, tokens())
 
 
-@every_policy
-def test_07_what_requires_gradients_is_what_does_without_the_policy(rules: dict[str, Any]) -> None:
+@every_rule
+def test_what_requires_gradients_is_what_does_without_the_policy(rules: dict[str, Any]) -> None:
     def forward(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         y = self.norm(x).exp()
         with torch.no_grad():
@@ -170,21 +182,31 @@ def test_07_what_requires_gradients_is_what_does_without_the_policy(rules: dict[
     )
 
 
-# 8. Inputs that require no gradient
+# Inputs that require no gradient
 
 
-@every_policy
-@pytest.mark.parametrize("frozen", ["nothing", "norms", "mlp", "all but one layer"])
-def test_08_an_input_that_requires_no_gradient_while_parameters_do(rules: dict[str, Any], frozen: str) -> None:
+FROZEN = {
+    "nothing": [],
+    "norms": ["norm"],
+    "mlp": ["mlp"],
+    "all but one layer": ["layers.0", "layers.2", "norm"],
+    "all but the last bias": ["layers", "norm", "head.weight"],
+}
+
+
+@every_policy_of_a_stack
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("grad", [False, True])
+def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], frozen: str, grad: bool) -> None:
     model = Stack()
-    parts = {"nothing": [], "norms": ["norm"], "mlp": ["mlp"], "all but one layer": ["layers.0", "layers.2", "norm"]}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in parts[frozen]))
-    assert_step_as_without(model, rules, tokens(grad=False))
+        parameter.requires_grad_(not any(part in name for part in FROZEN[frozen]))
+    is_trained = grad or frozen != "all but the last bias"  # or else no layer saves anything
+    assert_step_as_without(model, rules, tokens(grad=grad), drops=is_trained)
 
 
-@every_policy
-def test_08_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -> None:
+@every_rule
+def test_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -> None:
     def run(model: nn.Module) -> Any:
         found = []
         for frozen in ("", "mlp", "", "norm", "layers", "norm", ""):
@@ -200,16 +222,16 @@ def test_08_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -
     assert_as_without(Stack(count=2), rules, run)
 
 
-@every_policy
-def test_08_a_region_of_integers_or_of_no_arguments(rules: dict[str, Any]) -> None:
+@every_rule
+def test_a_region_of_integers_or_of_no_arguments(rules: dict[str, Any]) -> None:
     embedding = holding(lambda self, ids: self.norm(self.table(ids)).sin(), table=nn.Embedding(5, 8), norm=RMSNorm())
     assert_step_as_without(embedding, rules, torch.tensor([[1, 2, 2], [0, 4, 1]]))
     learned = holding(lambda self: self.norm(self.start.exp()).sin(), start=nn.Parameter(tokens()), norm=RMSNorm())
     assert_step_as_without(learned, rules)
 
 
-@every_policy
-def test_08_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, Any]) -> None:
+@every_rule
+def test_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, Any]) -> None:
     model = Stack().requires_grad_(False)
     x = tokens(grad=False)
     expected = bits(model.eval()(x))
@@ -221,7 +243,7 @@ def test_08_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, A
     assert bits(result) == expected
 
 
-# 9. Hooks fire once
+# Hooks fire once
 
 
 class Shared(nn.Module):
@@ -237,9 +259,9 @@ class Shared(nn.Module):
         return self.norm(self.inside(self.norm(x))) * self.norm.weight
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_09_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
+def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
     rules: dict[str, Any], backwards: int
 ) -> None:
     x = tokens()
@@ -262,8 +284,8 @@ def test_09_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
     assert_as_without(Shared(), rules, run)
 
 
-@every_policy
-def test_09_an_optimizer_step_in_a_post_accumulate_hook(rules: dict[str, Any]) -> None:
+@every_rule
+def test_an_optimizer_step_in_a_post_accumulate_hook(rules: dict[str, Any]) -> None:
     """Weights change while backward goes on: what needs them must have been regenerated by then."""
     x = tokens(grad=False)
 
@@ -281,8 +303,8 @@ def test_09_an_optimizer_step_in_a_post_accumulate_hook(rules: dict[str, Any]) -
     assert_as_without(Stack(), rules, run)
 
 
-@every_policy
-def test_09_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules: dict[str, Any]) -> None:
+@every_rule
+def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules: dict[str, Any]) -> None:
     seen: list[Any] = []
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -307,7 +329,7 @@ def test_09_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules: dic
     assert [kind for kind, _ in seen].count("tensor") == 1
 
 
-# 10. Regions in regions, and gradients of gradients
+# Regions in regions, and gradients of gradients
 
 
 def _nest() -> nn.Module:
@@ -327,7 +349,7 @@ def _nest() -> nn.Module:
 @pytest.mark.parametrize("inner", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("outer", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_10_nested_regions_and_siblings_to_third_order_gradients(outer: Setting, inner: Setting, order: int) -> None:
+def test_nested_regions_and_siblings_to_third_order_gradients(outer: Setting, inner: Setting, order: int) -> None:
     x = tokens(dtype=torch.float64)
     rules = {"rules": [*governing(outer, "inside", "**.beside")["rules"], *governing(inner, "**.region")["rules"]]}
 
@@ -342,8 +364,8 @@ def test_10_nested_regions_and_siblings_to_third_order_gradients(outer: Setting,
     assert_as_without(_nest(), rules, run)
 
 
-@every_policy
-def test_10_a_gradient_penalty(rules: dict[str, Any]) -> None:
+@every_policy_of_a_stack
+def test_a_gradient_penalty(rules: dict[str, Any]) -> None:
     model, x = Stack(p=0.25), tokens()
     for layer in model.layers:
         layer.attention = layer.attention.q  # the CPU's fused attention has no second derivative
@@ -360,8 +382,8 @@ def test_10_a_gradient_penalty(rules: dict[str, Any]) -> None:
     assert_as_without(model, rules, run)
 
 
-@every_policy
-def test_10_inner_autograd_grad(rules: dict[str, Any]) -> None:
+@every_rule
+def test_inner_autograd_grad(rules: dict[str, Any]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
             y = self.norm(x).exp()
@@ -371,8 +393,8 @@ def test_10_inner_autograd_grad(rules: dict[str, Any]) -> None:
     assert_step_as_without(holding(forward, norm=RMSNorm()), rules, tokens())
 
 
-@every_policy
-def test_10_backward_inside_a_hook_of_a_backward(rules: dict[str, Any]) -> None:
+@every_policy_of_a_stack
+def test_backward_inside_a_hook_of_a_backward(rules: dict[str, Any]) -> None:
     x = tokens()
 
     def run(model: nn.Module) -> Any:
@@ -390,8 +412,8 @@ def test_10_backward_inside_a_hook_of_a_backward(rules: dict[str, Any]) -> None:
     assert_as_without(Stack(count=2), rules, run)
 
 
-@every_policy
-def test_10_backward_of_the_same_graph_inside_a_hook_of_its_own_backward(rules: dict[str, Any]) -> None:
+@every_rule
+def test_backward_of_the_same_graph_inside_a_hook_of_its_own_backward(rules: dict[str, Any]) -> None:
     x = tokens()
 
     def run(model: nn.Module) -> Any:
@@ -412,7 +434,7 @@ def test_10_backward_of_the_same_graph_inside_a_hook_of_its_own_backward(rules: 
 
 
 @every_setting
-def test_10_decorated_functions_in_decorated_functions(setting: Setting) -> None:
+def test_decorated_functions_in_decorated_functions(setting: Setting) -> None:
     norm, x = RMSNorm(), tokens()
 
     def decorate(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -435,8 +457,8 @@ def test_10_decorated_functions_in_decorated_functions(setting: Setting) -> None
     assert grads(build(decorate)) == grads(build(lambda function: function))
 
 
-@every_policy
-def test_10_one_module_in_recursion(rules: dict[str, Any]) -> None:
+@every_rule
+def test_one_module_in_recursion(rules: dict[str, Any]) -> None:
     class Recursive(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -448,3 +470,33 @@ def test_10_one_module_in_recursion(rules: dict[str, Any]) -> None:
 
     assert_step_as_without(Holder(Recursive()), rules, tokens())
     assert_step_as_without(Holder(Layer()), rules, tokens())
+
+
+def test_a_module_called_in_two_graphs_that_share_an_input_region() -> None:
+    model, x = Stack(count=2, p=0.0), tokens()
+    recompute.apply(model, policy(("layers.*", "checkpoint")))
+    hidden = model.layers[0](x)
+    one, two = model.layers[1](hidden), model.layers[1](hidden * 2)
+    found = torch.autograd.grad(two.sum(), x, retain_graph=True), torch.autograd.grad(one.sum(), x)
+    plain = Stack(count=2, p=0.0)
+    plain.load_state_dict(model.state_dict())
+    hidden = plain.layers[0](x)
+    one, two = plain.layers[1](hidden), plain.layers[1](hidden * 2)
+    expected = torch.autograd.grad(two.sum(), x, retain_graph=True), torch.autograd.grad(one.sum(), x)
+    assert [bits(grad) for (grad,) in found] == [bits(grad) for (grad,) in expected]
+
+
+@every_policy_of_a_stack
+def test_gradients_accumulate_over_micro_batches_and_steps(rules: dict[str, Any]) -> None:
+    def run(model: nn.Module) -> Any:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        found = []
+        for _ in range(3):
+            for _ in range(2):
+                loss_of(model(tokens(grad=False))).backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert_as_without(Stack(), rules, run)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
-import torch
-from behaviour_testing import SETTINGS, assert_as_without, every_policy, governing
-from engine_testing import Stack, loss_of, replica_of, tokens
+from engine_testing import (
+    SETTINGS,
+    assert_as_without,
+    clean_thread,  # noqa: F401  # around every test here
+    every_rule,
+    governing,
+    loss_of,
+    tokens,
+)
 from tiers import by_default, slow
 from torch import nn
 from two_decoders import kernels_train_as_without
@@ -19,45 +24,7 @@ each_policy_in_processes = pytest.mark.parametrize(
     by_default({name: governing(setting) for name, setting in SETTINGS.items()}, "recompute", "checkpoint"),
 )
 
-# 19. Accumulation, replicas, processes
-
-
-@every_policy
-def test_19_gradients_accumulate_over_micro_batches_and_steps(rules: dict[str, Any]) -> None:
-    def run(model: nn.Module) -> Any:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        found = []
-        for _ in range(3):
-            for _ in range(2):
-                loss_of(model(tokens(grad=False))).backward()
-            found += [parameter.grad.clone() for parameter in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    assert_as_without(Stack(), rules, run)
-
-
-@every_policy
-def test_19_replicas_as_data_parallel_makes_them_give_the_parameters_their_gradients(rules: dict[str, Any]) -> None:
-    inputs = [tokens(), tokens()]
-
-    def run(model: nn.Module) -> Any:
-        replicas = [replica_of(model) for _ in inputs]
-        results: list[Any] = [None, None]
-
-        def forward(index: int) -> None:
-            results[index] = loss_of(replicas[index](inputs[index]))
-
-        threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        sum(results).backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    assert_as_without(Stack(p=0.0), rules, run)
+# Accumulation, replicas, processes
 
 
 def assert_trains_as_without(processes: TwoProcesses, *arguments: Any) -> None:
@@ -70,7 +37,7 @@ def assert_trains_as_without(processes: TwoProcesses, *arguments: Any) -> None:
 @each_policy_in_processes
 @pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
 @pytest.mark.parametrize("how", ["ddp", *slow("ddp, static graph", "ddp, unused parameters")])
-def test_19_ddp_with_gradient_accumulation_and_no_sync(
+def test_ddp_with_gradient_accumulation_and_no_sync(
     two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
 ) -> None:
     assert_trains_as_without(two_processes, "full", how, rules, first)
@@ -79,7 +46,7 @@ def test_19_ddp_with_gradient_accumulation_and_no_sync(
 @each_policy_in_processes
 @pytest.mark.parametrize("first", ["wrapper", *slow("policy")])
 @pytest.mark.parametrize("how", ["fsdp", *slow("fsdp, weights stay gathered", "fsdp, mixed precision")])
-def test_19_fsdp_with_gradient_accumulation_without_synchronization(
+def test_fsdp_with_gradient_accumulation_without_synchronization(
     two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
 ) -> None:
     assert_trains_as_without(two_processes, "full", how, rules, first)
@@ -89,18 +56,16 @@ def test_19_fsdp_with_gradient_accumulation_without_synchronization(
 @pytest.mark.parametrize(
     "how", ["ddp", "fsdp", *slow("ddp, static graph", "ddp, unused parameters", "fsdp, weights stay gathered")]
 )
-def test_19_kernels_in_the_place_of_layers_under_ddp_and_fsdp(
-    two_processes: TwoProcesses, how: str, first: str
-) -> None:
+def test_kernels_in_the_place_of_layers_under_ddp_and_fsdp(two_processes: TwoProcesses, how: str, first: str) -> None:
     for difference in two_processes.run(kernels_train_as_without, how, first):
         assert difference < 1e-5
 
 
-# 22. Frozen weights and adapters
+# Frozen weights and adapters
 
 
-@every_policy
-def test_22_frozen_weights_and_adapters(rules: dict[str, Any]) -> None:
+@every_rule
+def test_frozen_weights_and_adapters(rules: dict[str, Any]) -> None:
     def run(model: nn.Module) -> Any:
         loss_of(model(tokens(grad=False))).backward()
         return [parameter.grad for parameter in model.parameters()]
@@ -110,7 +75,7 @@ def test_22_frozen_weights_and_adapters(rules: dict[str, Any]) -> None:
 
 @each_policy_in_processes
 @pytest.mark.parametrize("how", ["ddp", *slow("fsdp", "fsdp, weights stay gathered", "fsdp, mixed precision")])
-def test_22_frozen_weights_and_adapters_under_ddp_and_fsdp(
+def test_frozen_weights_and_adapters_under_ddp_and_fsdp(
     two_processes: TwoProcesses, rules: dict[str, Any], how: str
 ) -> None:
     assert_trains_as_without(two_processes, "adapted", how, rules, "policy")

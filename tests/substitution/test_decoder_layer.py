@@ -11,7 +11,7 @@ import transformers
 from models import SHAPE
 from torch import Tensor, nn
 
-from recompute.substitution.recognize import PreNormLayer, find_pre_norm_layer
+from recompute.substitution.decoder_layer import PreNormLayer, find_pre_norm_layer
 
 
 def layer_of(name: str, **options: Any) -> nn.Module:

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from behaviour_testing import RECOMPUTE, TAPES, Census, Setting, governing, module_of
-from engine_testing import HIDDEN, bits, holding, tokens
+from engine_testing import (
+    HIDDEN,
+    SETTINGS,
+    TAPES,
+    Census,
+    Setting,
+    bits,
+    governing,
+    holding,
+    module_of,
+    tokens,
+)
 from tiers import by_default
 from torch import Tensor, nn
 
@@ -221,7 +231,7 @@ def test_a_buffer_of_any_dtype_that_is_a_view_of_others_memory(dtype: torch.dtyp
     with verifying() if verify else nullcontext():
         for use in USES.values():
             plain = _model(_forward(_average, use, "before"), dtype, size=3)
-            assert_as_plain_or_refused_as_plain(plain, governing(RECOMPUTE), _last_first, dtype)
+            assert_as_plain_or_refused_as_plain(plain, governing(SETTINGS["recompute"]), _last_first, dtype)
 
 
 @pytest.mark.parametrize("kind", ["list", "attribute", "argument", "of another module"])
@@ -257,7 +267,7 @@ def test_tensors_without_gradients_may_change_wherever_they_live(kind: str) -> N
     torch.manual_seed(3)
     model, inputs = Outer(), [tokens() for _ in range(3)]
     expected = [step(plain), step(plain)]
-    recompute.apply(model, governing(RECOMPUTE))
+    recompute.apply(model, governing(SETTINGS["recompute"]))
     assert [step(model), step(model)] == expected
 
 
@@ -283,7 +293,7 @@ def test_one_buffer_of_two_regions_and_of_what_is_between_them() -> None:
     plain = nn.Sequential(parts[0], Between(), parts[1])
     model, inputs = copy.deepcopy(plain), [tokens() for _ in range(3)]
     expected = step(plain)
-    recompute.apply(model, governing(RECOMPUTE, "0", "2"))
+    recompute.apply(model, governing(SETTINGS["recompute"], "0", "2"))
     assert step(model) == expected
     assert step(model) == expected
 
@@ -298,7 +308,7 @@ def test_the_statistics_of_a_norm_that_no_version_counts() -> None:
 
     parts = {"norm": nn.BatchNorm1d(HIDDEN), "linear": nn.Linear(HIDDEN, HIDDEN)}
     for step in (_all_at_once, _interleaved):
-        assert assert_as_plain_or_refused_as_plain(holding(forward, **parts), governing(RECOMPUTE), step)
+        assert assert_as_plain_or_refused_as_plain(holding(forward, **parts), governing(SETTINGS["recompute"]), step)
 
 
 def test_activations_that_a_list_op_changes_in_place() -> None:
@@ -311,7 +321,7 @@ def test_activations_that_a_list_op_changes_in_place() -> None:
         return z.sin() + values[0] * 2
 
     plain = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
-    assert_as_plain_or_refused_as_plain(plain, governing(RECOMPUTE), _interleaved)
+    assert_as_plain_or_refused_as_plain(plain, governing(SETTINGS["recompute"]), _interleaved)
 
 
 def test_a_tensor_that_is_too_large_to_copy_is_refused_if_it_changes_and_held_without_a_copy() -> None:
@@ -325,7 +335,7 @@ def test_a_tensor_that_is_too_large_to_copy_is_refused_if_it_changes_and_held_wi
         plain.inside.register_buffer("table", torch.rand(rows, HIDDEN))
         model, x = copy.deepcopy(plain), tokens(rows, HIDDEN)
         expected = _gradients(plain, plain(x))
-        recompute.apply(model, governing(RECOMPUTE))
+        recompute.apply(model, governing(SETTINGS["recompute"]))
         with Census() as census:
             result = model(x)
         fits = rows == most
@@ -356,7 +366,7 @@ def test_what_autograd_saved_is_refused_though_a_copy_is_held_for_what_runs_agai
 
     plain = _model(forward)
     model = copy.deepcopy(plain)
-    recompute.apply(model, governing(RECOMPUTE))
+    recompute.apply(model, governing(SETTINGS["recompute"]))
     for _ in range(2):
         state = torch.get_rng_state()
         expected = step(plain)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.attach.explain import Stats
-from recompute.substitution import accounts
+from recompute.substitution import held_memory
 
 TOKENS = BATCH * LENGTH
 PARTS = ["*RMSNorm", "*MLP"]
@@ -89,7 +89,7 @@ def test_bytes_of_other_lengths_are_known_without_another_dry_run(monkeypatch: p
     handle = recompute.apply(model, parts("kernel"))
     step_of(model, "llama")()
     before = handle.stats()
-    monkeypatch.setattr(accounts, "_held", lambda *_: pytest.fail("a dry run for each length"))
+    monkeypatch.setattr(held_memory, "_dry_runs", lambda *_: pytest.fail("a dry run for each length"))
     ids = models.batch("llama")["input_ids"][:, : LENGTH // 2]
     step_of(model, "llama", input_ids=ids, labels=ids)()
     after = handle.stats() - before
@@ -130,11 +130,11 @@ def test_a_dry_run_leaves_no_trace() -> None:
         return tensor
 
     recompute.apply(model, parts("kernel"))
-    accounts._accounts.clear()
+    held_memory._measurements.clear()
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with torch.autocast("cpu", torch.bfloat16), hooks:
         losses = [step_of(model, "llama")() for _ in range(2)]
     losses[0].backward()
     assert torch.equal(*losses)
     assert set(seen) <= {Tensor, nn.Parameter}
-    assert accounts._accounts
+    assert held_memory._measurements

@@ -10,13 +10,26 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from behaviour_testing import Setting, assert_as_without, assert_step_as_without, every_policy, every_setting
-from engine_testing import Holder, RMSNorm, Stack, Tracker, bits, holding, loss_of, tokens
+from engine_testing import (
+    Holder,
+    RMSNorm,
+    Setting,
+    Stack,
+    Tracker,
+    assert_as_without,
+    assert_step_as_without,
+    bits,
+    every_rule,
+    every_setting,
+    holding,
+    loss_of,
+    tokens,
+)
 from torch import Tensor, nn
 
 import recompute
 
-# 16. Same draws, and the stream where it would have been
+# Same draws, and the stream where it would have been
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),
@@ -52,15 +65,15 @@ def _forked(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5) * noise
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("kind", DRAWS)
-def test_16_the_same_draws_and_the_stream_goes_on_where_it_was(rules: dict[str, Any], kind: str) -> None:
+def test_the_same_draws_and_the_stream_goes_on_where_it_was(rules: dict[str, Any], kind: str) -> None:
     model = holding(lambda self, x: DRAWS[kind](self.norm(x).sin()).exp().sin(), norm=RMSNorm())
     assert_step_as_without(model, rules, tokens(), drops=kind != "attention with dropout")
 
 
-@every_policy
-def test_16_draws_between_forward_and_backward_and_after_it_are_what_they_would_have_been(
+@every_rule
+def test_draws_between_forward_and_backward_and_after_it_are_what_they_would_have_been(
     rules: dict[str, Any],
 ) -> None:
     x = tokens()
@@ -97,9 +110,9 @@ WAYS: dict[str, Callable[[torch.Generator], nn.Module]] = {
 }
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("way", WAYS)
-def test_16_custom_generators_draw_the_same_again_and_stay_where_they_are(rules: dict[str, Any], way: str) -> None:
+def test_custom_generators_draw_the_same_again_and_stay_where_they_are(rules: dict[str, Any], way: str) -> None:
     passed, other, x = torch.Generator(), GENERATOR if way == "global" else torch.Generator(), tokens()
     model = WAYS[way](other)
 
@@ -121,8 +134,8 @@ def test_16_custom_generators_draw_the_same_again_and_stay_where_they_are(rules:
     assert run() == expected
 
 
-@every_policy
-def test_16_a_trackers_forks_draw_the_same_again(rules: dict[str, Any]) -> None:
+@every_rule
+def test_a_trackers_forks_draw_the_same_again(rules: dict[str, Any]) -> None:
     tracker, x = Tracker(), tokens()
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -145,9 +158,9 @@ def test_16_a_trackers_forks_draw_the_same_again(rules: dict[str, Any]) -> None:
     assert_as_without(model, rules, run)
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("source", ["random", "numpy", "numpy generator"])
-def test_16_random_numbers_of_python_and_numpy(rules: dict[str, Any], source: str) -> None:
+def test_random_numbers_of_python_and_numpy(rules: dict[str, Any], source: str) -> None:
     own = np.random.default_rng(0)
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -169,7 +182,7 @@ def test_16_random_numbers_of_python_and_numpy(rules: dict[str, Any], source: st
 
 
 @every_setting
-def test_16_a_decorated_function_draws_the_same_again(setting: Setting) -> None:
+def test_a_decorated_function_draws_the_same_again(setting: Setting) -> None:
     x = tokens()
 
     def function(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
@@ -184,7 +197,7 @@ def test_16_a_decorated_function_draws_the_same_again(setting: Setting) -> None:
     assert run(recompute.recompute(function, policy={"rules": [{"type": "function", **setting}]})) == run(function)
 
 
-# 18. Saved tensors that are filled late
+# Saved tensors that are filled late
 
 
 class FilledLate(torch.autograd.Function):
@@ -233,10 +246,10 @@ LATE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("kind", LATE)
 @pytest.mark.parametrize("last", [False, True], ids=["in the middle", "last"])
-def test_18_ops_that_fill_saved_tensors_late(rules: dict[str, Any], kind: str, last: bool) -> None:
+def test_ops_that_fill_saved_tensors_late(rules: dict[str, Any], kind: str, last: bool) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         x = LATE[kind](self, self.norm(x))
         return x if last else x.sin()

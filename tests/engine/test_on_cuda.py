@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from behaviour_testing import assert_as_without, collector_off, every_policy, every_tape
-from engine_testing import HIDDEN, Layer, RMSNorm, Stack, holding
+from engine_testing import (
+    HIDDEN,
+    Layer,
+    RMSNorm,
+    Stack,
+    assert_as_without,
+    every_rule,
+    every_tape,
+    holding,
+    no_garbage_collection,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
@@ -39,9 +48,9 @@ def stack(count: int = 3, p: float = 0.25) -> nn.Module:
     return Stack(count, p).cuda()
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_01_backward_regenerates_in_the_autocast_dtype_of_forward_on_cuda(
+def test_backward_regenerates_in_the_autocast_dtype_of_forward_on_cuda(
     rules: dict[str, Any], dtype: torch.dtype
 ) -> None:
     x = tokens()
@@ -67,8 +76,8 @@ def _memory(model: nn.Module, x: Tensor) -> tuple[int, int]:
     return held, torch.cuda.max_memory_allocated() - before
 
 
-@every_policy
-def test_02_the_peak_on_cuda_is_below_the_peak_without_the_policy(rules: dict[str, Any]) -> None:
+@every_rule
+def test_the_peak_on_cuda_is_below_the_peak_without_the_policy(rules: dict[str, Any]) -> None:
     model, x = stack(count=6), tokens(1 << 12, 8, HIDDEN)
     plain_held, plain_peak = _memory(model, x)
     recompute.apply(model, rules)
@@ -78,7 +87,7 @@ def test_02_the_peak_on_cuda_is_below_the_peak_without_the_policy(rules: dict[st
 
 
 @every_tape
-def test_05_the_tape_keeps_what_atomics_added_up_in_whatever_order(rules: dict[str, Any]) -> None:
+def test_the_tape_keeps_what_atomics_added_up_in_whatever_order(rules: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(False)
 
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,12 +105,12 @@ def test_05_the_tape_keeps_what_atomics_added_up_in_whatever_order(rules: dict[s
         assert torch.equal(found, total.cos())
 
 
-@every_policy
-def test_11_the_graph_dies_on_cuda_without_garbage_collection(rules: dict[str, Any]) -> None:
+@every_rule
+def test_the_graph_dies_on_cuda_without_garbage_collection(rules: dict[str, Any]) -> None:
     model, x = stack(), tokens()
     recompute.apply(model, rules)
     loss_of(model(x)).backward()
-    with collector_off():
+    with no_garbage_collection():
         before = torch.cuda.memory_allocated()
         loss = loss_of(model(x))
         loss.backward(retain_graph=True)
@@ -126,10 +135,10 @@ def _forked(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5) * noise
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by name"])
-def test_16_draws_on_two_devices_and_both_streams_go_on_where_they_were(
+def test_draws_on_two_devices_and_both_streams_go_on_where_they_were(
     rules: dict[str, Any], kind: str, by_name: bool
 ) -> None:
     generator, x = torch.Generator("cuda"), tokens()
@@ -150,8 +159,8 @@ def test_16_draws_on_two_devices_and_both_streams_go_on_where_they_were(
     assert_as_without(model, rules, run, drops=kind != "attention")
 
 
-@every_policy
-def test_16_a_region_that_crosses_devices(rules: dict[str, Any]) -> None:
+@every_rule
+def test_a_region_that_crosses_devices(rules: dict[str, Any]) -> None:
     model = holding(lambda self, x: self.there(self.here(x).cuda()).cpu().sin(), here=Layer(), there=Layer().cuda())
     x = torch.randn(64, HIDDEN, requires_grad=True)
 
@@ -162,8 +171,8 @@ def test_16_a_region_that_crosses_devices(rules: dict[str, Any]) -> None:
     assert_as_without(model, rules, run)
 
 
-@every_policy
-def test_19_data_parallel_over_all_devices(rules: dict[str, Any]) -> None:
+@every_rule
+def test_data_parallel_over_all_devices(rules: dict[str, Any]) -> None:
     x = tokens()
 
     def run(model: nn.Module) -> Any:
@@ -175,9 +184,9 @@ def test_19_data_parallel_over_all_devices(rules: dict[str, Any]) -> None:
     assert_as_without(stack(p=0.0), rules, run)
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("offloads", [False, True])
-def test_21_streams_on_and_off_give_equal_bits(rules: dict[str, Any], offloads: bool) -> None:
+def test_streams_on_and_off_give_equal_bits(rules: dict[str, Any], offloads: bool) -> None:
     model, x = stack(), tokens(1 << 11, 8, HIDDEN)
 
     def run(model: nn.Module, stream: torch.cuda.Stream) -> list[Tensor]:
@@ -197,12 +206,12 @@ def test_21_streams_on_and_off_give_equal_bits(rules: dict[str, Any], offloads: 
             assert all(map(torch.equal, run(model, stream), expected))
 
 
-@every_policy
-def test_23_memory_on_cuda_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
+@every_rule
+def test_memory_on_cuda_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
     model, x = stack(count=2), tokens()
     recompute.apply(model, rules)
     allocated = []
-    with collector_off():
+    with no_garbage_collection():
         for step in range(100):
             loss_of(model(x)).backward()
             if step in (10, 99):
@@ -210,14 +219,14 @@ def test_23_memory_on_cuda_does_not_grow_over_100_steps(rules: dict[str, Any]) -
     assert allocated[0] == allocated[1]
 
 
-@every_policy
+@every_rule
 @pytest.mark.parametrize("way", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_25_without_gradients_nothing_is_held_on_cuda(rules: dict[str, Any], way: Callable[[], Any]) -> None:
+def test_without_gradients_nothing_is_held_on_cuda(rules: dict[str, Any], way: Callable[[], Any]) -> None:
     model, x = stack(p=0.0), tokens(grad=False)
     recompute.apply(model, rules)
     with way():
         model(x)
-        with collector_off():
+        with no_garbage_collection():
             before = torch.cuda.memory_allocated()
             result = model(x)
             assert torch.cuda.memory_allocated() - before == result.untyped_storage().nbytes()

@@ -1,0 +1,46 @@
+"""The ways to run a region that a plan may be restricted to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from recompute.errors import PlanError
+from recompute.policy.document import nearest, show
+from recompute.profiling.cost_table import Choice, Profile, RegionCosts
+
+ALLOWED = ("keep", "hook", "kernel", "checkpoint")
+"""The ways to run a region that a plan may be asked to make do with. All but "kernel" leave gradients bit for bit."""
+
+
+def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
+    """The profile without the choices that are not allowed; a region that has no other keeps its first.
+
+    Raises ``PlanError`` for a word that is none of ``ALLOWED``.
+    """
+    if allowed is None:
+        return profile
+    check_allowed(allowed)
+
+    def of(region: RegionCosts) -> RegionCosts:
+        left = [choice for choice in region.choices if way_of(choice) in allowed]
+        return region.model_copy(update={"choices": tuple(left) or region.choices[:1]})
+
+    return profile.model_copy(update={"regions": tuple(map(of, profile.regions))})
+
+
+def way_of(choice: Choice) -> str:
+    """Which of ``ALLOWED`` it is. What may be either, ``via: auto``, counts as a kernel: it may round otherwise."""
+    rule = choice.rule or {"action": "keep"}
+    if rule["action"] != "recompute":
+        return rule["action"]
+    return "hook" if rule.get("via") == "hook" else "kernel"
+
+
+def check_allowed(allowed: Collection[str] | None) -> None:
+    if isinstance(allowed, str):
+        raise PlanError(f"expected a list of what is allowed, such as ['keep', 'hook']; found {show(allowed)}")
+    for word in allowed or ():
+        if word not in ALLOWED:
+            raise PlanError(
+                f"allowed: expected some of {', '.join(ALLOWED)}; found {show(word)}{nearest(str(word), ALLOWED)}"
+            )

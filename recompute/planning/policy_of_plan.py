@@ -1,0 +1,51 @@
+"""Writes the policy that has each place of a profile run by the choice that a plan made for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from recompute.planning import solver
+from recompute.planning.solver import Assignment
+from recompute.policy.rules import NO_RULES, Policy, Rule
+from recompute.profiling.cost_table import Profile
+
+
+def policy_of(profile: Profile, assignment: Assignment, description: str = "", name: str = "plan") -> Policy:
+    """The policy that gives each place the rule of its choice: one rule for all places that have the same.
+
+    Where the places are known to be in one ModuleList, the rule names it and their ``layers``; else their paths.
+    """
+    groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
+    for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
+        if choice.rule is not None:
+            pattern = None if place.layer is None else _pattern(place.path, place.layer)
+            key = json.dumps(choice.rule, sort_keys=True), pattern or ""
+            _, paths, layers = groups.setdefault(key, (choice.rule, [], []))
+            paths += [place.path, *place.also]
+            layers += [] if place.layer is None else [place.layer]
+    rules = []
+    for (_, pattern), (fields, paths, layers) in groups.items():
+        selected = {"match": pattern, "layers": layer_spans(layers)} if pattern else {"match": paths}
+        rules.append(Rule(**{**selected, **fields}))
+    return Policy(name=name, description=description, rules=rules or NO_RULES)
+
+
+def _pattern(path: str, layer: int) -> str | None:
+    """The path with "*" for the layer's number; None if it cannot be told which part of the path that is."""
+    parts = path.split(".")
+    if parts.count(str(layer)) != 1:
+        return None
+    return ".".join("*" if part == str(layer) else part for part in parts)
+
+
+def layer_spans(numbers: Iterable[int]) -> list[str]:
+    """Numbers as a policy's ``layers`` spells them: "0-3", "5"."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]

@@ -1,0 +1,358 @@
+"""Pre-norm decoder layers: ``h = x + attention(norm(x))``, then ``h + mlp(mlp_norm(h))``.
+
+A layer is recognized by its formula, and by a trial with stand-ins for its four submodules. Attention stays the
+module's own. What it is given is a ``LazyNorm``: ``kernels.norm_linears`` computes the norm and the Linears that read
+it. Behind attention ``kernels.residual_mlp`` computes the sum, the second norm and the MLP; where the MLP is no
+gated one, ``kernels.add_rms_norm`` computes the sum and the norm.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from recompute.compiled.runner import Forward, Runner
+from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.recipes import open_book
+from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.scopes import BypassScope
+from recompute.substitution.kernel_runner import KernelRunner, is_hooked
+from recompute.substitution.mlp import KernelMLP, find_kernel_mlp
+from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
+from recompute.substitution.norm import LazyNorm, LearnedLinears, LinearOperands, Norm, find_norm
+
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True)
+class PreNormLayer:
+    """The names of the four submodules, and how forward calls attention."""
+
+    norm: str
+    attention: str
+    mlp_norm: str
+    mlp: str
+    parameters: tuple[str, ...]
+    """Of forward, in order; the first is x."""
+    defaults: tuple[Any, ...]
+    """Of the last of them."""
+    passed: tuple[tuple[int | str, str | None], ...]
+    """By position or name of an argument of attention, the parameter that it is; None: the norm's output."""
+    takes_more: bool
+    """Whether keywords of other names are passed on to attention, too."""
+    output: int | None
+    """Which of attention's outputs is added, if it gives several."""
+    dropouts: tuple[str, ...]
+    """Submodules that leave everything as it is, as long as they drop nothing."""
+
+    def parts(self, module: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """The norms and the MLP, which kernels may compute."""
+        norm, mlp_norm, mlp = (module._modules[name] for name in (self.norm, self.mlp_norm, self.mlp))
+        return norm, mlp_norm, mlp  # type: ignore[return-value]
+
+    def is_as_found(self, module: nn.Module) -> bool:
+        return all(_drops_nothing(getattr(module, name)) for name in self.dropouts)
+
+    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[nn.Module, Tensor], Tensor]]:
+        """x, and what calls attention on the norm's output, for forward's arguments."""
+        given = dict(zip(self.parameters[len(self.parameters) - len(self.defaults) :], self.defaults, strict=True))
+        given |= zip(self.parameters, args, strict=False)
+        given |= kwargs
+
+        def call(attention: nn.Module, normed: Tensor) -> Tensor:
+            values = [(key, normed if name is None else given[name]) for key, name in self.passed]
+            positional = [value for key, value in values if isinstance(key, int)]
+            named = {key: value for key, value in values if isinstance(key, str)}
+            if self.takes_more:
+                named |= {key: value for key, value in kwargs.items() if key not in self.parameters}
+            result = attention(*positional, **named)
+            return result if self.output is None else result[self.output]
+
+        return given[self.parameters[0]], call
+
+
+def find_pre_norm_layer(module: nn.Module) -> PreNormLayer | None:
+    """The decoder layer that ``module`` computes, if that is all it does."""
+    parameters = list(inspect.signature(base_of(module).forward).parameters.values())[1:]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return None
+    formula = formula_of(module, _LayerTracer)
+    match None if formula is None else formula.tree:  # in which the operands of a sum are sorted
+        case ("add", stream, ("module", int(mlp), ("module", int(mlp_norm), again))) if stream == again:
+            pass
+        case _:
+            return None
+    output: int | None = None
+    match stream:
+        case ("add", ("input", 0), ("module", int(attention), *arguments)):
+            pass
+        case ("add", ("getitem", ("module", int(attention), *arguments), int(output)), ("input", 0)):
+            pass
+        case _:
+            return None
+    names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
+    passed = tuple(_passed(place, argument, names) for place, argument in enumerate(arguments))
+    norms = {source for _, source in passed if isinstance(source, int)}
+    if formula is None or len(norms) != 1 or any(source is _UNKNOWN for _, source in passed):
+        return None
+    (norm,) = norms
+    layer = PreNormLayer(
+        norm=formula.names[norm],
+        attention=formula.names[attention],
+        mlp_norm=formula.names[mlp_norm],
+        mlp=formula.names[mlp],
+        parameters=names,
+        defaults=tuple(each.default for each in parameters if each.default is not each.empty),
+        passed=tuple((key, None if source == norm else source) for key, source in passed if source is not _MORE),
+        takes_more=any(source is _MORE for _, source in passed),
+        output=output,
+        dropouts=tuple(name for name, child in module.named_children() if _drops_nothing(child)),
+    )
+    return layer if _computes_that(module, layer) else None
+
+
+_UNKNOWN = object()
+_MORE = "**"  # stands for the keywords that a forward takes besides those it names
+
+
+def _passed(place: int, argument: Any, names: tuple[str, ...]) -> tuple[int | str, Any]:
+    """An argument's position or name, and where it comes from: a parameter's name, a norm's number, or ``_MORE``."""
+    key: int | str = place
+    match argument:
+        case ("keyword", str(key), argument):
+            pass
+    match argument:
+        case ("input", int(index)):
+            return key, names[index] if index < len(names) else _MORE if key == _MORE else _UNKNOWN
+        case ("module", int(norm), ("input", 0)):
+            return key, norm
+    return key, _UNKNOWN
+
+
+def _drops_nothing(module: nn.Module) -> bool:
+    return type(module) is nn.Dropout and module.p == 0
+
+
+class _LayerTracer(Tracer):
+    """Of forwards with any named arguments, which fx itself traces only where they are not wrapped."""
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
+        names = [_MORE if each.kind is each.VAR_KEYWORD else each.name for each in parameters]
+        proxies = {name: self.create_proxy("placeholder", name.replace(_MORE, "more"), (), {}) for name in names}
+        return lambda root: root_fn(root, *list(proxies.values())[:1], **dict(list(proxies.items())[1:])), [self.root]
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if _drops_nothing(m) else super().call_module(m, forward, args, kwargs)
+
+
+class _TrialPart(nn.Module):
+    """In the place of a submodule: computes something else for each, and notes what it is given."""
+
+    def __init__(self, place: int, output: int | None):
+        super().__init__()
+        self._place, self._output = place, output
+        self.calls: list[Any] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, sorted(kwargs.items())))
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        y = torch.sin((self._place + 2) * x + self._place)
+        return y if self._output is None else (*(y + 1 for _ in range(self._output)), y, None)
+
+
+def _computes_that(module: nn.Module, layer: PreNormLayer) -> bool:
+    """Whether the module's forward, with trial parts for its submodules, gives what ``layer`` says, bit for bit.
+
+    A trace cannot see what forward does where an argument is not given, since a proxy is never None.
+    """
+    outputs = {layer.norm: None, layer.attention: layer.output, layer.mlp_norm: None, layer.mlp: None}
+    with _disable_current_modes(), torch.no_grad():
+        x = torch.linspace(-1, 1, 6, dtype=torch.float64, device="cpu").view(1, 2, 3)
+        # With the arguments that must be given, and with all that may be.
+        for count in (len(layer.parameters) - len(layer.defaults), len(layer.parameters)):
+            kwargs: dict[str, Any] = {name: object() for name in layer.parameters[1:count]}
+            if layer.takes_more:
+                kwargs["something_else"] = object()
+            ours, theirs = (
+                {name: _TrialPart(place, output) for place, (name, output) in enumerate(outputs.items())} for _ in "ab"
+            )
+            x, attend = layer.split((x,), kwargs)
+            h = x + attend(ours[layer.attention], ours[layer.norm](x))
+            expected = h + ours[layer.mlp](ours[layer.mlp_norm](h))
+            copy = copy_without_policy(module, module.training)
+            copy.__dict__["_modules"] = vars(copy)["_modules"] | theirs
+            try:
+                found = base_of(module).forward(copy, x, **kwargs)
+            except Exception:
+                # Any forward may be asked, and may raise anything at the trial parts: it is not recognized.
+                return False
+            if not _are_same((found, theirs[layer.attention].calls), (expected, ours[layer.attention].calls)):
+                return False
+    return True
+
+
+def _are_same(values: Any, others: Any) -> bool:
+    """Whether these are the same objects, or equal tensors, in the same containers."""
+    (leaves, spec), (other_leaves, other_spec) = tree_flatten(values), tree_flatten(others)
+    return spec == other_spec and all(
+        torch.equal(each, other) if isinstance(each, Tensor) and isinstance(other, Tensor) else each is other
+        for each, other in zip(leaves, other_leaves, strict=True)
+    )
+
+
+@dataclass
+class KernelLayerRunner(KernelRunner):
+    layer: PreNormLayer
+    norms: tuple[Norm, Norm]
+    mlp: KernelMLP | None
+    parts: tuple[weakref.ref[nn.Module], ...]
+    """The norms and the MLP that were looked at."""
+    stands_in_for_parts = True
+    _linears: LearnedLinears = field(default_factory=LearnedLinears, init=False)
+    _records: bool = field(default=True, init=False)
+    """Whether anything inside can be dropped by the scope around: not known before the first run."""
+
+    @classmethod
+    def for_module(
+        cls, statistics: RegionStatistics, fallback: Runner | None, module: nn.Module
+    ) -> KernelLayerRunner | None:
+        """What runs ``module``, if that is a layer of norms that the kernels compute."""
+        layer = find_pre_norm_layer(module)
+        if layer is None:
+            return None
+        parts = layer.parts(module)
+        norm, mlp_norm = map(find_norm, parts[:2])
+        if norm is None or mlp_norm is None:
+            return None
+        references = tuple(map(weakref.ref, parts))
+        return cls(statistics, fallback, layer, (norm, mlp_norm), find_kernel_mlp(parts[2]), references)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._kinds = tuple([base_of(part) for reference in self.parts if (part := reference()) is not None])
+
+    @property
+    def variant(self) -> Hashable:
+        return self._linears.count
+
+    def _what(self) -> str:
+        return "norm_linears, " + ("add_rms_norm" if self.mlp is None else "residual_mlp")
+
+    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        book = open_book()
+        if book is None:
+            return self._run(module, forward, args, kwargs)
+        before = book.entered
+        is_given = isinstance(args[0] if args else None, Tensor) and book.knows(args[0])
+        with _NOTHING if self._records or is_given or not args else BypassScope():
+            result = self._run(module, forward, args, kwargs)
+        self._records = book.entered > before
+        return result
+
+    def _run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        x, attend = self.layer.split(args, kwargs)
+        weights = self._weights(module, x)
+        if weights is None:
+            return forward(*args, **kwargs)
+        weight, mlp_weight = weights
+        # What is run again must save what it saved: there nothing is learned in between.
+        linears = LearnedLinears() if is_inside_checkpoint() else self._linears
+        normed = self._normed(x, weight, linears)
+        attended = attend(_child(module, self.layer.attention), normed)
+        linears.learn(normed)
+        return self._after_attention(_child(module, self.layer.mlp), attended, normed.stream, mlp_weight)
+
+    def _normed(self, x: Tensor, weight: Tensor | None, linears: LearnedLinears) -> LazyNorm:
+        """What attention is given."""
+        from recompute.kernels.norm_linears import norm_linears
+        from recompute.kernels.rms_norm import rms_norm
+
+        norm, kind = self.norms[0], self._kinds[:1]
+
+        def normalized() -> Tensor:
+            def kernel(x: Tensor) -> Tensor:
+                return rms_norm(x, weight, norm.eps, norm.casting)
+
+            return self.compute(kind, (x,), [weight], kernel, self._as_written(0), is_frame=False)
+
+        def together(x: Tensor, linears: list[LinearOperands]) -> tuple[tuple[Tensor, ...], Tensor]:
+            weights, biases = zip(*linears, strict=True)
+
+            def kernel(x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+                return norm_linears(x, weight, weights, biases, norm.eps, norm.casting)
+
+            def as_written(x: Tensor) -> list[Tensor]:
+                y = self._as_written(0)(x)
+                return [F.linear(y, *operands) for operands in linears]
+
+            read = [weight, *weights, *biases]
+            return self.compute((*kind, len(weights)), (x,), read, kernel, as_written, is_frame=False)
+
+        return LazyNorm.of(x, weight, normalized, linears, together)
+
+    def _after_attention(self, mlp: nn.Module, attended: Tensor, stream: Tensor, weight: Tensor | None) -> Tensor:
+        """The residual sum, the second norm and the MLP."""
+        from recompute.kernels.add_rms_norm import add_rms_norm
+        from recompute.kernels.residual_mlp import residual_mlp
+
+        norm, inputs = self.norms[1], (attended, stream)
+
+        def sum_and_norm(x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+            h = x + stream
+            return self._as_written(1)(h), h
+
+        if self.mlp is None or is_hooked(mlp) or (operands := self.mlp.operands(mlp)) is None:
+
+            def sum_kernel(x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+                return add_rms_norm(x, stream, weight, norm.eps, norm.casting)
+
+            y, h = self.compute(("sum", self._kinds[1]), inputs, [weight], sum_kernel, sum_and_norm)
+            return h + mlp(y)
+        (weights, biases), activation = operands, self.mlp.activation
+
+        def kernel(x: Tensor, stream: Tensor) -> Tensor:
+            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **biases)
+
+        def as_written(x: Tensor, stream: Tensor) -> Tensor:
+            y, h = sum_and_norm(x, stream)
+            return h + self._as_written(2)(y)
+
+        kind, read = ("sum", *self._kinds[1:], activation), [weight, *weights, *biases.values()]
+        return self.compute(kind, inputs, read, kernel, as_written)
+
+    def _as_written(self, part: int) -> Callable[[Tensor], Tensor]:
+        """The forward of the first norm, the second one or the MLP, as its class has it."""
+        module = self.parts[part]()
+        assert module is not None, "it has just been looked at"
+        return MethodType(base_of(module).forward, module)
+
+    def _weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+        """The norms' weights; None where the layer has to run as it is."""
+        if torch.compiler.is_compiling() or not self.layer.is_as_found(module):
+            return None
+        parts = self.layer.parts(module)
+        if any(part() is not found for part, found in zip(self.parts, parts, strict=True)):
+            return None
+        weights = []
+        for part, norm in zip(parts, self.norms, strict=False):
+            weight = norm.weight_of(part)
+            if is_hooked(part) or (weight is not None and (weight.shape, weight.dtype) != (x.shape[-1:], x.dtype)):
+                return None
+            weights.append(weight)
+        return weights[0], weights[1]
+
+
+def _child(module: nn.Module, name: str) -> nn.Module:
+    return module._modules[name]  # type: ignore[return-value]

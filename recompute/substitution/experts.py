@@ -1,0 +1,84 @@
+"""Activations of stacked experts: fused with the product behind them, by ``kernels.swiglu``.
+
+Experts whose weights are stacked in one parameter run matrix products in plain Python, of which only the activation is
+a module. It returns a ``LazyActivation``. The product that finds it becomes one kernel, which holds neither the
+activation's output nor the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recompute.compiled.runner import Forward, is_active
+from recompute.engine.checkpoint.module_state import base_of
+from recompute.substitution.kernel_runner import KernelRunner, only_argument
+from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor
+
+
+def has_stacked_experts(module: nn.Module) -> bool:
+    return any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+
+
+@dataclass
+class KernelActivationRunner(KernelRunner):
+    activation: str
+
+    def _what(self) -> str:
+        return f"{self.activation}, fused with the product behind it"
+
+    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        from recompute.kernels.swiglu import geglu, swiglu
+
+        gate = only_argument(args, kwargs)
+        if not is_active(module) or torch.compiler.is_compiling():  # whose code fuses what it can
+            return forward(*args, **kwargs)
+        activation = self.activation
+
+        def kernel(gate: Tensor, up: Tensor) -> Tensor:
+            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _APPROXIMATE[activation])
+
+        def as_written(gate: Tensor, up: Tensor) -> Tensor:
+            return forward(gate) * up
+
+        def product(gate: Tensor, up: Tensor) -> Tensor:
+            return self.compute((base_of(module),), (gate, up), [], kernel, as_written)
+
+        return LazyActivation.of(gate, lambda: forward(*args, **kwargs), product)
+
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+class LazyActivation(LazyTensor):
+    """``activation(gate)``, which multiplied by another tensor becomes a gated linear unit."""
+
+    _gate: Tensor
+    _multiply: Callable[[Tensor, Tensor], Tensor]
+
+    @staticmethod
+    def of(gate: Tensor, compute: Callable[[], Tensor], multiply: Callable[[Tensor, Tensor], Tensor]) -> LazyActivation:
+        """multiply: computes the product of ``activation(gate)``, given ``gate``, and of another tensor."""
+        made = LazyActivation(tuple(gate.shape), (gate,), compute)
+        made._gate, made._multiply = gate, multiply
+        return made
+
+    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function not in PRODUCTS or kwargs or len(args) != 2:
+            return NotImplemented
+        other = args[1] if args[0] is self else args[0]
+        if not _is_like(other, self._gate):
+            return NotImplemented
+        return self._multiply(self._gate, other)
+
+
+def _is_like(tensor: Any, other: Tensor) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and not isinstance(tensor, LazyTensor)
+        and (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+    )

@@ -1,0 +1,227 @@
+"""A language model's head whose logits go to a cross-entropy: computed by ``kernels.linear_cross_entropy``.
+
+The head returns ``LazyLogits``. A cross-entropy that finds them computes its loss from the head's input and weight, and
+the logits are never made as a whole. Whatever else reads the logits gets them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recompute.compiled.lowering import is_lowered
+from recompute.compiled.runner import Forward, is_active
+from recompute.engine.recipes import is_fake, local
+from recompute.errors import warn
+from recompute.substitution.held_memory import HeldMemory
+from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear, only_argument
+from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor, mode_of
+
+LossCounter = Callable[[Tensor, Tensor, int], None]
+"""Called after each loss with what the Linear was given, its weight, and the bytes that the loss did not hold."""
+
+LossObserver = Callable[[Tensor, Tensor, int], None]
+"""Called with the arg-max and the target of each token, (tokens,) each, and with the target that has no loss."""
+
+
+@dataclass
+class KernelHeadRunner(KernelRunner):
+    """Of a Linear that a rule names. In training its output is lazy."""
+
+    observe: LossObserver | None = field(default=None, init=False)
+
+    def _what(self) -> str:
+        return "linear_cross_entropy (if nothing else reads the logits)"
+
+    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        from recompute.kernels.linears import autocast
+
+        if is_lowered(module):
+            _warn_of_logits(self.statistics.name)
+            return forward(*args, **kwargs)
+        if not is_active(module) or (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
+            return forward(*args, **kwargs)
+        x = only_argument(args, kwargs)
+        given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}
+        # Cast here and now: whoever asks for values later may do so under another autocast, or none.
+        hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
+        return LazyLogits.of(hidden, weight, bias, self.observe, self._count)  # type: ignore[arg-type]  # two are tensors
+
+    def _count(self, hidden: Tensor, weight: Tensor, logits_nbytes: int) -> None:
+        """After a loss without logits. logits_nbytes: what it would hold of them."""
+        from recompute.kernels.linear_cross_entropy import held_nbytes
+
+        kernels = HeldMemory(held_nbytes(hidden, weight), 0, holds_input=True)
+        self.held.count_known(hidden, kernels, HeldMemory(logits_nbytes, 0, holds_input=weight.requires_grad))
+
+
+def _warn_of_logits(name: str) -> None:
+    warn(
+        f"{name} is compiled: logits are made, and held for backward, though its rule has a kernel compute the loss "
+        "without them. Compile the layers alone (`layer.compile()` for each), so that head and loss run as they are; "
+        "or give the head no rule, or `action: keep`."
+    )
+
+
+# As torch._dynamo.assume_constant_result does, which would load the compiler: it is called when code is compiled.
+_warn_of_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What logits are made of: a Linear, and what was done to its output, value by value."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    stages: tuple[float, ...] = ()
+    """The cap, once for each step that has been taken: the division by it, the tanh, the product with it."""
+    observe: LossObserver | None = None
+    count: LossCounter | None = None
+    capped_nbytes: int = 0
+    """What a tanh of the logits would hold."""
+
+
+class LazyLogits(LazyTensor):
+    """What a language model's head gives, for a cross-entropy that goes without it.
+
+    Leading dimensions may be reshaped and indexed, values cast to float32 and capped (``cap * tanh(logits / cap)``) on
+    the way to the loss.
+    """
+
+    _head: _Head
+    _family: list[weakref.ref[LazyLogits]]
+    """All that were made of the output of one run of the head."""
+
+    @staticmethod
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        observe: LossObserver | None = None,
+        count: LossCounter | None = None,
+    ) -> LazyLogits:
+        """observe, count: told of each loss that is computed without these."""
+        head = _Head(hidden, weight, bias, observe=observe, count=count)
+        return LazyLogits._of(head, hidden.dtype, lambda: F.linear(hidden, weight, bias), [])
+
+    @staticmethod
+    def _of(
+        head: _Head, dtype: torch.dtype, compute: Callable[[], Tensor], family: list[weakref.ref[LazyLogits]]
+    ) -> LazyLogits:
+        shape = (*head.hidden.shape[:-1], head.weight.shape[0])
+        made = LazyLogits(shape, (head.hidden, head.weight, head.bias), compute, dtype)
+        made._head, made._family = head, family
+        family.append(weakref.ref(made))
+        return made
+
+    def before_change(self) -> None:
+        for reference in self._family:  # copies among them are to be of what was there before
+            if (member := reference()) is not None:
+                member.value()
+
+    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function is F.cross_entropy:
+            return self._loss(*args, **kwargs)
+        if not args or args[0] is not self:
+            return NotImplemented
+        if function in _RESHAPES:
+            return self._reshaped(function, args[1:], kwargs)
+        if function is Tensor.__getitem__:
+            return self._indexed(args[1])
+        if function is Tensor.float or (function is Tensor.to and args[1:] == (torch.float32,) and not kwargs):
+            if self.dtype is torch.float32:
+                return self
+            return LazyLogits._of(self._head, torch.float32, lambda: self.value().float(), self._family)
+        if function is Tensor.contiguous and not kwargs:
+            return self._then(Tensor.contiguous, self._head)
+        return NotImplemented if kwargs else self._capped(function, args[1:])
+
+    def _then(self, function: Callable[[Tensor], Tensor], head: _Head) -> LazyLogits:
+        """``function(self)``, made of ``head``."""
+        return LazyLogits._of(head, self.dtype, lambda: function(self.value()), self._family)
+
+    def _reshaped(self, function: Any, shape: tuple, kwargs: dict[str, Any]) -> Any:
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if kwargs or len(sizes) < 2 or sizes[-1] != self.shape[-1] or not all(isinstance(size, int) for size in sizes):
+            return NotImplemented
+        hidden = self._head.hidden
+        hidden = hidden.reshape(*sizes[:-1], hidden.shape[-1])
+        return self._then(lambda value: function(value, *shape), replace(self._head, hidden=hidden))
+
+    def _indexed(self, index: Any) -> Any:
+        """Only what leaves the last dimension whole, and gives a view."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if not all(part is ... or isinstance(part, (int, slice)) for part in parts) or parts.count(...) > 1:
+            return NotImplemented
+        if ... in parts:
+            at = parts.index(...)
+            parts[at : at + 1] = [slice(None)] * (self.dim() - len(parts) + 1)
+        if len(parts) == self.dim() and parts.pop() != slice(None):
+            return NotImplemented
+        return self._then(lambda value: value[index], replace(self._head, hidden=self._head.hidden[tuple(parts)]))
+
+    def _capped(self, function: Any, rest: tuple) -> Any:
+        number = rest[0] if len(rest) == 1 and isinstance(rest[0], (int, float)) and rest[0] > 0 else None
+        stages = self._head.stages
+        if number is not None and function in _DIVISIONS and not stages:
+            then: tuple[float, ...] = (number,)
+        elif not rest and function in _TANHS and len(stages) == 1:
+            then = stages * 2
+        elif number is not None and function in PRODUCTS and len(stages) == 2 and number == stages[0]:
+            then = (*stages, number)
+        else:
+            return NotImplemented
+        capped_nbytes = self.numel() * self.dtype.itemsize if function in _TANHS else self._head.capped_nbytes
+        head = replace(self._head, stages=then, capped_nbytes=capped_nbytes)
+        return self._then(lambda value: function(value, *rest), head)
+
+    def _loss(
+        self,
+        input: Any,
+        target: Any,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        if input is not self or len(self._head.stages) not in (0, 3) or size_average is not None or reduce is not None:
+            return NotImplemented
+        if self.dim() != 2 or not isinstance(target, Tensor) or target.dim() != 1 or target.is_floating_point():
+            return NotImplemented  # classes in another dimension than the last, or probabilities
+        from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+
+        head = self._head
+        loss = linear_cross_entropy(
+            head.hidden,
+            head.weight,
+            target,
+            head.bias,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=head.stages[0] if head.stages else None,
+            class_weights=weight,
+            reduction=reduction,
+            return_argmax=head.observe is not None,
+        )
+        if not isinstance(loss, Tensor):
+            if head.observe is not None and loss.argmax is not None:
+                head.observe(loss.argmax, target, ignore_index)
+            loss = loss.loss
+        if head.count is not None:  # of the logarithms of the probabilities, which autocast wants in float32
+            itemsize = 4 if mode_of(self.device)[1] else self.dtype.itemsize
+            head.count(head.hidden, head.weight, self.shape.numel() * itemsize + head.capped_nbytes)
+        return loss.to(self.dtype)
+
+
+_RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
+_DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
+_TANHS = frozenset({Tensor.tanh, torch.tanh})

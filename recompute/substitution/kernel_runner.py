@@ -1,0 +1,156 @@
+"""What all runners of kernels share: when the kernels run, what runs instead, and which modules they may replace."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
+
+from recompute.compiled.lowering import Lowering, is_lowered
+from recompute.compiled.runner import Forward, Runner
+from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.dtensors import has_layout
+from recompute.engine.recipes import local
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.errors import warn
+from recompute.substitution.held_memory import Compute, HeldMemoryCounter
+
+
+@dataclass
+class KernelRunner(ABC):
+    """Runs kernels in the place of a module's code.
+
+    They run also where no gradients are wanted, so that training and inference compute the same function.
+    """
+
+    statistics: RegionStatistics
+    fallback: Runner | None
+    """Runs instead where the input is not on CUDA; None: the kernel's reference does."""
+    note: str = field(init=False)
+    held: HeldMemoryCounter = field(init=False)
+    lowering: Lowering | None = field(default=None, init=False)
+    """The rule in compiled code, where no runner around this has it."""
+    stands_in_for_parts = False
+    """Whether kernels may stand in for modules inside, too."""
+
+    @property
+    def variant(self) -> Hashable:
+        """Differs from the last run's where this is going to run other ops."""
+        return None
+
+    def __post_init__(self) -> None:
+        self.held = HeldMemoryCounter(self.statistics)
+        self.note = f"kernel: {self._what()}"
+        if self.fallback is not None:
+            self.note += f" on CUDA, else {self.fallback.note}"
+
+    @abstractmethod
+    def _what(self) -> str:
+        """Which kernels."""
+
+    @abstractmethod
+    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if _is_transformed():
+            return forward(*args, **kwargs)
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and any(
+            isinstance(value, Tensor) and has_layout(value) for value in (*args, *kwargs.values())
+        ):
+            return self._run_on_parts(module, forward, args, kwargs)
+        if self.fallback is None or self.is_where_kernels_are(args, kwargs):
+            if self.lowering is not None and is_lowered(module):
+                return self.lowering.run(self.run_kernel, (module, forward, args, kwargs), {})
+            if not is_compiling:
+                self.statistics.dropped_outputs = []
+            return self.run_kernel(module, forward, args, kwargs)
+        return self.fallback.run(module, forward, args, kwargs)
+
+    def _run_on_parts(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """On DTensors, whose layout over the ranks no kernel knows: as without kernels."""
+        if self.fallback is not None:
+            return self.fallback.run(module, forward, args, kwargs)
+        name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
+        warn(f"{name} is given DTensors, which no kernel takes: it runs as it is written.")
+        return forward(*args, **kwargs)
+
+    def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        return first is not None and (first.is_cuda or local.simulates_cuda)
+
+    def compute(
+        self,
+        kind: tuple[Any, ...],
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        kernels: Compute,
+        as_written: Compute,
+        *,
+        is_frame: bool = True,
+    ) -> Any:
+        """``kernels(*inputs)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``."""
+        self.held.count(kind, inputs, weights, kernels, as_written, is_frame=is_frame)
+        with CreditedTo(self.statistics):
+            return kernels(*inputs)
+
+
+class CreditedTo:
+    """The span in which kernels record their recipes for ``statistics``."""
+
+    __slots__ = ("_outer", "_statistics")
+
+    def __init__(self, statistics: RegionStatistics):
+        self._statistics = statistics
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():  # which records nothing
+            self._outer, local.statistics = local.statistics, self._statistics
+
+    def __exit__(self, *error: object) -> None:
+        if not torch.compiler.is_compiling():
+            local.statistics = self._outer
+
+
+def _is_transformed() -> bool:
+    """Whether a transform is at work that our functions do not know."""
+    if torch.compiler.is_compiling():  # to which there is always an interpreter (torch 2.11 and 2.13)
+        return forward_ad._current_level >= 0
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def kernel_of(runner: Runner | None) -> KernelRunner | None:
+    """The runner of kernels that a runner is, or has inside."""
+    while runner is not None and not isinstance(runner, KernelRunner):
+        runner = getattr(runner, "inner", None)
+    return runner
+
+
+def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether ``module`` is a Linear, and calling it does nothing else."""
+    return module is not None and base_of(module) is nn.Linear and not is_hooked(module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than its class's forward does."""
+    return bool(
+        "forward" in vars(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
+    )
+
+
+def only_argument(args: tuple, kwargs: dict) -> Tensor:
+    (x,) = (*args, *kwargs.values())
+    return x

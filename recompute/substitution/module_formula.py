@@ -1,0 +1,176 @@
+"""What a module computes, as a formula that can be compared, whatever its class and its attributes are called.
+
+``torch.fx`` traces the module's forward. Submodules, attributes and floating-point numbers stand in the formula by
+their position, so that two modules that compute the same have equal formulas.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from recompute.engine.checkpoint.arguments import fingerprint, snapshot
+from recompute.engine.checkpoint.module_state import RUNNER, base_of
+from recompute.engine.rng import RngState
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A module's result as nested tuples: ``("mul", ("attribute", 0), ("input", 0))``."""
+
+    tree: Any
+    names: tuple[str, ...]
+    """What ``("attribute", index)`` and ``("module", index, ...)`` are called."""
+    numbers: tuple[float, ...]
+    """What ``("number", index)`` is."""
+
+
+def formula_of(module: nn.Module, tracer: type[Tracer] | None = None) -> Formula | None:
+    """None unless forward is one expression of its one argument, the same in training and not.
+
+    Tracing changes nothing of the module, whatever its forward does.
+
+    Args:
+        tracer: one that takes forwards of other arguments, too.
+    """
+    if is_decorated(module) and getattr(vars(module).get(RUNNER), "runner", module) is not None:
+        return None  # its forward runs a policy of its own
+    try:
+        if tracer is None and len(inspect.signature(base_of(module).forward).parameters) != 2:
+            return None
+    except ValueError:  # a builtin has no signature
+        return None
+    trained, evaluated = (_traced(module, training, tracer or Tracer) for training in (True, False))
+    return trained if trained == evaluated else None
+
+
+def is_decorated(module: nn.Module) -> bool:
+    """Whether the class of ``module`` is decorated with a policy."""
+    return hasattr(type(module), "_recompute_decorated")
+
+
+def copy_without_policy(module: nn.Module, training: bool) -> nn.Module:
+    """A module of the same class that shares all attributes, and which a trial may change."""
+    copy = object.__new__(base_of(module))
+    copy.__dict__.update(snapshot(vars(module)), training=training)
+    if not is_decorated(module):
+        copy.__dict__.pop(RUNNER, None)
+    return copy
+
+
+def _traced(module: nn.Module, training: bool, tracer: type[Tracer]) -> Formula | None:
+    copy = copy_without_policy(module, training)
+    before = fingerprint(vars(copy))
+    try:
+        with RngState().replayed():
+            graph = tracer().trace(copy)
+    except Exception:
+        # Any forward may be asked, and may raise anything at a proxy that it takes for a tensor: it is not recognized.
+        return None
+    if fingerprint(vars(copy)) != before:
+        return None  # it notes something on itself, which what stands in for it would not
+    return _FormulaBuilder().build(graph)
+
+
+class _Proxy(fx.Proxy):
+    """Refuses to be changed in place, which a trace would take for a new value."""
+
+    def _in_place(self, other: Any) -> Any:
+        raise fx.proxy.TraceError("an operation in place")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __ifloordiv__ = __imod__ = _in_place
+
+
+class Tracer(fx.Tracer):
+    """Traces one module's own forward: submodules are calls."""
+
+    proxy_buffer_attributes = True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+# The ops that the formulas we look for are made of; all others stand for themselves, and match nothing. By identity, as
+# a function of the user's may bear an op's name.
+_FUNCTIONS = {
+    getattr: "getattr",
+    operator.add: "add",
+    operator.mul: "mul",
+    operator.getitem: "getitem",
+    operator.pow: "pow",
+    torch.add: "add",
+    torch.mul: "mul",
+    torch.pow: "pow",
+    torch.mean: "mean",
+    torch.rsqrt: "rsqrt",
+    F.silu: "silu",
+    F.gelu: "gelu",
+}
+_METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "chunk"}
+
+
+class _FormulaBuilder:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.numbers: list[float] = []
+        self.inputs = 0
+
+    def build(self, graph: fx.Graph) -> Formula | None:
+        values: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            if node.op == "output":
+                result = node.args[0]
+                tree = values[result] if isinstance(result, fx.Node) else None
+                return Formula(tree, tuple(self.names), tuple(self.numbers))
+            values[node] = self._node(node, values)
+        return None
+
+    def _node(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        args = [self._argument(value, values) for value in node.args]
+        keywords = {key: self._argument(value, values) for key, value in node.kwargs.items()}
+        if node.op == "call_module":
+            return ("module", self._index(str(node.target)), *args, *(("keyword", *item) for item in keywords.items()))
+        args += keywords.values()
+        match node.op:
+            case "placeholder":
+                self.inputs += 1
+                return ("input", self.inputs - 1)
+            case "get_attr":
+                return ("attribute", self._index(str(node.target)))
+            case "call_method":
+                name = node.target if node.target in _METHODS else operator.methodcaller(str(node.target))
+            case _:
+                name = _FUNCTIONS.get(node.target, node.target)  # type: ignore[arg-type]
+        match name, args:
+            case "getattr", (value, "dtype"):
+                return ("dtype", value)
+            case "float", (value,):
+                return ("to", value, torch.float32)
+            case "type_as", (value, other):
+                return ("to", value, ("dtype", other))
+            case (("mul" | "add"), (left, right)):
+                return (name, *sorted((left, right), key=repr))
+            case "silu", (value, in_place):
+                return (node.target, value) if in_place else (name, value)
+        return (name, *args)
+
+    def _argument(self, value: Any, values: dict[fx.Node, Any]) -> Any:
+        if isinstance(value, fx.Node):
+            return values[value]
+        if isinstance(value, float):
+            self.numbers.append(value)
+            return ("number", len(self.numbers) - 1)
+        return tuple(value) if isinstance(value, (list, tuple)) else value
+
+    def _index(self, name: str) -> int:
+        self.names.append(name)
+        return len(self.names) - 1

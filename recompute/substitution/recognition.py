@@ -1,0 +1,70 @@
+"""Which kernel can stand in for a module: one kind after the other is tried, and what is found compared with it."""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from recompute.compiled.runner import Runner
+from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.substitution.decoder_layer import KernelLayerRunner
+from recompute.substitution.experts import KernelActivationRunner, has_stacked_experts
+from recompute.substitution.kernel_runner import KernelRunner
+from recompute.substitution.mlp import KernelMLPRunner, find_activation, find_kernel_mlp
+from recompute.substitution.norm import KernelNormRunner, find_norm
+from recompute.substitution.rotary import KernelRotaryRunner, find_rotary
+
+
+def find_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:
+    """The runner of the kernels that compute what ``module`` does, if there are any.
+
+    fallback: as ``KernelRunner`` has it.
+    """
+    if (mlp := find_kernel_mlp(module)) is not None:
+        return _compared(KernelMLPRunner(statistics, fallback, mlp), module, (mlp.parts, mlp.activation))
+    if not any(module.children()):
+        norm = find_norm(module)
+        return None if norm is None else _compared(KernelNormRunner(statistics, fallback, norm), module, norm)
+    if (layer := KernelLayerRunner.for_module(statistics, fallback, module)) is not None:
+        return layer
+    rotary = find_rotary(module, on_cuda_only=fallback is not None)
+    return None if rotary is None else KernelRotaryRunner(statistics, fallback, rotary)
+
+
+def find_inner_kernel(
+    statistics: RegionStatistics, module: nn.Module, parent: nn.Module, fallback: Runner | None
+) -> KernelRunner | None:
+    """As ``find_kernel``, for a module inside of one that a rule names, whose ``parent`` may be stacked experts."""
+    if has_stacked_experts(parent) and (activation := find_activation(module)) is not None:
+        return KernelActivationRunner(statistics, fallback, activation)
+    return find_kernel(statistics, module, fallback)
+
+
+_agree: dict[Any, bool] = {}
+
+
+def _compared(runner: KernelRunner, module: nn.Module, found: Any) -> KernelRunner | None:
+    """``runner``, if its kernel gives what ``module`` gives, up to rounding: compared once for all that are alike."""
+    parameters = list(module.parameters())
+    if not parameters or not all(type(each) is nn.Parameter and each.untyped_storage().nbytes() for each in parameters):
+        return runner  # there are no values to compare with: fake, or sharded
+    first = parameters[0]
+    if first.is_meta or (isinstance(runner, KernelNormRunner) and first.dim() != 1):
+        return runner
+    key = (base_of(module), found, *((each.shape, each.dtype, each.device.type) for each in parameters))
+    if key not in _agree:
+        width = first.shape[-1]
+        x = torch.linspace(-3, 3, 6 * width, device=first.device, dtype=first.dtype).view(6, width)
+        forward = MethodType(base_of(module).forward, module)
+        (name,) = inspect.signature(forward).parameters
+        with torch.no_grad():
+            expected, kernels = forward(**{name: x}), runner.run_kernel(module, forward, (), {name: x})
+        tolerance = torch.finfo(first.dtype).eps ** 0.5
+        is_other = (kernels - expected).double().norm() > tolerance * expected.double().norm()
+        _agree[key] = kernels.shape == expected.shape and not is_other
+    return runner if _agree[key] else None

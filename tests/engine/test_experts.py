@@ -1,0 +1,164 @@
+"""Mixtures of experts, whose routing must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import (
+    HIDDEN,
+    SETTINGS,
+    GatedMLP,
+    RMSNorm,
+    assert_as_without,
+    assert_step_as_without,
+    every_rule,
+    every_tape,
+    governing,
+    holding,
+    loss_of,
+    no_garbage_collection,
+    tokens,
+    weak,
+)
+from tiny import counted_ops
+from torch import Tensor, nn
+
+import recompute
+from recompute.errors import RegenerationError
+
+# Mixtures of experts
+
+EXPERTS, CHOSEN = 4, 2
+
+
+class Mixture(nn.Module):
+    """Each token goes to the two experts that a router prefers."""
+
+    def __init__(self, jitter: Callable[[Tensor], Tensor], keeps: bool):
+        super().__init__()
+        self.norm, self.router = RMSNorm(), nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(GatedMLP() for _ in range(EXPERTS))
+        self.jitter, self.keeps = jitter, keeps
+        self.routes: list[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        logits = self.jitter(self.router(x))
+        if self.keeps:
+            logits = recompute.keep(logits)
+        weights, chosen = logits.softmax(-1).topk(CHOSEN)
+        ROUTES.append(chosen.tolist())
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows, places = (chosen == index).nonzero(as_tuple=True)
+            result = result.index_add(0, rows, expert(x[rows]) * weights[rows, places, None])
+        return result
+
+
+ROUTES: list[Any] = []
+"""Where tokens went, run by run."""
+
+
+class Unsteady:
+    """Turns the router's preferences around in every second run, which no engine can know of."""
+
+    def __init__(self) -> None:
+        self.sign = 1.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        self.sign = -self.sign
+        return logits * 1.0 + self.sign * torch.linspace(-5.0, 5.0, EXPERTS)
+
+
+def _randomly(logits: Tensor) -> Tensor:
+    return logits * (0.5 + torch.rand_like(logits))
+
+
+def _mixture(jitter: Callable[[Tensor], Tensor], keeps: bool = False) -> nn.Module:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Mixture(jitter, keeps)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.layers[0](x)).sin()
+
+    return Holds()
+
+
+@every_rule
+def test_a_router_with_random_jitter_decides_the_same_again(rules: dict[str, Any]) -> None:
+    assert_step_as_without(_mixture(_randomly), rules, tokens())
+
+
+def _run_unsteady(x: Tensor) -> Callable[[Any], Any]:
+    def run(model: Any) -> Any:
+        model.layers[0].jitter.sign = 1.0
+        ROUTES.clear()
+        result = model(x)
+        grads = [torch.autograd.grad(result.sum(), [x, *model.parameters()], retain_graph=True) for _ in range(2)]
+        assert all(route == ROUTES[0] for route in ROUTES), "whoever runs forward again finds the same routes"
+        return result, grads
+
+    return run
+
+
+@every_rule
+def test_routing_that_the_user_keeps_is_not_decided_differently(rules: dict[str, Any]) -> None:
+    assert_as_without(_mixture(Unsteady(), keeps=True), rules, _run_unsteady(tokens()))
+
+
+def test_routing_that_nobody_keeps_is_decided_differently_where_python_runs_again() -> None:
+    """What the test above guards against does happen."""
+    model, x = _mixture(Unsteady()), tokens()
+    recompute.apply(model, governing(SETTINGS["checkpoint"]))
+    ROUTES.clear()
+    result = model(x)
+    with pytest.raises(RegenerationError):
+        result.sum().backward()
+    assert ROUTES[0] != ROUTES[1]
+
+
+@every_tape
+def test_the_tape_decides_no_routing_again(rules: dict[str, Any]) -> None:
+    assert_as_without(_mixture(Unsteady()), rules, _run_unsteady(tokens()))
+    assert len(ROUTES) == 1
+
+
+def test_recompute_runs_neither_router_nor_experts_again() -> None:
+    model, x = _mixture(_randomly), tokens()
+
+    def products() -> int:
+        torch.manual_seed(1)
+        loss = loss_of(model(x))
+        with counted_ops() as ops:
+            loss.backward()
+        return sum(count for name, count in ops.items() if name.endswith("mm"))
+
+    expected = products()
+    with recompute.apply(model, governing(SETTINGS["recompute"])) as handle:
+        assert products() == expected
+        assert handle.stats().dropped_nbytes > 0
+
+
+@every_rule
+def test_what_the_user_keeps_stays_alive_until_the_graph_is_gone(rules: dict[str, Any]) -> None:
+    kept: list[Any] = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        logits = recompute.keep(self.norm(x).cos())
+        kept.append(weak(logits))
+        return (logits.sin() * x).sin()
+
+    model = holding(forward, norm=RMSNorm())
+    recompute.apply(model, rules)
+    kept.clear()
+    with no_garbage_collection():
+        result = model(tokens())
+        assert not kept[0].expired()
+        result.sum().backward()
+        del result
+        assert all(reference.expired() for reference in kept)

@@ -1,0 +1,93 @@
+"""What is kept because a rule or the user says so: modules, tensors, and tensors by a name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import (
+    INSIDE,
+    SETTINGS,
+    RMSNorm,
+    assert_as_plain,
+    assert_step_as_without,
+    governing,
+    holding,
+    policy,
+    tokens,
+    weak,
+)
+from torch import Tensor, nn
+
+import recompute
+
+
+def test_a_kept_tensor_stays_alive_in_checkpoint_and_among_dropped_outputs() -> None:
+    references: list[Any] = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = recompute.keep(self.norm(x))
+        references.append(weak(y))
+        return y.sin()
+
+    for rules in (INSIDE, policy(("inside.norm", "recompute"))):
+        model = holding(forward, norm=RMSNorm())
+        recompute.apply(model, rules)
+        references.clear()
+        result = model(tokens())
+        assert not references[0].expired()
+        result.sum().backward()
+
+
+def test_a_kept_module_inside_a_checkpointed_one_keeps_what_it_saves() -> None:
+    references: list[Any] = []
+
+    class Kept(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.exp()
+            references.append(weak(hidden))
+            return hidden.sin()
+
+    model = holding(lambda self, x: self.kept(x.cos()).tan(), kept=Kept())
+    recompute.apply(model, policy(("inside.kept", "keep"), ("inside", "checkpoint")))
+    result = model(tokens())
+    assert not references[0].expired()
+    result.sum().backward()
+    assert_as_plain(model, {"rules": "none"}, tokens())
+
+
+def test_keep_passes_gradients_to_an_inner_autograd_grad() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = recompute.keep(x.exp())
+        (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        return slope.cos()
+
+    assert_as_plain(holding(forward), INSIDE, tokens())
+
+
+def test_keep_returns_the_tensor_itself_outside_of_regions_and_takes_nothing_else() -> None:
+    x = tokens()
+    assert recompute.keep(x) is x
+    with pytest.raises(TypeError, match="takes a tensor, got list"):
+        recompute.keep([x])
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("setting", [SETTINGS["checkpoint"], SETTINGS["recompute"]])
+def test_a_name_is_kept_where_the_rule_lists_it(setting: dict[str, Any], listed: bool) -> None:
+    named: list[Any] = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        logits = recompute.keep(self.norm(x).cos(), "router_logits")
+        named.append(weak(logits))
+        return (logits.sin() * x).sin()
+
+    model, x = holding(forward, norm=RMSNorm()), tokens()
+    names = ["router_logits"] if listed else ["another"]
+    assert_step_as_without(model, governing({**setting, "keep": names}), x)
+    recompute.apply(model, governing({**setting, "keep": names}))
+    named.clear()
+    result = model(x)
+    assert named[0].expired() is not listed
+    result.sum().backward()

@@ -1,0 +1,342 @@
+"""Precision in which values come back, and memory: what is held, when it dies, and what costs nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import (
+    BOTH,
+    CPU,
+    HIDDEN,
+    ROW_NBYTES,
+    TOKENS,
+    Census,
+    Projections,
+    RMSNorm,
+    Stack,
+    bits,
+    both_actions,
+    calls,
+    every_policy_of_a_stack,
+    every_rule,
+    every_setting,
+    holding,
+    loss_of,
+    no_garbage_collection,
+    policed,
+    policy,
+    tokens,
+    weak,
+)
+from tiny import counted_ops
+from torch import Tensor, nn
+
+import recompute
+from recompute.counters import memory_trace
+from recompute.errors import PolicyWarning
+
+# Peak
+
+
+def _memory(count: int, rules: dict[str, Any] | None, *, retains_graph: bool = False) -> tuple[int, int]:
+    """Bytes held after forward of a stack of ``count`` layers, and at the peak of forward and backward."""
+    model, x = Stack(count=count, p=0.0), tokens(32, HIDDEN)
+    if rules is not None:
+        recompute.apply(model, rules)
+    for _ in range(2):  # what the first step makes and keeps, gradients among them, is no step's memory
+        loss_of(model(x)).backward()
+    with memory_trace(CPU) as trace:
+        loss = loss_of(model(x))
+        trace.mark("forward")
+        loss.backward(retain_graph=retains_graph)
+    return trace.held_nbytes["forward"], trace.peak_nbytes
+
+
+@every_policy_of_a_stack
+def test_a_step_holds_less_and_peaks_lower_than_without_the_policy(rules: dict[str, Any]) -> None:
+    plain_held, plain_peak = _memory(6, None)
+    held, peak = _memory(6, rules)
+    assert held < plain_held
+    assert peak < plain_peak
+
+
+@every_rule
+def test_what_is_regenerated_for_one_layer_is_gone_before_the_next(rules: dict[str, Any]) -> None:
+    few_held, few_peak = _memory(4, rules, retains_graph=True)
+    many_held, many_peak = _memory(9, rules, retains_graph=True)
+    assert many_peak - few_peak <= many_held - few_held
+
+
+# Death of the graph
+
+
+@every_rule
+def test_a_graph_of_gradients_dies_without_garbage_collection(rules: dict[str, Any]) -> None:
+    model, x = Stack(count=1, p=0.0), tokens()
+    model.layers[0].attention = model.layers[0].attention.q  # the CPU's fused attention has no second derivative
+    recompute.apply(model, rules)
+
+    def run() -> Any:
+        (first,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+        torch.autograd.grad(first.pow(2).sum(), x)
+        return weak(first)
+
+    run()
+    with no_garbage_collection():
+        assert run().expired()
+        assert gc.collect() == 0
+
+
+@every_rule
+def test_a_retained_backward_leaves_no_more_held_than_before_it(rules: dict[str, Any]) -> None:
+    model, x = Stack(count=2, p=0.0), tokens()
+    recompute.apply(model, rules)
+    loss_of(model(x)).backward()
+    with no_garbage_collection(), memory_trace(CPU) as trace:
+        loss = loss_of(model(x))
+        trace.mark("forward")
+        for turn in ("first", "second"):
+            torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)
+            trace.mark(turn)
+        del loss
+        trace.mark("gone")
+    held = trace.held_nbytes
+    assert held["first"] == held["second"] == held["forward"]
+    assert held["gone"] == 0
+
+
+# Many steps
+
+
+@every_rule
+def test_memory_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
+    model = Stack(count=1)
+    recompute.apply(model, rules)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs = [tokens(TOKENS + step % 5, HIDDEN) for step in range(100)]
+    for x in inputs[:5]:
+        loss_of(model(x)).backward()
+    with no_garbage_collection(), memory_trace(CPU) as trace:
+        for step, x in enumerate(inputs):
+            loss_of(model(x)).backward()
+            x.grad = None
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            if step in (20, 99):
+                trace.mark(str(step))
+    assert trace.held_nbytes["99"] == trace.held_nbytes["20"]
+
+
+@every_policy_of_a_stack
+def test_objects_do_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
+    model, x = Stack(count=2), tokens()
+    handle = recompute.apply(model, rules)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    objects = []
+    with no_garbage_collection() as engine_objects:
+        for step in range(100):
+            loss_of(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (20, 99):  # by the first one what can be captured is
+                objects.append(len(gc.get_objects()))
+        assert engine_objects() == {}
+    assert abs(objects[1] - objects[0]) < 20
+    assert handle.stats().regenerations > 0
+
+
+# Where nothing is trained
+
+WAYS = {"eval": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def _forward_only(way: str) -> tuple[nn.Module, nn.Module, Tensor]:
+    """A model to put under a policy, one to leave as it is, and an input."""
+    model = Stack(count=2, p=0.0)
+    model.train(way != "eval")
+    return model, copy.deepcopy(model), tokens(grad=False)
+
+
+@every_policy_of_a_stack
+@every_way
+def test_without_training_nothing_more_is_held(rules: dict[str, Any], way: str) -> None:
+    under, plain, x = _forward_only(way)
+    recompute.apply(under, rules)
+
+    def held(model: nn.Module) -> tuple[int, Any]:
+        with WAYS[way]():
+            model(x)
+            with no_garbage_collection() as engine_objects, Census() as census:
+                result = model(x)
+                assert engine_objects() == {}
+        return census.alive_nbytes(), bits(result)
+
+    assert held(under) == held(plain)
+
+
+@every_policy_of_a_stack
+@every_way
+def test_without_training_no_op_is_added_and_few_calls(rules: dict[str, Any], way: str) -> None:
+    under, plain, x = _forward_only(way)
+    handle = recompute.apply(under, rules)
+
+    def cost(model: nn.Module) -> tuple[dict[str, int], int]:
+        with WAYS[way]():
+            model(x)
+            with counted_ops() as ops:
+                model(x)
+            return ops, calls(lambda: model(x))
+
+    (ops, count), (plain_ops, plain_count) = cost(under), cost(plain)
+    assert ops == plain_ops
+    assert count - plain_count <= 10 * len(list(under.modules()))
+    assert handle.stats().frames == 0
+
+
+@every_setting
+def test_a_decorated_function_without_gradients_holds_nothing(setting: dict[str, Any]) -> None:
+    references: list[Any] = []
+
+    def function(x: Tensor) -> Tensor:
+        hidden = x.exp()
+        references.append(weak(hidden))
+        return hidden.sin()
+
+    decorated = recompute.recompute(function, policy={"rules": [{"type": "function", **setting}]})
+    with torch.no_grad(), no_garbage_collection():
+        result = decorated(tokens())
+        assert references[0].expired()
+        assert not result.requires_grad
+        assert gc.collect() == 0
+
+
+# When values die
+
+
+def test_an_intermediate_dies_as_soon_as_its_region_ends() -> None:
+    references = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        hidden = x.exp()
+        references.append(weak(hidden))
+        return hidden.sin()
+
+    model = policed(holding(forward))
+    references.clear()
+    result = model(tokens())
+    assert [reference.expired() for reference in references] == [True]
+    result.sum().backward()
+
+
+def test_a_dropped_norm_output_dies_when_its_last_consumer_has_run_and_comes_back_once_for_all_three() -> None:
+    model = Projections()
+    references: list[Any] = []
+    model.norm.register_forward_hook(lambda module, args, result: references.append(weak(result)))
+    handle = recompute.apply(model, policy(("norm", "recompute")))
+    RMSNorm.runs = 0
+    result = model(tokens())
+    assert [reference.expired() for reference in references] == [True]
+    for backwards in (1, 2):
+        result.sum().backward(retain_graph=True)
+        assert RMSNorm.runs == 1, "its ops run again, not its Python"
+        assert handle.stats().regenerations == backwards * 6  # pow, mean, add, rsqrt, two products
+
+
+def test_dropped_bytes_count_a_norms_output_once_however_many_save_it() -> None:
+    model = Projections()
+    handle = recompute.apply(model, policy(("norm", "recompute")))
+    loss_of(model(tokens())).backward()
+    # x * rsqrt and the norm's output; pow saves the input, which lives anyway; mean's rsqrt is a number a row
+    assert handle.stats().dropped_nbytes == 2 * ROW_NBYTES + TOKENS * 4
+
+
+def test_regenerated_values_are_freed_during_backward_when_their_last_consumer_had_them() -> None:
+    seen: list[bool] = []
+    values: list[Any] = []
+
+    class Watch(torch.autograd.Function):
+        """Its backward runs after that of all that comes later in forward."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(all(value.expired() for value in values))
+            return grad
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        hidden = x.exp()
+        values.append(weak(hidden))
+        return hidden.sin()
+
+    model = policed(holding(forward))
+    values.clear()
+    x = tokens()
+    model(Watch.apply(x)).sum().backward()
+    assert len(values) == 2, "run in forward and in backward"
+    assert seen == [True]
+
+
+@both_actions
+def test_a_region_that_is_not_dropped_holds_no_more_than_plain_eager_holds(action: str) -> None:
+    model = holding(lambda self, x: (x.mul_(2.0) + 1.0).sin())
+    x = tokens()
+
+    def held() -> bool:
+        hidden = x * 1.0
+        reference = weak(hidden)
+        result = model(hidden)
+        del hidden
+        alive = not reference.expired()
+        result.sum().backward()
+        return alive
+
+    assert not held()
+    policed(model, action)
+    with pytest.warns(PolicyWarning) if action == "checkpoint" else nullcontext():
+        assert not held()
+
+
+def test_looking_at_a_saved_tensor_outside_of_backward_gives_its_value_and_holds_nothing() -> None:
+    model = policed(holding(lambda self, x: x.exp().sin()))
+    x = tokens()
+    result = model(x)
+    with no_garbage_collection():
+        for _ in range(2):
+            saved = result.grad_fn._saved_self
+            assert bits(saved) == bits(x.exp())
+            reference = weak(saved)
+            del saved
+            assert reference.expired()
+
+
+def test_a_module_that_a_graph_outlives_dies_when_the_graph_does() -> None:
+    model = policed(holding(lambda self, x: x.exp().sin()))
+    reference = weakref.ref(model.inside)
+    with no_garbage_collection():
+        result = model(tokens())
+        del model
+        result.sum().backward()
+        del result
+        assert reference() is None
+
+
+def test_memory_trace_sees_nothing_held_after_the_graph_is_gone() -> None:
+    model, x = Stack(), tokens()
+    recompute.apply(model, BOTH)
+    loss_of(model(x)).backward()
+    model.zero_grad()
+    with memory_trace(CPU) as trace:
+        loss = loss_of(model(x))
+        del loss
+        trace.mark("gone")
+    assert trace.held_nbytes["gone"] == 0

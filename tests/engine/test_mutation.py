@@ -1,0 +1,303 @@
+"""Tensors and weights that change between forward and backward: right gradients, or a refusal by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import (
+    HIDDEN,
+    Projections,
+    RMSNorm,
+    Stack,
+    assert_as_plain,
+    assert_as_without,
+    assert_step_as_without,
+    bits,
+    both_actions,
+    every_rule,
+    holding,
+    loss_of,
+    policed,
+    policy,
+    tokens,
+)
+from torch import Tensor, nn
+
+import recompute
+from recompute.errors import MutationError
+
+# Mutated tensors that are needed as they were
+
+
+@every_rule
+def test_a_mutated_input_that_plain_eager_would_refuse_raises(rules: dict[str, Any]) -> None:
+    model, x = holding(lambda self, x: (x.exp() * x).sin()), tokens()
+
+    def mutated() -> Tensor:
+        given = x * 1.0
+        result = model(given)
+        with torch.no_grad():
+            given.add_(1.0)
+        return result.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        mutated().backward()
+    recompute.apply(model, rules)
+    with pytest.raises(MutationError, match=r"^in \S+.*\(6, 8\).*modified in place"):
+        mutated().backward()
+
+
+@every_rule
+def test_a_mutated_tensor_that_the_user_keeps_raises(rules: dict[str, Any]) -> None:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = recompute.keep(self.norm(x))
+        return kept, kept.exp() * kept
+
+    model = holding(forward, norm=RMSNorm())
+    recompute.apply(model, rules)
+    kept, result = model(tokens())
+    with torch.no_grad():
+        kept.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"(?s)\[?6, 8\]?.*modified"):
+        result.sum().backward()
+
+
+@every_rule
+def test_a_mutated_tensor_that_a_rule_keeps_raises(rules: dict[str, Any]) -> None:
+    """As it does without a policy: what a rule keeps, autograd holds and checks itself."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.outside = Stack(count=1).layers[0], nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outside(self.inside(x))
+
+    model = Model()
+    recompute.apply(model, {"rules": [*rules["rules"], {"match": "outside", "action": "keep"}]})
+    result = model(tokens())
+    loss = result.sum()
+    with torch.no_grad():
+        result.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*\[6, 8\]"):
+        loss.backward()
+
+
+# Changes after the region has run
+
+LATER: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Tensor], Any]]] = {
+    "nobody saved it": (lambda self, x: self.norm(x) + x, lambda y: y.mul_(2.0)),
+    "a slice of it": (lambda self, x: self.norm(x) + x, lambda y: y[1:].clamp_(max=0.5)),
+    "a view of it": (lambda self, x: (self.norm(x) + x).t(), lambda y: y.add_(1.0)),
+    "relu": (lambda self, x: self.norm(x) * 2, lambda y: y.relu_()),
+}
+REFUSED_LATER = {
+    "its op saved it": (lambda self, x: self.norm(x).sigmoid(), lambda y: y.mul_(2.0)),
+    "of which its op saved a view": (lambda self, x: self.norm(x).exp().t(), lambda y: y[0].zero_()),
+}
+
+
+@every_rule
+@pytest.mark.parametrize("kind", LATER)
+def test_a_region_output_mutated_afterwards_does_what_plain_eager_does(rules: dict[str, Any], kind: str) -> None:
+    forward, mutate = LATER[kind]
+    x = tokens()
+
+    def run(model: nn.Module) -> Any:
+        y = model(x)
+        mutate(y)
+        return y.detach(), torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])
+
+    assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
+
+
+def _after_use(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(self.norm(x))
+    z = (y * 3).exp()
+    y.add_(5.0)
+    return z.sin() * y.sin()
+
+
+def _slice_after_use(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(self.norm(x))
+    z = (y[1:] * 3).exp()
+    y[2:].mul_(2.0)
+    return z.sin() * y[1:].sin()
+
+
+def _sum_in_place(self: Any, x: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    for _ in range(3):
+        total.add_(self.norm(x + total).exp())
+    return total.tanh_().sin()
+
+
+INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a costly result after its use": _after_use,
+    "a slice of it": _slice_after_use,
+    "in a chain": lambda self, x: (self.norm(x) * 2).mul_(3.0).add_(1.0).exp_().sin(),
+    "a sum": _sum_in_place,
+}
+
+
+@every_rule
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_tensor_mutated_inside_of_a_region_does_what_plain_eager_does(rules: dict[str, Any], kind: str) -> None:
+    model = holding(INSIDE[kind], norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN))
+    assert_step_as_without(model, rules, tokens())
+
+
+@every_rule
+@pytest.mark.parametrize("kind", REFUSED_LATER)
+def test_a_mutation_that_plain_eager_refuses_gives_no_wrong_gradient(rules: dict[str, Any], kind: str) -> None:
+    """It is refused, or the gradient is that of the value which forward had: a dropped one comes back as it was."""
+    forward, mutate = REFUSED_LATER[kind]
+    model, x = holding(forward, norm=RMSNorm()), tokens()
+
+    def grads(mutate: Callable[[Tensor], Any]) -> list[Any]:
+        y = model(x)
+        with torch.no_grad():
+            mutate(y)
+        return [bits(grad) for grad in torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))]
+
+    expected = grads(lambda y: None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grads(mutate)
+    recompute.apply(model, rules)
+    try:
+        found = grads(mutate)
+    except RuntimeError as error:
+        assert "modified" in str(error)  # noqa: PT017
+    else:
+        assert found == expected
+
+
+@every_rule
+@pytest.mark.parametrize("updated", ["layers.0.mlp.down_proj.weight", "layers.1.norm1.weight", "layers.1.norm2.weight"])
+def test_a_weight_updated_before_backward_is_refused_as_in_plain_eager(rules: dict[str, Any], updated: str) -> None:
+    model, x = Stack(count=2), tokens()
+
+    def update() -> Tensor:
+        loss = loss_of(model(x))
+        weight = model.get_parameter(updated)
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=0.1).step()
+        return loss
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        update().backward()
+    recompute.apply(model, rules)
+    with pytest.raises(MutationError, match="modified in place"):
+        update().backward()
+
+
+@every_rule
+@pytest.mark.parametrize("updated", ["bias", "weight"])
+def test_an_update_that_plain_eager_allows_gives_no_wrong_gradient(rules: dict[str, Any], updated: str) -> None:
+    """A region that runs again would need the old value: it is refused, or the gradient is right."""
+    model = holding(lambda self, x: self.norm(self.linear(x)).sin(), linear=nn.Linear(HIDDEN, HIDDEN), norm=RMSNorm())
+    x = tokens(grad=False)  # so that nothing needs the weight in backward
+
+    def grads() -> list[Any]:
+        with torch.no_grad():
+            getattr(model.inside.linear, updated).copy_(torch.ones(()))
+        loss = model(x).sum()
+        with torch.no_grad():
+            getattr(model.inside.linear, updated).mul_(3.0)
+        return [bits(grad) for grad in torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = grads()
+    recompute.apply(model, rules)
+    try:
+        found = grads()
+    except MutationError as error:
+        assert "inside" in str(error)  # noqa: PT017
+    else:
+        assert found == expected
+
+
+# A region's own intermediates and results, changed in place
+
+
+@both_actions
+def test_in_place_operations_on_a_regions_own_intermediates(action: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.norm(x).mul_(2.0).add_(x)
+        y[1:].clamp_(max=1.5)
+        return y.sigmoid_().sin()
+
+    assert_as_plain(holding(forward, norm=RMSNorm()), policy(("inside", action)), tokens())
+
+
+@both_actions
+def test_a_saved_tensor_overwritten_later_in_its_region_is_refused_as_in_plain_eager(action: str) -> None:
+    model = holding(lambda self, x: x.sigmoid().mul_(2.0).sin())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(tokens()).sum().backward()
+    policed(model, action)
+    with pytest.raises(MutationError, match=r"inside \(Body\).*SigmoidBackward0 needs has been modified in place"):
+        model(tokens()).sum().backward()
+
+
+@both_actions
+def test_a_regions_result_mutated_before_a_consumer_saves_it(action: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = RMSNorm(), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            y.mul_(2.0)
+            y[0] += 1.0
+            return self.linear(y)
+
+    assert_as_plain(Model(), policy(("norm", action)), tokens())
+
+
+def after_mutation(action: str) -> tuple[Any, Any]:
+    """A gradient that needs a norm's output as it was before it was mutated, in plain eager and under ``action``."""
+    model, x = Projections(), tokens()
+    outputs: list[Tensor] = []
+    (expected,) = torch.autograd.grad(loss_of(model(x)), model.q.weight)
+    recompute.apply(model, policy(("norm", action)))
+    model.norm.register_forward_hook(lambda module, args, result: outputs.append(result))
+    loss = loss_of(model(x))
+    with torch.no_grad():
+        outputs[0].zero_()
+    (found,) = torch.autograd.grad(loss, model.q.weight)
+    return bits(found), bits(expected)
+
+
+def test_a_regions_result_that_a_consumer_saved_and_that_is_mutated_is_refused_if_it_is_kept() -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        after_mutation("checkpoint")
+
+
+def test_a_regions_result_that_a_consumer_saved_and_that_is_mutated_comes_back_as_it_was_if_it_is_dropped() -> None:
+    found, expected = after_mutation("recompute")
+    assert found == expected
+
+
+def test_a_kept_tensor_that_was_mutated_raises_and_names_the_op_that_wants_it() -> None:
+    model, x = Projections(), tokens()
+    recompute.apply(model, policy(("norm", "recompute")))
+    given = x * 1.0
+    hidden = given.exp()
+
+    class Outside(nn.Module):
+        def forward(self, y: Tensor) -> Tensor:
+            return y.exp()
+
+    model.q = nn.Sequential(model.q, Outside())
+    saved = []
+    model.q.register_forward_hook(lambda module, args, result: saved.append(result))
+    loss = loss_of(model(hidden))
+    with torch.no_grad():
+        saved[0].add_(1.0)
+    with pytest.raises(MutationError, match=r"Projections.*ExpBackward"):
+        loss.backward()

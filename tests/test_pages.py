@@ -1,0 +1,346 @@
+"""The pages: every link leads somewhere, every code block runs, every command parses, every figure is the data's.
+
+In the pages, a code block is marked by what stands behind its opening fence:
+
+- ``python``: it runs here, by itself, with the names that ``given`` makes.
+- ``python no-run``: it needs several processes. It compiles, and what it imports is there.
+- ``sh``: the options of each command are known. The cheap commands run.
+- ``yaml``: a policy file, or a list of rules. It loads.
+- ``text``: what a command prints, or a picture.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib
+import inspect
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from ruamel.yaml import YAML
+from test_house import FOLDERS
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from typer.testing import CliRunner
+
+import recompute
+from recompute import cli
+from recompute.integrations.transformers import RecomputeTrainingArguments
+from recompute.policy.loading import preset_names
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "examples" / "ablation" / "results"
+
+
+def _pages() -> Iterator[Path]:
+    for folder, inner, files in os.walk(ROOT):  # which follows no links: a page is met once
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in ("build", "dist")]
+        if "README.md" in files:
+            yield Path(folder, "README.md")
+
+
+PAGES = sorted(_pages())
+GUIDES = [page for page in PAGES if "results" not in page.parts]
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    info: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{_name(self.page)}:{self.line}"
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"^```(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE):
+        yield Block(page, text.count("\n", 0, found.start()) + 2, found[1], found[2])
+
+
+BLOCKS = [block for page in PAGES for block in _blocks(page)]
+
+
+def of_kind(*infos: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.info in infos]
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return re.sub(r"^```.*\n(?:.*\n)*?```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name behind ``#``, as GitHub makes it of a heading."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_kind_of_block_is_known() -> None:
+    assert {block.info for block in BLOCKS} <= {"python", "python no-run", "sh", "yaml", "text"}
+    for page in PAGES:
+        fences = re.findall("^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(fences) == 2 * sum(block.page == page for block in BLOCKS), _name(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = re.sub("`[^`\n]*`", "", prose(page))
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^]]+\]: (\S+)$", text, re.MULTILINE)
+    assert text.count("](") == len(re.findall(r"\]\(([^)\s]+)\)", text)), "a link is broken over two lines"
+    for target in targets:
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{target} is no file"
+        assert not anchor or anchor in anchors(found), f"{target} is no heading of {_name(found)}"
+
+
+def test_the_readme_fits_a_few_screens() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 130
+    assert [line for line in lines if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_lines_are_short(page: Path) -> None:
+    printed = {line for block in _blocks(page) if block.info == "text" for line in block.text.splitlines()}
+    lines = set(page.read_text(encoding="utf-8").splitlines()) - printed
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_the_readme_has_every_folder_in_the_order_of_the_house() -> None:
+    section = README.read_text(encoding="utf-8").partition("## The house")[2]
+    rows = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
+    listed = [name.strip("` ").removesuffix(".py") for row in rows for name in row.split(",")]
+    assert listed == ["__init__", *dict.fromkeys(entry.split(".")[0] for entry in FOLDERS)]
+
+
+def test_the_readme_has_the_public_names_and_the_presets() -> None:
+    text = README.read_text(encoding="utf-8")
+    names = re.search(r"The names of `recompute` stay: ([^.]*)\.", text)
+    assert names is not None
+    assert set(re.findall("`([^`]*)`", names[1])) == set(recompute.__all__)
+    table = text.partition("## Presets")[2].partition("\n## ")[0]
+    assert set(re.findall("^[|] `([^`]*)`", table, re.MULTILINE)) == set(preset_names())
+
+
+def test_the_words_are_those_of_the_code() -> None:
+    section = (ROOT / "recompute" / "README.md").read_text(encoding="utf-8").partition("## Words")[2]
+    words = set(re.findall("`([A-Z][A-Za-z]+)`", section.partition("\n## ")[0]))
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "recompute").rglob("*.py")]
+    classes = {name for source in sources for name in re.findall(r"^class (\w+)", source, re.MULTILINE)}
+    assert words
+    assert words <= classes
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the code blocks take for granted, in a folder of their own.
+
+    A small Llama stands for the reader's model, in training; ``mine.yaml`` is the policy file that policies/README.md
+    shows; a trainer is only there to be called.
+    """
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, use_cache=False, **shape)
+    ids = torch.randint(64, (1, 16))
+    mine = next(block.text for block in BLOCKS if block.info == "yaml" and "name: mine" in block.text)
+    (tmp_path / "mine.yaml").write_text(mine, encoding="utf-8")
+    return {
+        "batch": {"input_ids": ids, "labels": ids},
+        "dataset": [{"input_ids": ids[0], "labels": ids[0]}],
+        "make_model": lambda: LlamaForCausalLM(config),
+        "model": LlamaForCausalLM(config).train(),
+        "trainer": SimpleNamespace(train=lambda: None),
+        "training_arguments": TrainingArguments("out", report_to="none"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
+@pytest.mark.parametrize("block", of_kind("python"))
+def test_code_runs(block: Block, given: dict[str, Any]) -> None:
+    exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec"), {"__name__": "page", **given})
+
+
+def test_the_words_of_explain_are_explained(given: dict[str, Any]) -> None:
+    guide = (ROOT / "policies" / "README.md").read_text(encoding="utf-8")
+    section = guide.partition("## How to read explain")[2].partition("\n## ")[0]
+    words = re.findall(r"^\| `([^`]*)` \|", section, re.MULTILINE)
+    assert {"rule", "made by", "alive"} <= set(words)
+    handle = recompute.apply(given["model"])
+    given["model"](**given["batch"]).loss.backward()
+    explained = handle.explain()
+    assert [word for word in words if word not in explained] == []
+
+
+@pytest.mark.parametrize("block", of_kind("python no-run"))
+def test_code_that_does_not_run_here_compiles_and_imports_what_there_is(block: Block) -> None:
+    tree = ast.parse(block.text)
+    assert [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert all(importlib.import_module(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("block", of_kind("yaml"))
+def test_policies_load(block: Block, tmp_path: Path) -> None:
+    read = YAML(typ="safe").load(block.text)
+    if isinstance(read, list):
+        assert len(recompute.load_policy({"rules": read}).rules) == len(read)
+    else:
+        (tmp_path / "policy.yaml").write_text(block.text, encoding="utf-8")
+        assert recompute.load_policy(tmp_path / "policy.yaml").name == read["name"]
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each line, without comments and without the environment in front."""
+    for line in block.text.splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
+        if words:
+            yield words
+
+
+COMMANDS: Any = typer.main.get_command(cli.app)
+
+
+def parse(words: list[str]) -> None:
+    """Raises if a command of ours does not take these options."""
+    COMMANDS.commands[words[1]].make_context(words[1], words[2:])
+
+
+@pytest.mark.parametrize("block", of_kind("sh"))
+def test_commands_are_known(block: Block) -> None:
+    for words in commands(block):
+        for word in words:
+            assert not word.startswith(("examples/", "tests/")) or (ROOT / word).exists(), f"{word} is no file"
+        if words[0] == "recompute":
+            parse(words)
+            if words[1] == "policies":
+                done = CliRunner().invoke(cli.app, words[1:])
+                assert done.exit_code == 0, done.output
+        elif words[0] in ("python", "torchrun"):
+            script = next(word for word in words if word.endswith(".py"))
+            known = options_of(ROOT / script)
+            given = [word for word in words[words.index(script) :] if word.startswith("--")]
+            assert set(given) <= known, f"{script} does not take all of {given}"
+        else:
+            assert words[0] in ("pip", "pytest", "ruff", "mypy"), f"nothing is known of {words[0]}"
+
+
+def options_of(script: Path) -> set[str]:
+    """The options that an example takes, by its source and by that of the example that it imports."""
+    source = script.read_text(encoding="utf-8")
+    for name in re.findall(r"^from (\w+) import", source, re.MULTILINE):
+        beside = script.with_name(f"{name}.py")
+        source += beside.read_text(encoding="utf-8") if beside.exists() else ""
+    options = set(re.findall(r'"(--[a-z-]+)"', source))
+    if "RecomputeTrainingArguments" in source:
+        options |= {f"--{field.name}" for field in fields(RecomputeTrainingArguments)}
+    return options
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_commands_within_sentences_are_known(page: Path) -> None:
+    for command in re.findall("`(recompute [a-z]+[^`]*)`", prose(page)):
+        words = shlex.split(command)
+        assert words[1] in COMMANDS.commands, command
+        if len(words) > 2:
+            parse(words)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_files_within_sentences_are_there(page: Path) -> None:
+    """A path is that from the page, from the root, or from the package."""
+    for name in re.findall(r"`([\w/.]+\.py)`", prose(page)):
+        assert any((folder / name).exists() for folder in (page.parent, ROOT, ROOT / "recompute")), name
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_calls_within_sentences_are_known(page: Path) -> None:
+    for code in re.findall(r"`([^`]*\brecompute\.\w+\([^`]*\))`", prose(page)):
+        calls = [node for node in ast.walk(ast.parse(code.removeprefix("@"))) if isinstance(node, ast.Call)]
+        for call in calls:
+            name = ast.unparse(call.func).removeprefix("recompute.")
+            keywords = {keyword.arg for keyword in call.keywords}
+            assert keywords <= inspect.signature(getattr(recompute, name)).parameters.keys(), code
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_what_is_to_be_installed_can_be(page: Path) -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    asked_for = re.findall(r'pip install -e "\.\[(\w+)\]"', page.read_text(encoding="utf-8"))
+    assert set(asked_for) <= set(setup["options.extras_require"])
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+@pytest.mark.parametrize(
+    ("heading", "folder"),
+    [
+        ("A small Llama on two CPU cores", "default-cpu"),
+        ("Eight layers of Llama 8B", "llama-8b-h200"),
+        ("Sixteen layers of Llama 1B", "llama-1b-h200"),
+    ],
+)
+def test_tables_are_those_of_the_results(heading: str, folder: str) -> None:
+    section = (ROOT / "examples" / "ablation" / "README.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
+    shown = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    kept = re.search(r"(?:^\|.*\n)+", (RESULTS / folder / "results.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert shown is not None
+    assert kept is not None
+    rows, expected = ([cells(row) for row in table[0].splitlines()] for table in (shown, kept))
+    assert [rows[0], *rows[2:]] == [expected[0], *expected[2:]]
+
+
+def test_times_of_steps_are_those_of_the_results() -> None:
+    page = (ROOT / "examples" / "ablation" / "README.md").read_text(encoding="utf-8")
+    section = page.partition("## Steps in which Python sets the pace\n")[2].partition("\n## ")[0]
+    kept = (RESULTS / "host-time-h200" / "results.md").read_text(encoding="utf-8")
+    models = [  # of the data, in the order of the table
+        {cells(row)[0]: cells(row)[1] for row in table.splitlines()}
+        for table in re.findall(r"(?:^\|.*\n)+", kept, re.MULTILINE)
+    ]
+    rows = [cells(row)[1:] for row in re.findall(r"^\|.*$", section, re.MULTILINE)[2:]]
+    ways = ("none", "gradient-checkpointing", "elementwise", "auto")
+    assert [[cell.strip("*") for cell in row] for row in rows] == [[model[way] for way in ways] for model in models]
+    assert f"Liger takes {models[0]['liger']} and" in section
+    assert f"checkpoint {models[0]['torch-compile-selective']}." in section
+
+
+def test_the_first_table_is_that_of_the_results() -> None:
+    rows = [cells(row) for row in re.findall(r"^\|.*$", README.read_text(encoding="utf-8"), re.MULTILINE)[2:6]]
+    table = (RESULTS / "llama-8b-h200" / "results.md").read_text(encoding="utf-8")
+    expected = {cells(row)[0]: cells(row) for row in table.splitlines() if row.startswith("|")}
+    assert len(rows) == 4
+    for name, *shown in rows:
+        of_policy = expected[name.split(" ")[0].strip("`")]
+        assert shown == [*of_policy[1:4], "" if name == "none" else of_policy[-1]]
