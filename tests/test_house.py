@@ -88,7 +88,10 @@ HIDDEN_IMPORTS = {
     # torch, transformers and matplotlib take seconds to import. The command line, recompute.estimate and recompute.plan
     # check what they were given before they wait for that.
     "recompute.cli": ("recompute",),
-    "recompute.estimation.estimate": ("recompute.estimation.model_estimator",),
+    "recompute.estimation.estimate": (
+        "recompute.estimation.model_and_batch",
+        "recompute.estimation.model_estimator",
+    ),
     "recompute.estimation.estimate_result": ("matplotlib",),
     "recompute.planning.make_plan": ("recompute.planning.plan_verification", "recompute.profiling.profile_model"),
     "recompute.planning.plan_command": (
