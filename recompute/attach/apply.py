@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment, Stats, explanation, stats
 from recompute.attach.module_entries import module_entries
-from recompute.attach.runners import FunctionCheckpointRunner, RootRunner, TapeRunner, around, inside_of
-from recompute.attach.selection import choose
+from recompute.attach.runners import FunctionCheckpointRunner, RootRunner, TapeRunner, unwrap_forward, wrap_forward
+from recompute.attach.selection import choose_runners
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
@@ -156,16 +156,16 @@ def _attachments(
     model: nn.Module,
     policy: Policy,
     name: str | None = None,
-    shared: CaptureCache | None = None,
+    cache: CaptureCache | None = None,
     *,
     strict: bool = True,
 ) -> list[Attachment]:
     """What the policy does to which module; nothing is changed yet.
 
-    name: stands for the model's class's. shared: what regions like these share, if there are others.
+    name: stands for the model's class's. cache: what these regions share with equal ones of other instances.
     strict: as ``apply`` takes it.
     """
-    shared = CaptureCache() if shared is None else shared
+    cache = CaptureCache() if cache is None else cache
     name = name or type(model).__name__
     entries, modules = module_entries(model, name)
     rules = assign(policy, entries)
@@ -179,7 +179,7 @@ def _attachments(
         if path in parts:  # of the region of the module around it
             continue
         meaning = meanings[index]
-        found = list(choose(path, modules[path], meaning, governed, shared))
+        found = list(choose_runners(path, modules[path], meaning, governed, cache))
         for inside, module, runner in found:
             chosen.setdefault(id(module), Attachment(inside, module, index, runner))
         if meaning.kernels is Kernels.EVERYWHERE and all(kernel_of(runner) is None for _, _, runner in found):
@@ -219,7 +219,7 @@ def _attach(attachments: list[Attachment]) -> None:
             undo.callback(_detach, attachment)
             module.__dict__[RUNNER] = attachment.runner
             if "forward" in vars(module):
-                module.__dict__["forward"] = around(vars(module)["forward"], module, attachment.runner)
+                module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
             try:
                 module.__class__ = _policed(type(module))  # type: ignore[arg-type]
             except TypeError as error:
@@ -233,7 +233,7 @@ def _detach(attachment: Attachment) -> None:
     module = attachment.module
     if module.__dict__.get(RUNNER) is attachment.runner:
         del module.__dict__[RUNNER]
-        if (inner := inside_of(vars(module).get("forward"))) is not None:
+        if (inner := unwrap_forward(vars(module).get("forward"))) is not None:
             module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
@@ -358,14 +358,14 @@ _ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recomput
 
 def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     original = cls.forward
-    shared = CaptureCache()  # of all instances
+    cache = CaptureCache()  # of all instances
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if RUNNER not in vars(self):
             if torch.compiler.is_compiling():
                 refuse_first_run()
-            _attach_decorated(self, cls, policy, shared)
+            _attach_decorated(self, cls, policy, cache)
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
@@ -387,10 +387,10 @@ class _Decorated:
     runner: Runner | None
 
 
-def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: CaptureCache) -> None:
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, cache: CaptureCache) -> None:
     vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
     try:
-        attachments = _attachments(module, policy, cls.__name__, shared)
+        attachments = _attachments(module, policy, cls.__name__, cache)
         _attach([attachment for attachment in attachments if attachment.path])
     except BaseException:
         del vars(module)[RUNNER]

@@ -51,8 +51,8 @@ class RootRunner(Runner):
         return self.inner.run_plain(module, forward, args, kwargs)
 
 
-def around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
-    """The forward that a model bears on the instance, run by ``runner`` as long as that is the model's."""
+def wrap_forward(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
+    """A forward that a library has put on the model itself, wrapped: ``runner`` runs it while it is the model's."""
     bearer = weakref.ref(module)
 
     @functools.wraps(inner)
@@ -72,8 +72,8 @@ def around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Call
     return MethodType(forward, module)
 
 
-def inside_of(forward: Any) -> Callable[..., Any] | None:
-    """What ``around`` was given to make ``forward``; None of what others made, also around that."""
+def unwrap_forward(forward: Any) -> Callable[..., Any] | None:
+    """What ``wrap_forward`` was given to make ``forward``; None if something else made it, even by wrapping ours."""
     inner = getattr(forward, "_recompute_inner", None)
     return inner if inner is not None and forward.__wrapped__ is inner else None
 
@@ -110,7 +110,7 @@ class KeepRunner(Runner):
 class CheckpointRunner(Runner):
     """Runs the whole forward of a module again from its inputs."""
 
-    def __init__(self, statistics: RegionStatistics, module: nn.Module, meaning: Meaning, shared: CaptureCache):
+    def __init__(self, statistics: RegionStatistics, module: nn.Module, meaning: Meaning, cache: CaptureCache):
         self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
@@ -122,7 +122,7 @@ class CheckpointRunner(Runner):
             assert module is not None
             return self._checkpoint.run(forward, (module,), args, kwargs)
 
-        self.region = _region(statistics, meaning, shared, run)
+        self.region = _region(statistics, meaning, cache, run)
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return self.region.run(forward, args, kwargs)
@@ -156,13 +156,13 @@ class TapeRunner(Runner):
     """
 
     def __init__(
-        self, statistics: RegionStatistics, meaning: Meaning, shared: CaptureCache, inner: Runner | None = None
+        self, statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache, inner: Runner | None = None
     ):
         self.statistics = statistics
         self.inner = inner
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
         self._compiled_region = compiled_region(op_policy(meaning))
-        self.region = _region(statistics, meaning, shared)
+        self.region = _region(statistics, meaning, cache)
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
@@ -181,11 +181,11 @@ class TapeRunner(Runner):
 
 
 def _region(
-    statistics: RegionStatistics, meaning: Meaning, shared: CaptureCache, checkpoint: Callable[..., Any] | None = None
+    statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache, checkpoint: Callable[..., Any] | None = None
 ) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
-    tape = TapeRegion(statistics, op_policy(meaning), shared.plan_cache)
-    return CapturedRegion(tape, shared if meaning.capture else None, checkpoint)
+    tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache)
+    return CapturedRegion(tape, cache if meaning.capture else None, checkpoint)
 
 
 def region_in(runner: Runner | None) -> CapturedRegion | None:

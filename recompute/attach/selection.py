@@ -19,28 +19,30 @@ from recompute.substitution.module_formula import is_decorated
 from recompute.substitution.recognition import find_inner_kernel, find_kernel
 
 
-def choose(
-    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str], shared: CaptureCache
+def choose_runners(
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str], cache: CaptureCache
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
-    """The modules, ``module`` itself or inside it, that a rule of this meaning makes run otherwise, and how.
+    """The modules that a rule on ``module`` makes run in another way, with their paths and runners.
 
-    Kernels stand in for what is inside ``module`` and has no rule of its own (``governed``). ``shared``: what the
-    modules under one policy share.
+    These are ``module`` itself and modules inside it. Kernels stand in for those inside that have no rule of their own.
+
+    meaning: of the rule. governed: the paths of all modules that have a rule. cache: what the modules under one policy
+    share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
     if meaning.mechanism is Mechanism.KEEP:
         yield path, module, KeepRunner(statistics, meaning)
     elif meaning.mechanism is Mechanism.CHECKPOINT:
-        yield path, module, CheckpointRunner(statistics, module, meaning, shared)
+        yield path, module, CheckpointRunner(statistics, module, meaning, cache)
     elif meaning.kernels is Kernels.NEVER:
-        yield path, module, TapeRunner(statistics, meaning, shared)
+        yield path, module, TapeRunner(statistics, meaning, cache)
     else:
         runner: Runner
         if meaning.tapes_kernels:
             kernel = _find_named_kernel(statistics, module, _instead_of_kernel(statistics, meaning))
-            runner = TapeRunner(statistics, meaning, shared, kernel)
+            runner = TapeRunner(statistics, meaning, cache, kernel)
         else:
-            tape = TapeRunner(statistics, meaning, shared)
+            tape = TapeRunner(statistics, meaning, cache)
             fallback = tape if meaning.kernels is Kernels.ON_CUDA else None
             kernel = _find_named_kernel(statistics, module, fallback)
             if kernel is not None:
