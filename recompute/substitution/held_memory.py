@@ -8,7 +8,6 @@ for all modules that are alike, and for inputs of any size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -179,19 +178,15 @@ class _NewStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = op(*args, **(kwargs or {}))
-        if not _gives_views(op):
-            given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor):
-                    storage = tensor.untyped_storage()
-                    if storage._cdata not in given:
-                        self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(output):
+            if storage._cdata not in given:
+                self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return output
 
 
-@functools.cache
-def _gives_views(op: Any) -> bool:
-    return any(each.alias_info is not None for each in op._schema.returns)
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 @contextmanager
