@@ -8,6 +8,7 @@ for all modules that are alike, and for inputs of any size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -178,11 +179,17 @@ class _NewStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = op(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(output):
-            if storage._cdata not in given:
-                self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        if not _gives_views(op):  # a view of a real parameter is fake, and so has another storage than the parameter
+            given = {storage._cdata for storage in _storages((args, kwargs))}
+            for storage in _storages(output):
+                if storage._cdata not in given:
+                    self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return output
+
+
+@functools.cache
+def _gives_views(op: Any) -> bool:
+    return any(each.alias_info is not None for each in op._schema.returns)
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
