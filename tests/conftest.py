@@ -28,6 +28,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("exhaustive", max_examples=500, deadline=None)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """As many processes as ``-n auto`` stands for. On CUDA one: tests measure its memory, and some need much of it."""
+    return 0 if HAS_CUDA else min(os.cpu_count() or 1, 4)
+
+
 @pytest.hookimpl(tryfirst=True)  # hypothesis loads the profile that the command line names afterwards
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("quick" if config.option.markexpr else "exhaustive")

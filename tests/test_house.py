@@ -88,7 +88,10 @@ HIDDEN_IMPORTS = {
     # torch, transformers and matplotlib take seconds to import. The command line, recompute.estimate and recompute.plan
     # check what they were given before they wait for that.
     "recompute.cli": ("recompute",),
-    "recompute.estimation.estimate": ("recompute.estimation.model_estimator",),
+    "recompute.estimation.estimate": (
+        "recompute.estimation.model_and_batch",
+        "recompute.estimation.model_estimator",
+    ),
     "recompute.estimation.estimate_result": ("matplotlib",),
     "recompute.planning.make_plan": ("recompute.planning.plan_verification", "recompute.profiling.profile_model"),
     "recompute.planning.plan_command": (
@@ -319,6 +322,7 @@ def __getattr__(name):
 """
 
 
+@pytest.mark.slow
 def test_hugging_face_runs_from_the_root_with_its_kernels_and_without(tmp_path: Path) -> None:
     available, file, version = run(LLAMA).split()
     if "kernels" not in {distribution.name for distribution in importlib.metadata.distributions()}:
@@ -342,6 +346,7 @@ def test_kernels_is_no_module_of_ours() -> None:
     )
 
 
+@pytest.mark.slow
 def test_mypy_resolves_the_kernels(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     snippet = tmp_path / "snippet.py"

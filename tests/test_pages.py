@@ -250,7 +250,7 @@ def test_commands_are_known(block: Block) -> None:
             given = [word for word in words[words.index(script) :] if word.startswith("--")]
             assert set(given) <= known, f"{script} does not take all of {given}"
         else:
-            assert words[0] in ("pip", "pytest"), f"nothing is known of {words[0]}"
+            assert words[0] in ("pip", "pytest", "ruff", "mypy"), f"nothing is known of {words[0]}"
 
 
 def options_of(script: Path) -> set[str]:
@@ -272,6 +272,13 @@ def test_commands_within_sentences_are_known(page: Path) -> None:
         assert words[1] in COMMANDS.commands, command
         if len(words) > 2:
             parse(words)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_files_within_sentences_are_there(page: Path) -> None:
+    """A path is that from the page, from the root, or from the package."""
+    for name in re.findall(r"`([\w/.]+\.py)`", prose(page)):
+        assert any((folder / name).exists() for folder in (page.parent, ROOT, ROOT / "recompute")), name
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
@@ -312,6 +319,21 @@ def test_tables_are_those_of_the_results(heading: str, folder: str) -> None:
     assert kept is not None
     rows, expected = ([cells(row) for row in table[0].splitlines()] for table in (shown, kept))
     assert [rows[0], *rows[2:]] == [expected[0], *expected[2:]]
+
+
+def test_times_of_steps_are_those_of_the_results() -> None:
+    page = (ROOT / "examples" / "ablation" / "README.md").read_text(encoding="utf-8")
+    section = page.partition("## Steps in which Python sets the pace\n")[2].partition("\n## ")[0]
+    kept = (RESULTS / "host-time-h200" / "results.md").read_text(encoding="utf-8")
+    models = [  # of the data, in the order of the table
+        {cells(row)[0]: cells(row)[1] for row in table.splitlines()}
+        for table in re.findall(r"(?:^\|.*\n)+", kept, re.MULTILINE)
+    ]
+    rows = [cells(row)[1:] for row in re.findall(r"^\|.*$", section, re.MULTILINE)[2:]]
+    ways = ("none", "gradient-checkpointing", "elementwise", "auto")
+    assert [[cell.strip("*") for cell in row] for row in rows] == [[model[way] for way in ways] for model in models]
+    assert f"Liger takes {models[0]['liger']} and" in section
+    assert f"checkpoint {models[0]['torch-compile-selective']}." in section
 
 
 def test_the_first_table_is_that_of_the_results() -> None:

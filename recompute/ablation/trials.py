@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
 from recompute.attach.apply import PolicyLike
-from recompute.diagnostics.verify import Widened, deterministic, relative_error, same_bits
+from recompute.diagnostics.comparing_runs import Widened, deterministic, relative_error, same_bits
 from recompute.policy.loading import load_policy
 
 Progress = Callable[[str, int, int], None]

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from recompute.compiled.captured_function import CapturedFrame, CapturedFunction
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
@@ -244,7 +243,7 @@ class CapturedGraph:
             learn(_first_line(error))
             raise Refusal from None
         _running.has_begun = True
-        plan = tape.record.finish(tape.plain(tree_leaves(outputs)))
+        plan = tape.finish(outputs)
         region.count(plan)
         if plan is None or not region.knows(plan):
             learn("its graph saves other tensors than its forward does")

@@ -67,10 +67,8 @@ class GraphTape(Tape):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if local.regenerating:
             return op(*args, **(kwargs or {}))
-        record = self.record
-        plan = record.plan if record.has_begun else self._last
-        if plan is not None and record.count < len(plan.steps):
-            self.setting = self._settings.get(plan.steps[record.count].setting, self.setting)
+        if (step := self.frame.upcoming()) is not None:
+            self.setting = self._settings.get(step.setting, self.setting)
         return self._seen.run(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
 
     def pack(self, tensor: Tensor) -> PackedTensor:

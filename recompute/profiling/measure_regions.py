@@ -15,9 +15,10 @@ from torch import nn
 from recompute.attach.apply import apply
 from recompute.attach.module_entries import module_entries
 from recompute.errors import ModelError, RecomputeError, warn
-from recompute.profiling.candidates import Candidate, RegionKind, StepLayout, discover_layout, policy_of
+from recompute.profiling.candidates import Candidate
 from recompute.profiling.cost_table import Choice, Place, RegionCosts
 from recompute.profiling.dry_run import DryRun
+from recompute.profiling.regions import RegionKind, StepLayout, discover_layout, policy_of
 from recompute.profiling.step_trace import StepPart, StepTrace
 
 Progress = Callable[[str, int, int], None]

@@ -17,8 +17,9 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from recompute.ablation import llama_ablation, peers
-from recompute.ablation.llama_ablation import AblationConfig, Row
-from recompute.diagnostics.verify import Widened
+from recompute.ablation.llama_ablation import AblationConfig
+from recompute.ablation.trials import AblationRow, Progress
+from recompute.diagnostics.comparing_runs import Widened
 from recompute.errors import AblationError, PolicyError
 from recompute.estimation.llama import ModelShape
 from recompute.policy.document import load_document, parse_document
@@ -43,7 +44,7 @@ def quiet(what: str, done: int, total: int) -> None:
     pass
 
 
-def run(out: Path, *, progress: llama_ablation.Progress = quiet, **changes: Any) -> dict[str, Row]:
+def run(out: Path, *, progress: Progress = quiet, **changes: Any) -> dict[str, AblationRow]:
     config = TINY.model_copy(update=changes)
     return {row.policy: row for row in llama_ablation.run(config, out, command="recompute ablate", progress=progress)}
 
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rows(folder: Path) -> dict[str, Row]:
+def rows(folder: Path) -> dict[str, AblationRow]:
     everything = {
         "policies": ("full", "hook", "kernel", "alternate", "elementwise", "auto"),
         "peers": ("torch-checkpoint", "torch-selective"),
@@ -66,7 +67,7 @@ def rows(folder: Path) -> dict[str, Row]:
     return run(folder, **everything)
 
 
-def test_results_hold_every_row_with_the_promised_keys(folder: Path, rows: dict[str, Row]) -> None:
+def test_results_hold_every_row_with_the_promised_keys(folder: Path, rows: dict[str, AblationRow]) -> None:
     results = saved(folder)
     assert [row["policy"] for row in results["rows"]] == list(rows)
     assert list(rows) == [
@@ -94,7 +95,7 @@ def test_results_hold_every_row_with_the_promised_keys(folder: Path, rows: dict[
 @pytest.mark.parametrize(
     "policy", ["none", "full", "hook", "alternate", "elementwise", "torch-checkpoint", "torch-selective"]
 )
-def test_exact_policies_train_bitwise_as_the_baseline(rows: dict[str, Row], policy: str) -> None:
+def test_exact_policies_train_bitwise_as_the_baseline(rows: dict[str, AblationRow], policy: str) -> None:
     row = rows[policy]
     assert row.exact
     assert row.losses == rows["none"].losses
@@ -104,7 +105,7 @@ def test_exact_policies_train_bitwise_as_the_baseline(rows: dict[str, Row], poli
 
 
 @pytest.mark.parametrize("policy", ["kernel", "auto"])
-def test_kernel_gradients_are_as_near_as_float32_rounding_allows(rows: dict[str, Row], policy: str) -> None:
+def test_kernel_gradients_are_as_near_as_float32_rounding_allows(rows: dict[str, AblationRow], policy: str) -> None:
     row = rows[policy]
     assert row.exact is False
     assert row.grads_match
@@ -115,7 +116,7 @@ def test_kernel_gradients_are_as_near_as_float32_rounding_allows(rows: dict[str,
     assert row.loss_error < 1e-5
 
 
-def test_policies_hold_less_than_the_baseline(rows: dict[str, Row]) -> None:
+def test_policies_hold_less_than_the_baseline(rows: dict[str, AblationRow]) -> None:
     held = {policy: row.activation_bytes_held or math.nan for policy, row in rows.items()}
     none = held.pop("none")
     assert max(held.values()) <= 0.75 * none
@@ -125,7 +126,7 @@ def test_policies_hold_less_than_the_baseline(rows: dict[str, Row]) -> None:
     assert held["torch-checkpoint"] < held["torch-selective"] < none
 
 
-def test_numbers_are_consistent(rows: dict[str, Row]) -> None:
+def test_numbers_are_consistent(rows: dict[str, AblationRow]) -> None:
     for row in rows.values():
         assert row.losses is not None
         assert len(row.losses) == TINY.steps
@@ -368,7 +369,9 @@ def test_compiled_layers_stay_within_rounding_and_hold_less_under_a_checkpoint(t
     assert held["torch-compile-selective"] < min(held["torch-selective"], held["torch-compile"])
 
 
-def test_a_step_of_the_layers_alone_trains_nothing_and_has_no_logits(tmp_path: Path, rows: dict[str, Row]) -> None:
+def test_a_step_of_the_layers_alone_trains_nothing_and_has_no_logits(
+    tmp_path: Path, rows: dict[str, AblationRow]
+) -> None:
     alone = run(tmp_path, step="layers", policies=("hook", "kernel"), peers=("torch-checkpoint",))
     for policy, row in alone.items():
         assert row.error is None

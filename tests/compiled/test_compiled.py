@@ -12,6 +12,7 @@ import models
 import pytest
 import torch
 from models import held
+from tiers import by_default, slow
 from tiny import counted_ops, decoder, next_token_loss, rule, rules, token_ids, train
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -67,7 +68,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", by_default(POLICIES, "checkpoint but attention", "hooks", "layers by kernels"))
 def test_compiled_layers_hold_less_and_give_the_same(policy: dict[str, Any]) -> None:
     expected = train(decoder(layers=3))
     without = held_in_a_step(compile_layers(decoder(layers=3)))
@@ -92,7 +93,15 @@ NEIGHBOURS = {  # of which one gives to the next what comes back
 }
 
 
-@pytest.mark.parametrize("policy", [POLICIES["hooks"], POLICIES["checkpoint but attention"], *NEIGHBOURS.values()])
+@pytest.mark.parametrize(
+    "policy",
+    by_default(
+        {**{name: POLICIES[name] for name in ("hooks", "checkpoint but attention")}, **NEIGHBOURS},
+        "hooks",
+        "checkpoint but attention",
+        "norms before a checkpoint",
+    ),
+)
 def test_no_more_is_held_than_in_eager_code_and_no_more_gemms_run_again(policy: dict[str, Any]) -> None:
     found = []
     for compiling in (compile_layers, whole_in_place, lambda model: model):
@@ -127,8 +136,14 @@ def whole(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, fullgraph=True, backend=BACKEND)
 
 
-@pytest.mark.parametrize("compiling", [whole, whole_in_place, compile_layers])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("compiling", "first"),
+    [
+        (whole, False),
+        (compile_layers, True),
+        *slow((whole, True), (whole_in_place, True), (whole_in_place, False), (compile_layers, False)),
+    ],
+)
 def test_before_or_after_compiling(compiling: Callable[[nn.Module], Any], first: bool) -> None:
     expected = train(decoder())
     plain, model = decoder(), decoder()
@@ -333,6 +348,7 @@ def test_each_price_holds_what_it_holds_in_eager_code() -> None:
     assert found == sorted(set(found), reverse=True)
 
 
+@pytest.mark.slow
 def test_kernels_at_a_price_hold_about_what_they_hold_in_eager_code() -> None:
     _, *some, least = points("kernel")
     for point in (*some[::2], least):
@@ -340,6 +356,7 @@ def test_kernels_at_a_price_hold_about_what_they_hold_in_eager_code() -> None:
         assert held_under(priced(point.price, "kernel"), compiled=True) <= 1.25 * eager
 
 
+@pytest.mark.slow
 def test_layers_have_prices_of_their_own_as_a_plan_gives_them() -> None:
     most, *_, middle, least = points("hook")[:-1]
     fields = [{**priced(point.price)["rules"][0], "layers": at} for at, point in enumerate((most, middle, least))]
@@ -351,6 +368,7 @@ def test_layers_have_prices_of_their_own_as_a_plan_gives_them() -> None:
     close(train(compile_layers(model)), train(decoder(layers=4)))
 
 
+@pytest.mark.slow
 def test_a_plan_serves_compiled_layers() -> None:
     """Where it leaves layers as they are, the compiler holds less of them than eager code does."""
     model = decoder(layers=4)
@@ -365,6 +383,7 @@ def test_a_plan_serves_compiled_layers() -> None:
     close(train(compile_layers(model)), train(decoder(layers=4)))
 
 
+@pytest.mark.slow
 def test_sizes_that_a_graph_is_not_bound_to_have_a_price_too() -> None:
     model, counter = decoder(layers=1), CompileCounterWithBackend(BACKEND)
     recompute.apply(model, priced(points("hook")[3].price))
@@ -453,8 +472,8 @@ def outcome(model: nn.Module, name: str, **options: Any) -> list[Any]:
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("preset", ["full", "elementwise"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("preset", ["elementwise", *slow("full")])
+@pytest.mark.parametrize("name", ["llama", *slow("gemma2", "gpt2")])
 def test_layers_of_hugging_face_compile_under_a_preset(name: str, preset: str) -> None:
     plain, model = models.make(name), models.make(name)
     recompute.apply(model, preset)

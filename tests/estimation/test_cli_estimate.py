@@ -45,6 +45,7 @@ def test_json_is_one_object_of_what_was_asked_for(config: Path) -> None:
     assert found["peak_bytes"] > found["activation_bytes"] > found["activation_bytes_per_layer"] > 0
 
 
+@pytest.mark.slow
 def test_sweep_prints_a_table_and_writes_a_plot(config: Path, tmp_path: Path) -> None:
     flags = ("--config", config, "--seq-len", 16, "--sweep", "--out", tmp_path / "out")
     code, output = printed(*flags)

@@ -38,6 +38,7 @@ def sweep(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[str, Any
     return json.loads((folder / "results.json").read_text(encoding="utf-8")), done.stdout
 
 
+@pytest.mark.slow
 def test_three_architectures_are_bitwise_and_a_second_run_goes_on(tmp_path: Path) -> None:
     record, output = sweep(tmp_path, "--only", *THREE, "--presets", "elementwise", "auto", "--workers", "2")
     assert record["rows"].keys() == set(THREE)

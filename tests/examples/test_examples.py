@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import by_default, slow
 
 from recompute import load_policy
 from recompute.policy.loading import preset_path
@@ -25,7 +26,7 @@ def output_of(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsy
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "hook", "kernel", "elementwise", "auto"])
+@pytest.mark.parametrize("policy", ["elementwise", "kernel", *slow("none", "full", "hook", "auto")])
 def test_train_llama(
     policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -130,7 +131,7 @@ def run_distributed(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", by_default(DISTRIBUTED, "fsdp2"))
 def test_distributed(name: str, tmp_path: Path) -> None:
     done = run_distributed(name, "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
@@ -155,6 +156,7 @@ def test_distributed_by_nccl(name: str, tmp_path: Path) -> None:
     assert record["wrong"] == []
 
 
+@pytest.mark.slow
 def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
     done = run_distributed("fsdp2", "--compile", "aot_eager_decomp_partition", "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
@@ -163,6 +165,7 @@ def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
         assert rank["with"]["held_bytes"] < 0.5 * rank["without"]["held_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
     """What weak scaling is measured against."""
@@ -173,6 +176,7 @@ def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
     assert record["ranks"][0]["with"]["peak_bytes"] < record["ranks"][0]["without"]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_distributed_takes_a_presets_name(tmp_path: Path) -> None:
     done = run_distributed("ddp", "--policy", "full", "--out", str(tmp_path / "record.json"), ranks=1)
     assert done.returncode == 0, done.stderr
@@ -209,6 +213,7 @@ def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         table(write(1, 80.0, 90.0), write(4, 100.0, 125.0, example="fsdp2"))
 
 
+@pytest.mark.slow
 def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -> None:
     (tmp_path / "none.yaml").write_text("version: 1\nname: none\nrules: none\n", encoding="utf-8")
     done = run_distributed("ddp", "--policy", str(tmp_path / "none.yaml"))
@@ -216,7 +221,7 @@ def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -
     assert "wrong: held_bytes are not saved" in done.stdout
 
 
-@pytest.mark.parametrize("policy", ["full", "elementwise", "kernel"])
+@pytest.mark.parametrize("policy", ["elementwise", *slow("full", "kernel")])
 def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--policy", policy, "--backend", "aot_eager_decomp_partition")
     output = output_of("compile_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)

@@ -32,6 +32,7 @@ def trial(script: dict[str, Any], *ways: str, kind: str = "Trial") -> Any:
     return script[kind](case, torch.device("cpu"), warmup=1, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_each_model_has_a_row_for_each_way(
     in_turn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -51,6 +51,7 @@ def test_each_way_computes_the_same_and_runs_again_what_it_should(script: dict[s
     }
 
 
+@pytest.mark.slow
 def test_the_tables_hold_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints: regions whose Python runs again in backward, whatever it does.
 
-So kernels that no dispatcher sees run again, too. A frame, which is one run of a region, keeps everything until it
-ends. Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4
-and 5). Otherwise it drops what autograd saved in it, but for what lives anyway (invariant 7).
+So kernels that no dispatcher sees run again, too. A frame, which is one run of a region, keeps everything to its end.
+Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4 and 5).
+Otherwise it drops what autograd saved in it, but for what lives anyway (invariant 7).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from recompute.engine.modes import (
     hidden_from_any_modes,
     hidden_from_modes,
 )
+from recompute.engine.parameter_memory import may_hold_memory
 from recompute.engine.recipes import (
     Handle,
     Recipe,
@@ -49,7 +50,6 @@ from recompute.engine.saved_tensors import (
     ParameterView,
     RegionStatistics,
     explain_transforms,
-    may_be_held,
     pack_through,
     storage_key,
     top_hooks,
@@ -285,7 +285,7 @@ class CheckpointFrame(Recipe):
             if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
                 part = local_of(parameter)
                 is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
-                if is_whole or not may_be_held(parameter):
+                if is_whole or not may_hold_memory(parameter):
                     return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name)
                 return ParameterView(parameter, tensor.detach(), now, self.statistics.name)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
