@@ -32,7 +32,7 @@ class KernelActivationRunner(KernelRunner):
         return f"{self.activation}, fused with the product behind it"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.swiglu import geglu, swiglu
+        from recompute.kernels.swiglu import APPROXIMATE, geglu, swiglu
 
         gate = only_argument(args, kwargs)
         if not is_active(module) or torch.compiler.is_compiling():  # whose code fuses what it can
@@ -40,7 +40,7 @@ class KernelActivationRunner(KernelRunner):
         activation = self.activation
 
         def kernel(gate: Tensor, up: Tensor) -> Tensor:
-            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _APPROXIMATE[activation])
+            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, APPROXIMATE[activation])
 
         def as_written(gate: Tensor, up: Tensor) -> Tensor:
             return forward(gate) * up
@@ -49,9 +49,6 @@ class KernelActivationRunner(KernelRunner):
             return self.compute((base_of(module),), (gate, up), [], kernel, as_written)
 
         return LazyActivation.of(gate, lambda: forward(*args, **kwargs), product)
-
-
-_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class LazyActivation(LazyTensor):
