@@ -54,7 +54,7 @@ class PreNormLayer:
     output: int | None
     """Which of attention's outputs is added, if it gives several."""
     dropouts: tuple[str, ...]
-    """Submodules that leave everything as it is, as long as they drop nothing."""
+    """Dropouts, which do nothing as long as their probability is 0."""
 
     def parts(self, module: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The norms and the MLP, which kernels may compute."""
@@ -339,7 +339,7 @@ class KernelLayerRunner(KernelRunner):
         return MethodType(base_of(module).forward, module)
 
     def _weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
-        """The norms' weights; None where the layer has to run as it is."""
+        """The norms' weights; None where the layer has to run its own code."""
         if torch.compiler.is_compiling() or not self.layer.is_as_found(module):
             return None
         parts = self.layer.parts(module)

@@ -105,7 +105,7 @@ class HeldMemoryCounter:
         rows, nbytes = numel // x.shape[-1], numel * x.itemsize
         book = open_book() if held.kernels.holds_input else None
         if book is not None and book.is_given_to_a_kernel(x, is_eager=held.eager.holds_input):
-            nbytes = 0  # whoever gave it counts it
+            nbytes = 0  # the region whose recipe gives x back counts it
         kept_nbytes = held.kernels.nbytes(rows, nbytes)
         self._statistics.eager_nbytes += held.eager.nbytes(rows, nbytes)
         if local.active_frames:  # a tape or a checkpoint around counts what is saved, in both ways
@@ -198,7 +198,7 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 @contextmanager
 def _without_values(x: Tensor) -> Iterator[None]:
-    """The span in which tensors are fake, and nobody sees what is done: no mode, no hooks, no cache of casts."""
+    """The span of a dry run: tensors are fake, and no mode, hook, recipe book or cache of casts sees what is done."""
     mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
     caches = torch.is_autocast_cache_enabled()
     local.books.append(None)
