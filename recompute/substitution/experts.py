@@ -31,13 +31,13 @@ class KernelActivationRunner(KernelRunner):
         return f"{self.activation}, fused with the product behind it"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.swiglu import geglu, swiglu
+        from recompute.kernels.swiglu import APPROXIMATE, geglu, swiglu
 
         gate = only_argument(args, kwargs)
         activation = self.activation
 
         def kernel(gate: Tensor, up: Tensor) -> Tensor:
-            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _APPROXIMATE[activation])
+            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, APPROXIMATE[activation])
 
         def as_written(gate: Tensor, up: Tensor) -> Tensor:
             return forward(gate) * up
@@ -52,9 +52,6 @@ class KernelActivationRunner(KernelRunner):
 
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return forward(*args, **kwargs)  # nothing is held for backward
-
-
-_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class LazyActivation(LazyTensor):

@@ -36,7 +36,7 @@ class KernelRunner(Runner, ABC):
     note: str = field(init=False)
     held: HeldMemoryCounter = field(init=False)
     compiled_region: CompiledRegion | None = field(default=None, init=False)
-    """The rule in compiled code, where no runner around this has it."""
+    """Applies the rule in compiled code, if no runner around this one does."""
     stands_in_for_parts = False
     """Whether kernels may stand in for modules inside, too."""
 
@@ -131,7 +131,7 @@ class CreditedTo:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform is at work that our functions do not know."""
+    """Whether ``torch.func`` or forward-mode differentiation is at work, which our Functions do not support."""
     if torch.compiler.is_compiling():  # to which there is always an interpreter (torch 2.11 and 2.13)
         return forward_ad._current_level >= 0
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
