@@ -46,7 +46,7 @@ class Freed(NamedTuple):
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What there is to say of an out-of-memory error. Of the step: of one on the last batch, run on fake tensors."""
+    """What is known of an out-of-memory error. What it says of the step is that of one on fake tensors."""
 
     where: str
     """ "forward of model.layers.3.mlp (LlamaMLP)" …"""
