@@ -28,7 +28,7 @@ def base_of(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_recompute_base", type(module))
 
 
-class Learned:
+class LearnedBuffers:
     """What a region's frames tell the next ones of its numbered buffers, by the training flags of their modules."""
 
     __slots__ = ("changing", "copies")
@@ -85,7 +85,7 @@ class ModuleState:
 
     __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
 
-    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: Learned):
+    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: LearnedBuffers):
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
