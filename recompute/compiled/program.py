@@ -246,8 +246,8 @@ class ProgramWriter:
         plan = self.plan
         found: dict[int, int] = {}
         for value in plan.outputs:
-            step, slot = plan.origin(value)
-            number = self._made_by(step, slot)
+            step = plan.origin(value)
+            number = self._made_by(step, plan.slots[step][value])
             position = next((i for i, use in enumerate(self.results) if use.buffer == number), None)
             if position is None:
                 raise NotCapturable("a part of an output is dropped where others save it")

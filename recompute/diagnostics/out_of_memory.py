@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from recompute.attach.apply import policy_on
-from recompute.compiled.lowering import bare
+from recompute.compiled.unwrap import unwrapped
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.estimate_result import ModuleActivations
@@ -110,7 +110,7 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         hook.remove()  # which a copy would call
-        inner = bare(model)
+        inner = unwrapped(model)
         report = _report(inner, latest, _where(inner, error))
         logger.error("%s", report)
         if hasattr(error, "add_note"):
@@ -136,7 +136,7 @@ class _Latest:
             self.allocated_nbytes = torch.cuda.memory_allocated(device)
         self.autocast = torch.is_autocast_enabled(device.type)
         args, kwargs = tree_map(_outline, (args, kwargs))
-        self.batch = _arguments(bare(module), args, kwargs)
+        self.batch = _arguments(unwrapped(module), args, kwargs)
 
 
 def _outline(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
 from recompute.attach.check_effect import listed, means_to_drop
-from recompute.compiled.lowering import uncompiled
+from recompute.compiled.unwrap import uncompiled
 from recompute.diagnostics.comparing_runs import (
     Widened,
     deterministic,

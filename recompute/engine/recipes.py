@@ -41,32 +41,44 @@ from recompute.engine.saved_tensors import (
 from recompute.errors import RegenerationError
 
 
-class Handle(PackedTensor):
-    """Stands for one saved tensor: which value of which recipe, seen through which view.
+class ValueSource(Protocol):
+    """What gives a handle its value: a recipe, or a tape's frame that is still running."""
 
-    ``tensor``, at ``version``, is the saved tensor itself until it is decided whether to drop it; ``kept`` is what
-    holds it if it is not. ``view`` is None where it has the layout of the recipe's value, else its own layout and that
-    of the value.
+    statistics: RegionStatistics
+    name: str
+
+    def take(self, handle: Handle) -> Tensor: ...
+
+
+class Handle(PackedTensor):
+    """What autograd holds in the place of a saved tensor: a value of its ``source``, by its number there.
+
+    ``tensor``, at ``version``, is the saved tensor itself, as long as it has not been dropped; ``kept`` is what holds
+    it, if it has been decided to keep it. ``view`` is how the tensor saw the value, and how the value is seen whole;
+    None where these are the same.
+
+    A handle of a tape's frame has that as its source until the frame ends, and then a recipe. The handle itself holds
+    the recipe, and the frame does not: so what the recipe holds is freed as soon as backward has passed by.
     """
 
-    __slots__ = ("__weakref__", "is_ready", "kept", "recipe", "slot", "tensor", "version", "view")
+    __slots__ = ("__weakref__", "is_ready", "kept", "number", "source", "tensor", "version", "view")
 
     def __init__(
-        self, recipe: Regenerates, slot: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None
+        self, source: ValueSource, number: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None
     ):
-        self.recipe = recipe
-        self.slot = slot
+        self.source = source
+        self.number = number
         self.tensor = tensor
         self.version = 0 if tensor is None else version_of(tensor)
         self.kept: PackedTensor | None = None
         self.view = view
         self.is_ready = False  # the recipe has a value that this handle has not had yet
 
-    def again(self, view: tuple[Layout, Layout]) -> Handle:
+    def another(self, view: tuple[Layout, Layout]) -> Handle:
         """Another handle of the same dropped value. ``view``: how it sees what this one sees, and what that is."""
-        assert isinstance(self.recipe, Recipe)
+        assert isinstance(self.source, Recipe)
         layout, whole = view
-        return self.recipe.handle(self.slot, (layout, whole if self.view is None else self.view[1]))
+        return self.source.handle(self.number, (layout, whole if self.view is None else self.view[1]))
 
     def keep(self, kept: PackedTensor) -> None:
         """Not to drop the tensor."""
@@ -74,21 +86,26 @@ class Handle(PackedTensor):
         self.tensor = None
 
     def drop(self) -> None:
-        """Let go of the tensor, which the recipe gives back."""
+        """Let go of the tensor, which the source gives back."""
         self.tensor = None
+
+    def drop_for(self, recipe: Recipe) -> None:
+        """Let go of the tensor, which a recipe gives back from now on."""
+        self.tensor = None
+        self.source = recipe
+        recipe.handles.append(weakref.ref(self))
 
     def get(self) -> Tensor:
         if self.tensor is not None:
-            return checked(self.tensor, self.version, self.recipe.statistics.name)
+            return checked(self.tensor, self.version, self.source.statistics.name)
         if self.kept is not None:
             return self.kept.get()
-        value = self.recipe.take(self)
+        value = self.source.take(self)
         if self.view is not None:
             view, whole = self.view
             if (found := Layout.of(value)) != whole:
-                raise RegenerationError(
-                    f"in {self.recipe.statistics.name}: {whole} was dropped, and {found} came back."
-                )
+                name = self.source.statistics.name
+                raise RegenerationError(f"in {name}: {whole} was dropped, and {found} came back.")
             value = seen_as(value, view)
         return value
 
@@ -143,15 +160,6 @@ def is_fake() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-class Regenerates(Protocol):
-    """What a handle asks for its value."""
-
-    statistics: RegionStatistics
-    name: str
-
-    def take(self, handle: Handle) -> Tensor: ...
-
-
 class RecipeGroup:
     """The recipes of one frame. They share a lock, as each device has its thread in backward (invariant 9).
 
@@ -200,7 +208,7 @@ class RecipeGroup:
 
 
 class Recipe(ABC):
-    """Regenerates a group of values, numbered by slot, and shares them among the handles that stand for them.
+    """Regenerates a group of values, each known by a number, and shares them among the handles that stand for them.
 
     The first handle that asks makes the recipe run; every other live handle then finds its value ready. A value is
     freed when the last handle that stands for it has had it, at the latest when the backward pass ends, or the span of
@@ -217,9 +225,9 @@ class Recipe(ABC):
         self._is_shared = False  # several handles stand for one of the values
         self.group = group or RecipeGroup()
 
-    def handle(self, slot: int, view: tuple[Layout, Layout] | None = None) -> Handle:
+    def handle(self, number: int, view: tuple[Layout, Layout] | None = None) -> Handle:
         """A new handle, of a value that is dropped."""
-        handle = Handle(self, slot, None, view)
+        handle = Handle(self, number, None, view)
         self.handles.append(weakref.ref(handle))
         return handle
 
@@ -236,15 +244,15 @@ class Recipe(ABC):
             if not handle.is_ready:
                 self._fill_all()
             handle.is_ready = False
-            saved = self._values[handle.slot]
-            if not (self._is_shared and self._is_awaited(handle.slot)):
-                del self._values[handle.slot]
+            saved = self._values[handle.number]
+            if not (self._is_shared and self._is_awaited(handle.number)):
+                del self._values[handle.number]
             return saved.get()
 
-    def _is_awaited(self, slot: int) -> bool:
+    def _is_awaited(self, number: int) -> bool:
         """Whether a handle has not had the value yet that it stands for."""
         handles = (ref() for ref in self.handles)
-        return any(handle is not None and handle.is_ready and handle.slot == slot for handle in handles)
+        return any(handle is not None and handle.is_ready and handle.number == number for handle in handles)
 
     def _fill_all(self) -> None:
         """Run this, after the recipes it builds on: by a stack, as a chain of ops may be longer than Python's."""
@@ -276,7 +284,7 @@ class Recipe(ABC):
             dropped = self.dropped()
             local.regenerating += 1
             try:
-                wanted = {handle.slot for handle in dropped}
+                wanted = {handle.number for handle in dropped}
                 self._is_shared = len(wanted) < len(dropped)
                 self._values = self.regenerate(wanted)
             finally:
@@ -289,7 +297,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        """The values of the slots in ``wanted``."""
+        """The values whose numbers are in ``wanted``."""
 
 
 def nbytes_of(values: Iterable[PackedTensor]) -> int:
@@ -305,11 +313,12 @@ class OpRecipe(Recipe):
     dtype: the default dtype that it ran under, where that was not the frame's.
     rng: the states of the random generators that it draws from.
     writes: which arguments the function changes in place (positions or keywords): it is given copies, which are the
-    values of slots 0, 1, … of this recipe then. ``None`` for a function that changes none.
-    originals: what it gave in forward, by slot, to compare with.
+    outputs 0, 1, … then. ``None`` for a function that changes none.
+    slots: which of its outputs each value is that it gives back, by the values' numbers; None: output n is value n.
+    originals: values that it gave in forward, by their numbers, to compare with.
     """
 
-    __slots__ = ("_args", "_dtype", "_function", "_kwargs", "_originals", "_rng", "_writes")
+    __slots__ = ("_args", "_dtype", "_function", "_kwargs", "_originals", "_rng", "_slots", "_writes")
 
     def __init__(
         self,
@@ -323,6 +332,7 @@ class OpRecipe(Recipe):
         rng: RngState | None = None,
         writes: Mapping[int | str, Layout] | None = None,
         group: RecipeGroup | None = None,
+        slots: Mapping[int, int] | None = None,
         originals: Mapping[int, Tensor] | None = None,
     ):
         super().__init__(statistics, name, group)
@@ -332,12 +342,13 @@ class OpRecipe(Recipe):
         self._dtype = dtype
         self._rng = rng
         self._writes = writes
+        self._slots = slots
         self._originals = originals
 
     def missing_inputs(self) -> Iterator[Recipe]:
         for value in packed_in((self._args, self._kwargs)):
             if isinstance(value, Handle) and value.kept is None and not value.is_ready:
-                yield value.recipe  # type: ignore[misc]
+                yield value.source  # type: ignore[misc]
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         if self._rng is None and self._dtype is None and _is_plain_eager() and self.group.is_alike():
@@ -352,14 +363,18 @@ class OpRecipe(Recipe):
                 default_dtype(self._dtype) if self._dtype else nullcontext(),
             ):
                 outputs = self._run()
-        for slot, original in (self._originals or {}).items():
-            if different := count_different(outputs[slot], original):
+        slots = self._slots
+        for number, original in (self._originals or {}).items():
+            if different := count_different(outputs[number if slots is None else slots[number]], original):
                 raise RegenerationError(
                     f"in {self.statistics.name}: {self.name} gave back a {describe(original)} of which {different} of "
                     f"{original.numel()} elements differ from what was dropped. List {self.name} in the rule's keep, "
                     "or pass the tensor to recompute.keep."
                 )
-        return {slot: KeptTensor(outputs[slot], self.statistics.name) for slot in wanted}
+        name = self.statistics.name
+        if slots is None:
+            return {number: KeptTensor(outputs[number], name) for number in wanted}
+        return {number: KeptTensor(outputs[slots[number]], name) for number in wanted}
 
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(list(self._args)), fetch(self._kwargs)
@@ -408,7 +423,7 @@ class OuterUnpackRecipe(Recipe):
 class _Entry:
     storage: StorageWeakRef
     recipe: Recipe
-    slot: int
+    number: int
     version: int
     layout: Layout
     dropped_outputs: list[DroppedOutput]
@@ -430,14 +445,14 @@ class RecipeBook:
     """How many there have been."""
 
     def enter(
-        self, output: Tensor, recipe: Recipe, slot: int, whole: Layout | None = None, *, counted: bool = False
+        self, output: Tensor, recipe: Recipe, number: int, whole: Layout | None = None, *, counted: bool = False
     ) -> None:
         """whole: the layout of what the recipe gives back, if ``output`` is a view of that."""
         if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
             self.entered += 1
             reference = StorageWeakRef(output.untyped_storage())
             layout, dropped_outputs = whole or Layout.of(output), recipe.statistics.dropped_outputs
-            self.entries[key] = _Entry(reference, recipe, slot, version_of(output), layout, dropped_outputs, counted)
+            self.entries[key] = _Entry(reference, recipe, number, version_of(output), layout, dropped_outputs, counted)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a recipe gives back the memory that ``tensor`` is a view of."""
@@ -457,7 +472,7 @@ class RecipeBook:
             return None
         if not entry.counted and not local.packing_for_recipe:
             self._count(entry, tensor)
-        return entry.recipe.handle(entry.slot, None if view == entry.layout else (view, entry.layout))
+        return entry.recipe.handle(entry.number, None if view == entry.layout else (view, entry.layout))
 
     def is_given_to_a_kernel(self, tensor: Tensor, *, is_eager: bool) -> bool:
         """Whether a recipe gives back ``tensor``, which a kernel is about to save. is_eager: as for ``_count``."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import BuiltinMethodType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -76,10 +76,22 @@ class _CudaSource(RandomSource):
         self.generator.set_offset(offset)
 
 
-class _TrackerSource(RandomSource):
-    """An object with ``get_states`` and ``set_states``, such as Megatron's tracker, that swaps CUDA states by name."""
+class StateTracker(Protocol):
+    """Swaps the states of CUDA generators by name, as trainers with tensor parallelism do.
 
-    def __init__(self, tracker: Any):
+    Any object whose class has these two methods is taken for one. Trackers of several libraries are alike in this, so
+    none of them needs an adapter, and a user's own works too.
+    """
+
+    def get_states(self) -> dict[str, Any]: ...
+
+    def set_states(self, states: dict[str, Any]) -> None: ...
+
+
+class _TrackerSource(RandomSource):
+    """A ``StateTracker``."""
+
+    def __init__(self, tracker: StateTracker):
         self.generator = tracker
 
     def state(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
-from recompute.engine.dtensors import has_layout, local_of
+from recompute.engine.dtensors import local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
+from recompute.engine.parameter_memory import may_hold_memory
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import MutationError, UnsupportedError
 
@@ -101,8 +102,7 @@ class ParameterReference(PackedTensor):
         self.layout = layout
         self.version = version
         self.name = name
-        # DeepSpeed replaces the data of its parameters, which have a ``ds_id``, when it gathers them.
-        self.memory = memory if memory is not None and may_be_held(parameter) else None
+        self.memory = memory if memory is not None and may_hold_memory(parameter) else None
 
     def get(self) -> Tensor:
         tensor = local_of(checked(self.parameter, self.version, self.name)).detach()
@@ -113,11 +113,6 @@ class ParameterReference(PackedTensor):
         if Layout.of(tensor) == self.layout:
             return tensor
         return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
-
-
-def may_be_held(parameter: Tensor) -> bool:
-    """Whether the memory of a parameter may be held apart from it: neither DeepSpeed's nor a DTensor's."""
-    return not (has_layout(parameter) or hasattr(parameter, "ds_id"))
 
 
 class ParameterView(PackedTensor):

@@ -31,6 +31,7 @@ from recompute.estimation.static_memory import (
 )
 from recompute.estimation.workspaces import WORKSPACE_NBYTES
 from recompute.policy.loading import load_policy
+from recompute.policy.meaning import Mechanism, meaning_of
 from recompute.policy.rules import Policy, Rule
 
 OPTIMIZER_STEP = "optimizer step"
@@ -215,7 +216,7 @@ _CHUNKED = "chunked"
 
 def _learns(rule: Rule) -> bool:
     """Whether a second forward may hold less than the first."""
-    return rule.action == "recompute" or (rule.action == "checkpoint" and bool(rule.keep))
+    return meaning_of(rule).mechanism is Mechanism.TAPE
 
 
 _MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = {

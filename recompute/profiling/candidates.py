@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from recompute.engine.cut.frontier import frontier
 from recompute.engine.cut.ops import facts
 from recompute.engine.cut.save_plan import SavePlan, solve
-from recompute.engine.tape.setting import PRICE
-from recompute.policy.rules import Family
+from recompute.policy.meaning import REPEATABLE
+from recompute.policy.rules import FAMILIES, PRICE
 from recompute.units import humanize
 
-_RERUN: tuple[Family, ...] = ("gemm", "convolution", "attention")
 _MOST_POINTS = 8  # of a frontier, hooks' or kernels'
 _CLOSE = 0.03  # of the frontier's span in bytes, or of the region's own seconds: not worth telling apart
 
@@ -42,7 +41,7 @@ def recomputing_rule(via: str) -> dict[str, Any]:
 
 def rerunning_rule(via: str) -> dict[str, Any]:
     """The fields of a rule by which every op may run again that ever may."""
-    return {**recomputing_rule(via), "rerun": list(_RERUN), "price": 0.0}
+    return {**recomputing_rule(via), "rerun": [family for family in FAMILIES if family in REPEATABLE], "price": 0.0}
 
 
 def candidates_of(by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None) -> list[Candidate]:

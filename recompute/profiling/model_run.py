@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recompute.engine.checkpoint.arguments import map_leaves, snapshot
-from recompute.engine.checkpoint.module_state import Learned, ModuleState
+from recompute.engine.checkpoint.module_state import LearnedBuffers, ModuleState
 from recompute.engine.checkpoint.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 from recompute.errors import MutationError
@@ -62,7 +62,7 @@ def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | N
 @contextmanager
 def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
     """In training mode and without gradients so far; at the end ``model`` and the random state are as before."""
-    state = ModuleState([model], (), Learned())
+    state = ModuleState([model], (), LearnedBuffers())
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [value for module in model.modules() for value in vars(module).values()]
     tensors = [value for value in attributes if type(value) is Tensor]

@@ -182,7 +182,7 @@ class TestCalls:
     def test_a_batch_norm_is_pure_where_it_updates_nothing(self, op: OpOverload) -> None:
         x, stats = torch.zeros(2, 3), torch.zeros(3)
         training = facts_of_call(op, (x, stats, stats, stats, stats, True, 0.1, 1e-5), {})
-        assert (training.kind, training.writes, training.statistics) == (Kind.OPAQUE, (3, 4), (3, 4))
+        assert (training.kind, training.writes, training.running_statistics) == (Kind.OPAQUE, (3, 4), (3, 4))
         for running, is_training in ((stats, False), (None, True)):
             known = facts_of_call(op, (x, stats, stats, running, running, is_training, 0.1, 1e-5), {})
             assert (known.kind, known.writes, known.reason) == (Kind.PURE, (), "")

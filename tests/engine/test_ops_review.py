@@ -359,7 +359,7 @@ class TestReview:
             x = torch.randn(shape, device=device).to(dtype, memory_format=memory_format)
             weight, bias, mean, variance = torch.rand(4, shape[1], device=device)
             args = (x, weight, bias, mean, variance, True, 0.1, 1e-5)
-            statistics = facts_of_call(op.default, args, {}).statistics
+            statistics = facts_of_call(op.default, args, {}).running_statistics
             without = [None if position in statistics else value for position, value in enumerate(args)]
             assert _are_same(op.default, op(*args), op(*without))
 

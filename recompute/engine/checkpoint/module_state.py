@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.engine.dtensors import has_layout
+from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.saved_tensors import describe, storage_of, version_of
 from recompute.errors import MutationError
 
@@ -27,7 +28,7 @@ def base_of(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_recompute_base", type(module))
 
 
-class Learned:
+class LearnedBuffers:
     """What a region's frames tell the next ones of its numbered buffers, by the training flags of their modules."""
 
     __slots__ = ("changing", "copies")
@@ -84,7 +85,7 @@ class ModuleState:
 
     __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
 
-    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: Learned):
+    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: LearnedBuffers):
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
@@ -183,8 +184,8 @@ class ModuleState:
         return None
 
     def _is_gathered(self, tensor: Tensor) -> bool:
-        """Whether somebody gives ``tensor`` its memory for each run anew: DeepSpeed, or a hook before forward."""
-        if hasattr(tensor, "ds_id"):
+        """Whether somebody gives ``tensor`` its memory for each run anew: a library, or a hook before forward."""
+        if is_managed_elsewhere(tensor):
             return True
         hooked = [module for module in self.modules() if module._forward_pre_hooks]
         return any(tensor is value for module in hooked for value in (*module.parameters(), *module.buffers()))
@@ -240,7 +241,9 @@ def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     copied = attributes.copy()
     copied["_parameters"] = copied["_buffers"] = copied["_modules"] = None
     has_parts = not _PARTS.isdisjoint(map(type, copied.values()))
-    parameters = attributes["_parameters"]  # if no dict, it does something, as DeepSpeed's, which gathers weights
+    # torch's own is a dict. What somebody has put in its place does something, such as gathering weights: a copy of it
+    # might do that in a place of its own, so it stays what it is.
+    parameters = attributes["_parameters"]
     copied["_parameters"] = parameters.copy() if type(parameters) is dict else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
     copied["_modules"] = attributes["_modules"]

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.checkpoint.arguments import HeldArguments
-from recompute.engine.checkpoint.module_state import AutocastState, Learned, ModuleState
-from recompute.engine.checkpoint.reachable_objects import walk_references
+from recompute.engine.checkpoint.learned_facts import LearnedFacts
+from recompute.engine.checkpoint.module_state import AutocastState, ModuleState
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import has_layout, local_of
@@ -32,6 +31,7 @@ from recompute.engine.modes import (
     hidden_from_any_modes,
     hidden_from_modes,
 )
+from recompute.engine.parameter_memory import may_hold_memory
 from recompute.engine.recipes import (
     Handle,
     Recipe,
@@ -49,7 +49,6 @@ from recompute.engine.saved_tensors import (
     ParameterView,
     RegionStatistics,
     explain_transforms,
-    may_be_held,
     pack_through,
     storage_key,
     top_hooks,
@@ -72,11 +71,7 @@ class CheckpointRegion:
     def __init__(self, statistics: RegionStatistics, *, beyond: Iterable[Any] = ()):
         """beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
         self.statistics = statistics
-        self.learned = Learned()
-        self.found: list[Any] | None = None
-        """The random generators that its first frame may have drawn from, or was seen to."""
-        self.is_scripted = False
-        """Whether its first frame may have run a ScriptModule."""
+        self.learned = LearnedFacts()
         self.reach(beyond)
 
     def reach(self, beyond: Iterable[Any]) -> None:
@@ -91,12 +86,8 @@ class CheckpointRegion:
         modes = ActiveModes()
         with hidden_from_any_modes():
             frame = CheckpointFrame(self, function, modules, args, kwargs, modes)
-        with frame:
-            if self.found is not None:
-                result = function(*args, **kwargs)
-            else:
-                with frame.watched():
-                    result = function(*args, **kwargs)
+        with frame, frame.watching():
+            result = function(*args, **kwargs)
         with hidden_from_any_modes():
             frame.decide()
         return result
@@ -107,7 +98,7 @@ def _alive(references: Iterable[weakref.ref[T]]) -> list[T]:
 
 
 class CheckpointFrame(Recipe):
-    """One run of a region. Slots 0, 1, … are what autograd saved, in order."""
+    """One run of a region. Its values are what autograd saved, numbered in order."""
 
     is_checkpoint = True
     __slots__ = (
@@ -144,17 +135,14 @@ class CheckpointFrame(Recipe):
             modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
         if region.modules:
             modules += tuple(_alive(region.modules))
-        self._state = ModuleState(modules, _alive(region.tensors), region.learned)
+        self._state = ModuleState(modules, _alive(region.tensors), region.learned.buffers)
         self._rng: RngState | None = None
         if not is_fake():
             given = self._inputs.others
-            if (found := region.found) is None:
-                reached = [*walk_references((function, *self._state.modules(), *given))]
-                region.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in reached)
-                found = [*{id(value): value for value in reached if is_random_source(value)}.values()]
-            self._rng = RngState(
-                [*region.sources, *found, *filter(is_random_source, given)], name=region.statistics.name
-            )
+            if (found := region.learned.generators) is None:
+                found = region.learned.find_generators((function, *self._state.modules(), *given))
+            sources = [*region.sources, *found, *filter(is_random_source, given)]
+            self._rng = RngState(sources, name=region.statistics.name)
         self._autocast = AutocastState()
         self._expected: list[ExpectedTensor | None] = []
         self._living: dict[int, Tensor] = {}
@@ -194,9 +182,9 @@ class CheckpointFrame(Recipe):
         self._expected.append(expected)
         return handle
 
-    def watched(self) -> AbstractContextManager[Any]:
-        """Around the first frame of a region: learn which generators it draws from, and whether it may run again."""
-        return _NOTHING if self._rng is None else _FirstFrame(self._rng)
+    def watching(self) -> AbstractContextManager[Any]:
+        """Around what runs: learn what later frames of the region rely on, if this is the first one."""
+        return self._region.learned.watching(self._rng)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""
@@ -223,7 +211,7 @@ class CheckpointFrame(Recipe):
         """Drop what comes back by running again: everything, unless the frame changed what it started from."""
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
-        if self._region.is_scripted:
+        if self._region.learned.is_scripted:
             changed = "it runs a ScriptModule, which takes other ops once it has profiled some runs"
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
@@ -261,8 +249,7 @@ class CheckpointFrame(Recipe):
             parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
             handle.keep(self._kept(tensor, handle.version, parameter, changed is not None))
         if self._rng is not None:
-            if self._region.found is None:
-                self._region.found = self._rng.extra()
+            self._region.learned.note_generators(self._rng)
             self._rng = self._rng.drawn()
         if changed is not None:
             self.statistics.kept_nbytes += sum(saved.values())
@@ -285,7 +272,7 @@ class CheckpointFrame(Recipe):
             if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
                 part = local_of(parameter)
                 is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
-                if is_whole or not may_be_held(parameter):
+                if is_whole or not may_hold_memory(parameter):
                     return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name)
                 return ParameterView(parameter, tensor.detach(), now, self.statistics.name)
         if all_are and version == version_of(tensor):  # let whoever is around this frame decide
@@ -325,7 +312,7 @@ class CheckpointFrame(Recipe):
             _without_transforms(),
             self._state.replayed(self.statistics.name),
             # Also a region after which a stream was where it had been before may have moved it: torch.manual_seed(0).
-            _NOTHING if is_fake() else RngState(self._region.found or ()),
+            _NOTHING if is_fake() else RngState(self._region.learned.generators or ()),
             _NOTHING if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             self.group.numerics.replayed(),
@@ -345,27 +332,6 @@ def _without_transforms() -> AbstractContextManager[Any]:
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _NOTHING
     return temporarily_clear_interpreter_stack()
-
-
-class _FirstFrame(TorchDispatchMode):
-    """Sees the ops of a region's first frame: nothing else tells which random generators they are given."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """So that what is compiled inside of the region, as flex attention is, is compiled all the same."""
-        return True
-
-    def __init__(self, rng: RngState):
-        super().__init__()
-        self._rng = rng
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, torch.Generator):
-                self._rng.include(value)
-        return function(*args, **(kwargs or {}))
 
 
 class _SubstituteValue(torch.autograd.Function):

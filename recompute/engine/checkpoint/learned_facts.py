@@ -1,0 +1,82 @@
+"""What the first frame of a checkpoint learns for those after it.
+
+To find out what a region's code draws from and what it changes costs too much to be done in each frame. So the first
+frame is watched, and later frames rely on what it has found. What turns out to be otherwise they notice, by versions
+and by comparing states, and learn anew.
+
+Other parts of the package learn in a first run, too. They do not do it by this, for these reasons:
+
+- A tape needs nothing to be known before a frame begins. It follows the plan of a frame that began alike
+  (``Setting.plan_cache``), compares each step with it, and deoptimizes at the first one that differs.
+- A norm in a kernel learns which Linears read its output (``LearnedLinears`` in ``substitution``). They are computed
+  with the norm the next time. A wrong guess costs time, and changes no value.
+- AOTAutograd traces a region twice and tells only the first time what autograd saves (``compiled.traced_region``). What
+  is learned there is known by the ops that were traced, and belongs to no region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recompute.engine.checkpoint.module_state import LearnedBuffers
+from recompute.engine.checkpoint.reachable_objects import walk_references
+from recompute.engine.rng import RngState, is_random_source
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class LearnedFacts:
+    """What is known of a region after its first frame."""
+
+    __slots__ = ("buffers", "generators", "is_scripted")
+
+    def __init__(self) -> None:
+        self.generators: list[Any] | None = None
+        """The random generators that it may draw from; None as long as no frame has ended."""
+        self.is_scripted = False
+        """Whether it may run a ScriptModule."""
+        self.buffers = LearnedBuffers()
+
+    def find_generators(self, roots: Iterable[Any]) -> list[Any]:
+        """The random generators that ``roots``, which are functions and modules, may draw from."""
+        reached = [*walk_references(roots)]
+        self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in reached)
+        return [*{id(value): value for value in reached if is_random_source(value)}.values()]
+
+    def watching(self, rng: RngState | None) -> AbstractContextManager[Any]:
+        """Around a frame: also see the generators that ops are given, if this is the first one.
+
+        rng: gets them; None where random numbers mean nothing.
+        """
+        return _NOTHING if rng is None or self.generators is not None else _GeneratorWatcher(rng)
+
+    def note_generators(self, rng: RngState) -> None:
+        """A frame has ended."""
+        if self.generators is None:
+            self.generators = rng.extra()
+
+
+class _GeneratorWatcher(TorchDispatchMode):
+    """Sees the ops of a region's first frame: nothing else tells which random generators they are given."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """So that what is compiled inside of the region, as flex attention is, is compiled all the same."""
+        return True
+
+    def __init__(self, rng: RngState):
+        super().__init__()
+        self._rng = rng
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, torch.Generator):
+                self._rng.include(value)
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,232 @@
+"""The values of one frame: what each storage held, from one write to the next."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.save_plan import SavePlan, ValueFacts
+from recompute.engine.dtensors import has_layout, local_of
+from recompute.engine.recipes import RecipeBook, local
+from recompute.engine.saved_tensors import ParameterReference, version_of
+from recompute.engine.tape.exposed_memory import is_exposed
+from recompute.engine.tape.op_arguments import PLAIN, is_plain, not_regenerable, parameter_of
+
+
+class PlanMismatch(Exception):
+    """The frame does something else than the plan that it follows."""
+
+
+class FrameValues:
+    """Which value is in each storage, and what is known of it. A value is known by its number.
+
+    While the frame follows a plan, numbers are those of the plan, and only the values that the plan needs are here.
+    """
+
+    def __init__(self, name: str, book: RecipeBook | None, *, compares: bool):
+        """name: of the region, for errors. book: the recipes of the scope around. compares: copy every value."""
+        self.name = name
+        self._book = book
+        self.facts: list[ValueFacts] = []
+        """Of the values that no plan has numbered."""
+        self.current: dict[int, int] = {}
+        """The value in each storage, by the address of its StorageImpl …"""
+        self._references: list[Any] = []
+        """… which belongs to no other storage while these are held (invariant 3)."""
+        self.versions: dict[int, int | None] = {}
+        """The version of each value's storage; None where an op has just written it, and autograd is yet to count."""
+        self.overwritten: set[int] = set()
+        self.exposed: set[int] = set()
+        """The storages, by the addresses of their StorageImpls, that others may write to unseen."""
+        self.held: dict[int, Tensor] = {}
+        """Tensors with their graphs, until the frame ends."""
+        self.parameters: dict[int, Tensor] = {}
+        self.sharded_parameters: dict[int, Tensor] = {}
+        """The parameters that are DTensors, by the storage of what this rank has of them."""
+        self._dtensors: dict[int, weakref.ref[Tensor]] = {}
+        """Other DTensors, likewise."""
+        self.originals: dict[int, Tensor] | None = {} if compares else None
+        """Copies, to compare with what comes back."""
+
+    def number_in(self, storage: torch.UntypedStorage) -> int | None:
+        return self.current.get(storage._cdata)
+
+    def known_number(self, tensor: Tensor) -> int | None:
+        """The number of the value in the tensor's storage, if one has been seen there."""
+        return self.current.get(tensor.untyped_storage()._cdata)
+
+    def number_of(self, tensor: Tensor, plan: SavePlan | None, foreseen: int | None) -> int:
+        """The number of the value in a tensor, which is ``foreseen`` by the plan that is being followed."""
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+            raise not_regenerable(tensor)
+        number = self.current.get(tensor.untyped_storage()._cdata)
+        if number is None or (number not in self.parameters and parameter_of(tensor) is not None):  # just gathered
+            return self._add_given(tensor, plan, foreseen)
+        version = version_of(tensor)
+        known = self.versions[number]
+        if version != known:
+            other = self.parameters.get(number)
+            if other is not None and (parameter := parameter_of(tensor)) is not None and parameter is not other:
+                return number  # one of several in one storage, as ZeRO lays them out
+            if known is not None:  # written to by something that the tape does not see
+                number = self._add_given(tensor, plan, None)
+            self.versions[number] = version
+        return number
+
+    def _add_given(self, tensor: Tensor, plan: SavePlan | None, foreseen: int | None) -> int:
+        """Add a value that no step has made."""
+        if tensor.is_nested:
+            raise not_regenerable(tensor)
+        parameter = parameter_of(tensor)
+        if parameter is None and self.sharded_parameters:
+            parameter = self.sharded_parameters.get(tensor.untyped_storage()._cdata)
+        layout = Layout.of(tensor if parameter is None else local_of(parameter))
+        alive = parameter is not None or self._comes_back(tensor)
+        storage = tensor.untyped_storage()
+        exposed = parameter is None and is_exposed(storage)
+        if exposed:
+            self.exposed.add(storage._cdata)
+        if plan is None:
+            return self.add(tensor, layout, alive=alive, parameter=parameter)
+        if foreseen is None or foreseen in self.versions:  # another tensor has that number
+            raise PlanMismatch
+        known = plan.facts[foreseen]
+        if (
+            known.step is not None
+            or known.layout != layout
+            or known.alive is not alive
+            or known.is_exposed is not exposed
+        ):
+            raise PlanMismatch
+        self.bind(foreseen, tensor, parameter, holds=foreseen in plan.kept)
+        return foreseen
+
+    def _comes_back(self, tensor: Tensor) -> bool:
+        """Whether a recipe of the scope around gives the tensor back, so that holding it costs nothing."""
+        return self._book is not None and self._book.knows(tensor)
+
+    def add(
+        self,
+        tensor: Tensor,
+        layout: Layout,
+        *,
+        step: int | None = None,
+        slot: int | None = None,
+        alive: bool = False,
+        parameter: Tensor | None = None,
+        written: bool = False,
+    ) -> int:
+        """Add a value: what is now in the tensor's storage, which looked at with ``layout`` is seen whole."""
+        number = len(self.facts)
+        storage = tensor.untyped_storage()
+        exposed = storage._cdata in self.exposed
+        self.facts.append(ValueFacts(layout, storage.nbytes(), step, slot, alive, parameter is not None, exposed))
+        self.bind(number, tensor, parameter, holds=True, written=written)
+        return number
+
+    def bind(
+        self, number: int, tensor: Tensor, parameter: Tensor | None = None, *, holds: bool, written: bool = False
+    ) -> None:
+        """From now on the tensor's storage holds the value ``number``.
+
+        holds: hold the tensor until the frame ends. written: by an op, and autograd has not counted that yet.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        old = self.current.get(key)
+        self.current[key] = number
+        if old is None:
+            self._references.append(storage._weak_ref())
+        else:
+            self.overwritten.add(old)
+            self.held.pop(old, None)
+        self.versions[number] = None if written else version_of(tensor)
+        if key in self.exposed:
+            self.overwritten.add(number)
+        if parameter is not None:
+            self.parameters[number] = parameter
+            self.held[number] = local_of(parameter)
+        elif holds:
+            self.held[number] = tensor
+        if self.originals is not None:
+            self.originals[number] = without_graph(tensor, copy=True)
+
+    def note_unseen_writes(self) -> None:
+        """Find the values that something has written to which the tape does not see."""
+        for number, tensor in self.held.items():
+            version = self.versions[number]
+            if version is not None and version != version_of(tensor):
+                self.overwritten.add(number)
+
+    def note_dtensors(self, tensors: Iterable[Tensor]) -> None:
+        """Remember the DTensors whose parts the tape sees."""
+        for tensor in tensors:
+            if has_layout(tensor):
+                key = tensor._local_tensor.untyped_storage()._cdata  # type: ignore[attr-defined]
+                parameter = parameter_of(tensor)
+                if parameter is not None:
+                    self.sharded_parameters[key] = parameter
+                elif key not in self._dtensors or self._dtensors[key]() is None:
+                    self._dtensors[key] = weakref.ref(tensor)
+
+    def dtensor_of(self, part: Tensor) -> Tensor | None:
+        """The DTensor, if it lives and is no parameter, of which this is the part of this rank."""
+        reference = self._dtensors.get(part.untyped_storage()._cdata) if self._dtensors else None
+        return None if reference is None else reference()
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """What this rank has of a tensor: itself, if it is plain."""
+        if type(tensor) in PLAIN:
+            return tensor
+        self.note_dtensors((tensor,))
+        return local_of(tensor)
+
+    def plain_parts(self, values: Iterable[Any]) -> list[Tensor]:
+        """The tensors among ``values``, or what this rank has of them, that are views of storages and no more."""
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return [tensor for tensor in map(self.part_of, tensors) if is_plain(tensor)]
+
+    def parameter_in(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> Tensor | None:
+        """The parameter in a storage, of which ``tensor`` may be a view."""
+        number = self.number_in(storage)
+        parameter = self.sharded_parameters.get(storage._cdata) if number is None else self.parameters.get(number)
+        return parameter_of(tensor) if parameter is None and tensor is not None else parameter
+
+    def parameter_reference(
+        self,
+        number: int,
+        layout: Layout,
+        parameter: Tensor | None = None,
+        memory: torch.UntypedStorage | None = None,
+    ) -> ParameterReference:
+        """parameter: which one it is, of several in one storage. memory: as ``ParameterReference`` takes it."""
+        parameter = self.parameters[number] if parameter is None else parameter
+        is_known = parameter is self.parameters[number] and not has_layout(parameter)
+        version = self.versions[number] or 0 if is_known else version_of(parameter)
+        return ParameterReference(parameter, layout, version, self.name, memory)
+
+    def clear(self) -> None:
+        for reference in self._references:
+            torch.UntypedStorage._free_weak_ref(reference)
+        self._references, self.facts, self._book = [], [], None
+        self.current.clear()
+        self.held.clear()
+        self.parameters.clear()
+        self.sharded_parameters.clear()
+        self._dtensors.clear()
+        self.exposed.clear()
+        self.versions, self.originals = {}, None
+
+
+def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """The tensor, or a copy of it, without its graph."""
+    local.regenerating += 1  # not a step
+    try:
+        return tensor.detach().clone() if copy else tensor.detach()
+    finally:
+        local.regenerating -= 1

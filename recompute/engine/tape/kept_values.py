@@ -1,0 +1,161 @@
+"""What a frame holds for backward: the values that it keeps, and the recipes of those that it drops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.ops import is_defined
+from recompute.engine.cut.save_plan import SavePlan, ValueRef
+from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, RecipeGroup, packing_for_recipe
+from recompute.engine.saved_tensors import (
+    Hooks,
+    KeptShard,
+    KeptTensor,
+    PackedByOuterHook,
+    PackedTensor,
+    PackedView,
+    RegionStatistics,
+    VersionGuard,
+    pack_through,
+    seen_as,
+    unpack_saved,
+)
+from recompute.engine.tape.frame_values import FrameValues, without_graph
+from recompute.engine.tape.op_arguments import copied
+from recompute.engine.tape.recorded_call import RecordedCall
+
+PackKept = Callable[[ValueRef], PackedTensor]
+"""Gives what stands for a value that is kept."""
+
+
+class KeptValues:
+    """Packs the values that a plan keeps, each once, as the hooks around the region would have it (invariant 9)."""
+
+    def __init__(
+        self,
+        values: FrameValues,
+        plan: SavePlan,
+        statistics: RegionStatistics,
+        outer: Hooks | None,
+        group: RecipeGroup,
+    ):
+        """outer: the hooks around the region. group: of the frame's recipes."""
+        self._values = values
+        self._plan = plan
+        self._statistics = statistics
+        self._outer = outer
+        self._has_only_our_hooks = has_only_our_hooks(outer)
+        self._group = group
+        self._packed: dict[ValueRef, PackedTensor | OuterUnpackRecipe] = {}
+        self._copies: dict[int, KeptTensor] = {}
+
+    def for_backward(self, ref: ValueRef) -> PackedTensor:
+        """What stands for a value that autograd itself saved."""
+        number, layout = ref
+        if number in self._values.parameters:
+            memory = self._values.held[number].untyped_storage()
+            return self._values.parameter_reference(number, layout, memory=memory)
+        whole = self._plan.facts[number].layout
+        packed = self._packed.get(ref) or self._packed.get(ValueRef(number, whole)) or self._pack(number, whole)
+        if isinstance(packed, OuterUnpackRecipe):
+            if packed.layout != layout:  # of a storage, hooks of others have but what they saw
+                packed = self._pack(number, layout)
+                assert isinstance(packed, OuterUnpackRecipe)
+            return packed.handle(0)
+        if isinstance(packed, Handle):  # each that asks has its own
+            return packed.another((layout, whole))
+        return packed if layout == whole else PackedView(packed, layout)
+
+    def for_rerun(self, ref: ValueRef) -> PackedTensor:
+        """What stands for a value that a step reads which runs again: a copy, where that is cheap.
+
+        So a buffer may change between forward and backward, as in plain PyTorch. What autograd itself saved is not
+        copied: it is refused if it has changed, as in plain PyTorch too.
+        """
+        number, layout = ref
+        if number not in self._plan.copyable or self._values.held[number].requires_grad:
+            return self.for_backward(ref)
+        copy = self._copies.get(number)
+        if copy is None:
+            whole = seen_as(self._values.held[number].detach(), self._plan.facts[number].layout)
+            copy = self._copies[number] = KeptTensor(copied(whole), self._statistics.name)
+        return PackedView(copy, layout)
+
+    def _pack(self, number: int, layout: Layout) -> PackedTensor | OuterUnpackRecipe:
+        tensor = seen_as(self._values.held[number].detach(), layout)
+        name = self._statistics.name
+        if self._has_only_our_hooks and self._plan.facts[number].step is not None:
+            saved: PackedTensor = KeptTensor(tensor, name)
+        elif number in self._plan.demanded:
+            saved = pack_through(self._outer, tensor, name)
+        else:
+            with packing_for_recipe():
+                saved = pack_through(self._outer, tensor, name)
+        if type(saved) is KeptTensor and (dtensor := self._values.dtensor_of(saved.tensor)) is not None:
+            saved = KeptShard(saved.tensor, name, VersionGuard(without_graph(dtensor), name))
+        packed: PackedTensor | OuterUnpackRecipe = saved
+        if isinstance(saved, PackedByOuterHook):
+            packed = OuterUnpackRecipe(self._statistics, saved, layout, self._group)
+        self._packed[ValueRef(number, layout)] = packed
+        return packed
+
+
+def has_only_our_hooks(hooks: Any) -> bool:
+    """Whether these hooks are a scope of ours, or there are none, and there are none of others around them."""
+    while hooks is not None and hooks[1] is unpack_saved:
+        hooks = hooks[0].__self__.outer
+    return hooks is None
+
+
+def make_recipes(
+    calls: Mapping[int, RecordedCall],
+    plan: SavePlan,
+    pack: PackKept,
+    statistics: RegionStatistics,
+    group: RecipeGroup,
+    dtype: torch.dtype,
+    originals: Mapping[int, Tensor] | None,
+) -> dict[int, OpRecipe]:
+    """For each step of a plan that runs again, and has been taken, how: from the frame's own arguments.
+
+    calls: by their steps. dtype: the default one of the frame. originals: values to compare with, if that is wanted.
+    """
+    recipes: dict[int, OpRecipe] = {}
+    for index in plan.rerun:
+        if (call := calls.get(index)) is None:
+            continue
+        slots, compared = plan.slots[index], None
+        if originals is not None:
+            compared = {n: originals[n] for n, slot in slots.items() if n in originals and is_defined(call.op, slot)}
+        recipes[index] = OpRecipe(
+            statistics,
+            call.op,
+            [_with_packed(value, plan, pack, recipes) for value in call.args],
+            {key: _with_packed(value, plan, pack, recipes) for key, value in call.kwargs.items()},
+            name=plan.steps[index].name,
+            dtype=None if call.dtype is dtype else call.dtype,
+            rng=call.rng,
+            writes=call.writes,
+            group=group,
+            slots=slots,
+            originals=compared,
+        )
+    return recipes
+
+
+def _with_packed(value: Any, plan: SavePlan, pack: PackKept, recipes: dict[int, OpRecipe]) -> Any:
+    """An argument with what stands for a tensor in the place of each ``ValueRef``."""
+    if isinstance(value, list):
+        return [_with_packed(item, plan, pack, recipes) for item in value]
+    if type(value) is not ValueRef:
+        return value
+    if value.value in plan.kept:
+        return pack(value)
+    whole = plan.facts[value.value].layout
+    view = None if value.layout == whole else (value.layout, whole)
+    return recipes[plan.origin(value.value)].handle(value.value, view)

@@ -1,0 +1,197 @@
+"""One call of an op as a tape sees it: what it takes to run it again, and what it made."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.ops import Kind, OpFacts
+from recompute.engine.cut.save_plan import SavePlan, ValueFacts, ValueRef
+from recompute.engine.rng import RngState
+from recompute.engine.tape.frame_values import FrameValues
+from recompute.engine.tape.op_arguments import (
+    LISTS,
+    PLAIN,
+    NotRegenerable,
+    at,
+    capture,
+    fits,
+    is_dense,
+    is_plain,
+    parameter_of,
+    tensors_in,
+    without,
+)
+
+_new = tuple.__new__
+
+MadeTensor = tuple[int | None, Tensor, Layout]
+"""A tensor that a step wrote, as which of its outputs, and how to see it whole. None: as none that it gives back."""
+
+
+class RecordedCall(NamedTuple):
+    """All that it takes to run a step again, a ``ValueRef`` in the place of each tensor."""
+
+    op: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    rng: RngState | None
+    dtype: torch.dtype
+    """The default one."""
+    writes: dict[int | str, Layout] | None
+    """The argument that it changes in place and that it reads whole, and as which view of that it changes it."""
+
+    def has_not_drawn(self) -> bool:
+        """Whether it was to draw random numbers from a generator that is still where it was."""
+        return self.rng is not None and self.rng.drawn() is None
+
+
+def facts_of(values: FrameValues, plan: SavePlan | None, number: int) -> ValueFacts:
+    """What is known of a value. plan: the one that the frame follows, if any, and that has numbered the values."""
+    return (values.facts if plan is None else plan.facts)[number]
+
+
+def record_call(
+    values: FrameValues,
+    plan: SavePlan | None,
+    op: Any,
+    known: OpFacts,
+    reason: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    foreseen: tuple[int, ...] = (),
+) -> tuple[RecordedCall | None, tuple[int, ...]]:
+    """How to run a step again, if it may be, and the values that it reads: by the plan the ``foreseen`` ones.
+
+    reason: why it may not run again, or "".
+    """
+    if known.running_statistics:  # are collected by now, and its outputs are the same without
+        if plan is None:
+            _with_refs(values, plan, at(known.running_statistics, args, kwargs), [], ())
+        args, reason = without(known.running_statistics, args), ""
+    inputs: list[int] = []
+    template = _with_refs(values, plan, args, inputs, foreseen)
+    keywords = kwargs
+    if kwargs:
+        keywords = dict(zip(kwargs, _with_refs(values, plan, kwargs.values(), inputs, foreseen), strict=True))
+    if reason:
+        return None, tuple(inputs)
+    writes = _read_whole(values, plan, known, template) if known.kind is Kind.IN_PLACE else None
+    rng = capture(args, kwargs, values.name) if known.kind is Kind.RANDOM else None
+    return RecordedCall(op, template, keywords, rng, torch.get_default_dtype(), writes), tuple(inputs)
+
+
+def _with_refs(
+    values: FrameValues,
+    plan: SavePlan | None,
+    arguments: Iterable[Any],
+    inputs: list[int],
+    foreseen: tuple[int, ...],
+) -> list[Any]:
+    """``arguments`` with a ``ValueRef`` in the place of each tensor, whose numbers ``inputs`` gets."""
+    found: list[Any] = []
+    for value in arguments:
+        kind = type(value)
+        if kind in PLAIN or isinstance(value, Tensor):
+            number = values.number_of(value, plan, foreseen[len(inputs)] if len(inputs) < len(foreseen) else None)
+            inputs.append(number)
+            value = _new(ValueRef, (number, Layout.of(value)))
+        elif kind in LISTS:
+            value = _with_refs(values, plan, value, inputs, foreseen)
+        found.append(value)
+    return found
+
+
+def _read_whole(
+    values: FrameValues, plan: SavePlan | None, known: OpFacts, template: list[Any]
+) -> dict[int | str, Layout]:
+    """Have a step that changes an argument read it whole, to run again on a copy; how it sees it."""
+    (place,) = known.writes
+    ref = template[place]  # type: ignore[index]
+    if not isinstance(ref, ValueRef):
+        raise NotRegenerable("it changes several tensors in place")
+    value = facts_of(values, plan, ref.value)
+    if not is_dense(value.layout, value.nbytes):
+        raise NotRegenerable("it changes in place a tensor of which the module has seen a part")
+    template[place] = ValueRef(ref.value, value.layout)  # type: ignore[index]
+    return {place: ref.layout}
+
+
+def made_by(
+    values: FrameValues,
+    plan: SavePlan | None,
+    known: OpFacts,
+    reason: str,
+    unobserved: bool,
+    args: tuple,
+    kwargs: dict[str, Any],
+    output: Any,
+    foreseen: tuple[Layout, ...] = (),
+) -> list[MadeTensor] | None:
+    """What a step that has run made; None if its output has the memory of another tensor."""
+    if known.kind is Kind.IN_PLACE and not reason:
+        tensor = args[known.writes[0]]  # type: ignore[index]
+        return [(0, tensor, _whole_layout(values, plan, tensor, *foreseen[:1]))]
+    if not known.writes and not unobserved:
+        return _outputs_in_new_memory(output, values.current)
+    written = writable(values, known, unobserved, args, kwargs)
+    others = {*values.current, *(tensor.untyped_storage()._cdata for tensor in written)}
+    changed: list[MadeTensor] = [(None, tensor, Layout.of(tensor)) for tensor in written]
+    return changed + (_outputs_in_new_memory(output, others) or [])
+
+
+def _whole_layout(values: FrameValues, plan: SavePlan | None, tensor: Tensor, foreseen: Layout | None = None) -> Layout:
+    """How to see a value whole, though ``tensor`` may be a part of it."""
+    number = values.known_number(tensor)
+    if number is not None:
+        return facts_of(values, plan, number).layout
+    return foreseen if foreseen is not None and fits(foreseen, tensor) else Layout.of(tensor)
+
+
+def writable(
+    values: FrameValues, known: OpFacts, unobserved: bool, args: tuple, kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """One tensor for each storage that a step may write to; a parameter is what it is.
+
+    A kernel that is not observed may write to whatever it can reach.
+    """
+    reach = tensors_in((args, kwargs) if unobserved else at(known.writes, args, kwargs))
+    found = {
+        key: tensor
+        for tensor in values.plain_parts(reach)
+        if parameter_of(tensor) is None and (key := tensor.untyped_storage()._cdata) not in values.sharded_parameters
+    }
+    return list(found.values())
+
+
+def _outputs_in_new_memory(output: Any, others: Container[int]) -> list[MadeTensor] | None:
+    """The tensors of an op's output; None if one has the memory of another tensor, or is no plain tensor."""
+    if type(output) is Tensor and is_plain(output) and output.untyped_storage()._cdata not in others:
+        return [(0, output, Layout.of(output))]
+    made: list[MadeTensor] = []
+    keys: set[int] = set()
+    for slot, tensor in enumerate(output if type(output) in LISTS else (output,)):
+        if isinstance(tensor, Tensor):
+            if not is_plain(tensor):
+                return None
+            key = tensor.untyped_storage()._cdata
+            if key in others or key in keys:
+                return None
+            keys.add(key)
+            made.append((slot, tensor, Layout.of(tensor)))
+    return made
+
+
+def count_writes(written: list[Any]) -> None:
+    """Move the versions of lists of tensors, as ``_foreach_add_`` writes to: under a mode torch does not."""
+    for value in written:
+        if type(value) in LISTS:
+            torch.autograd.graph.increment_version(value)
+
+
+def agree(made: list[MadeTensor], layouts: tuple[Layout, ...]) -> bool:
+    return tuple([layout for _, _, layout in made]) == layouts

@@ -1,0 +1,14 @@
+"""DeepSpeed: ZeRO-3 gives a parameter its memory for each use, and frees it as it sees fit."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recompute.engine import parameter_memory
+
+
+def _is_partitioned(parameter: Tensor) -> bool:
+    return hasattr(parameter, "ds_id")  # which ``deepspeed.zero.Init`` and ``deepspeed.initialize`` give them
+
+
+parameter_memory.register(_is_partitioned)
