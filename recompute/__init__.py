@@ -7,7 +7,8 @@ from recompute import errors
 
 if TYPE_CHECKING:
     from recompute.ablation.ablate import ablate
-    from recompute.attach.apply import apply, recompute
+    from recompute.attach.apply import apply
+    from recompute.attach.decorator import recompute
     from recompute.diagnostics.verify import verify
     from recompute.engine.keeping import keep
     from recompute.estimation.estimate import estimate
@@ -41,7 +42,7 @@ _MODULES = {
     "load_policy": "recompute.policy.loading",
     "plan": "recompute.planning.make_plan",
     "profile": "recompute.profiling.profile_model",
-    "recompute": "recompute.attach.apply",
+    "recompute": "recompute.attach.decorator",
     "verify": "recompute.diagnostics.verify",
 }
 

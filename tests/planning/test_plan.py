@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from recompute import load_policy
-from recompute.attach.apply import module_entries
+from recompute.attach.module_entries import module_entries
 from recompute.errors import BudgetError, PlanError, PolicyError
 from recompute.planning import frontier_report, solver
 from recompute.planning.allowed_ways import only_allowed

@@ -1,0 +1,203 @@
+"""Which module runs how under a policy, and how its forward is replaced in place and put back."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from recompute.attach.check_effect import check_effect, listed
+from recompute.attach.explain import Attachment
+from recompute.attach.module_entries import module_entries
+from recompute.attach.runners import RootRunner, unwrap_forward, wrap_forward
+from recompute.attach.selection import choose_runners
+from recompute.compiled.captured_region import CaptureCache
+from recompute.engine.checkpoint.module_state import RUNNER
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
+from recompute.policy.matching import assign
+from recompute.policy.meaning import Kernels, meaning_of
+from recompute.policy.rules import Policy
+from recompute.substitution.kernel_runner import kernel_of
+from recompute.substitution.module_formula import is_decorated
+
+
+def attachments_of(
+    model: nn.Module,
+    policy: Policy,
+    name: str | None = None,
+    cache: CaptureCache | None = None,
+    *,
+    strict: bool = True,
+) -> list[Attachment]:
+    """What the policy does to which module; nothing is changed yet.
+
+    name: stands for the model's class's. cache: what these regions share with equal ones of other instances.
+    strict: as ``apply`` takes it.
+    """
+    cache = CaptureCache() if cache is None else cache
+    name = name or type(model).__name__
+    entries, modules = module_entries(model, name)
+    rules = assign(policy, entries)
+    check_effect(policy, name, entries, rules, strict=strict)
+    without_kernel: dict[int, dict[str, None]] = {}
+    chosen: dict[int, Attachment] = {}
+    meanings = [meaning_of(rule) for rule in policy.rules]
+    parts = {path for path, i in rules.items() if meanings[i].extends_inward and _governor(path, rules) == i}
+    governed = rules.keys() - parts
+    for path, index in rules.items():
+        if path in parts:  # of the region of the module around it
+            continue
+        meaning = meanings[index]
+        found = list(choose_runners(path, modules[path], meaning, governed, cache))
+        for inside, module, runner in found:
+            chosen.setdefault(id(module), Attachment(inside, module, index, runner))
+        if meaning.kernels is Kernels.EVERYWHERE and all(kernel_of(runner) is None for _, _, runner in found):
+            without_kernel.setdefault(index, {})[type(modules[path]).__name__] = None
+    for index, classes in without_kernel.items():
+        does = "does" if len(classes) == 1 else "do"
+        what = f"no kernel computes what {listed(list(classes))} {does}; hooks regenerate it"
+        warn(f"policy {policy.name}: rules[{index}]: {what}")
+    if any(meanings[index].drops_outputs for index in rules.values()):
+        root = chosen.get(id(model))
+        inner, index_of_root = (None, None) if root is None else (root.runner, root.rule)
+        statistics = RegionStatistics(type(model).__name__) if inner is None else inner.statistics
+        chosen[id(model)] = Attachment("", model, index_of_root, RootRunner(statistics, inner))
+    return list(chosen.values())
+
+
+def _governor(path: str, rules: Mapping[str, int]) -> int | None:
+    """The rule of the nearest module around ``path`` that has one."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in rules:
+            return rules[path]
+    return None
+
+
+def attach(attachments: list[Attachment]) -> None:
+    """Have the modules run by their runners: all of them, or none if one cannot be."""
+    for attachment in attachments:
+        if "forward" in vars(attachment.module) and not _is_bare_root(attachment):
+            raise UnsupportedError(
+                f"{_name(attachment.path, attachment.module)} has had its forward replaced on the instance, where a "
+                "policy cannot reach it. Apply the policy before whatever replaces it."
+            )
+    with ExitStack() as undo:
+        for attachment in attachments:
+            module = attachment.module
+            undo.callback(detach, attachment)
+            module.__dict__[RUNNER] = attachment.runner
+            if "forward" in vars(module):
+                module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
+            try:
+                module.__class__ = _policed(type(module))  # type: ignore[arg-type]
+            except TypeError as error:
+                raise UnsupportedError(
+                    f"{_name(attachment.path, module)} cannot be put under a policy: {error}"
+                ) from error
+        undo.pop_all()
+
+
+def detach(attachment: Attachment) -> None:
+    module = attachment.module
+    if module.__dict__.get(RUNNER) is attachment.runner:
+        del module.__dict__[RUNNER]
+        if (inner := unwrap_forward(vars(module).get("forward"))) is not None:
+            module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
+        if (base := vars(type(module)).get("_recompute_base")) is not None:
+            module.__class__ = base  # else another class was put over ours, which does nothing from now on
+
+
+def _is_bare_root(attachment: Attachment) -> bool:
+    """The model, of which no rule says anything: what other libraries replace its forward by may run in a scope."""
+    runner = attachment.runner
+    return not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
+
+
+def _name(path: str, module: nn.Module) -> str:
+    return f"module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
+
+
+def refuse_governed(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{_name(path, module)} is a ScriptModule, whose forward a policy cannot reach. Apply the policy to "
+                "the module that it was scripted from."
+            )
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise UnsupportedError(
+                f"{_name(path, module)} has parameters without a shape yet. Run the model once, then apply the policy."
+            )
+        if RUNNER in vars(module) or is_decorated(module):
+            raise AlreadyAppliedError(
+                f"{_name(path, module)} is already under a policy. Remove that one first (handle.remove(), or the "
+                "decorator), or give the model one policy with the rules of both."
+            )
+
+
+@functools.cache
+def _policed(base: Any) -> type[nn.Module]:
+    """``base``, with its forward run by the module's runner; copies and pickles of an instance are of ``base``."""
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        runner = self.__dict__.get(RUNNER)
+        if runner is None:  # removed since, when ``self`` may no longer be of this class
+            return base.forward(self, *args, **kwargs)
+        return runner.run(self, super(policed, self).forward, args, kwargs)
+
+    namespace = {"forward": forward, "__reduce_ex__": reduce_without_policy(base), "_recompute_base": base}
+    if hasattr(base, "__deepcopy__"):
+        namespace["__deepcopy__"] = deepcopy_without_policy(base)
+    namespace |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    policed: Any = type(base.__name__, (base,), namespace)
+    return policed
+
+
+def reduce_without_policy(base: Any) -> Callable[..., Any]:
+    original = base.__reduce_ex__
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        with _without_policy(self, base):
+            reduced = original(self, protocol)
+            if isinstance(reduced, tuple):
+                function, args, *rest = reduced
+                if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+                    function = base.__new__  # pickle insists that the other makes instances of the object's own class
+                if rest and rest[0] is vars(self):
+                    rest[0] = dict(vars(self))
+                reduced = (function, args, *rest)
+        return reduced
+
+    return __reduce_ex__
+
+
+def deepcopy_without_policy(base: Any) -> Callable[..., Any]:
+    original = base.__deepcopy__
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
+        with _without_policy(self, base):
+            return original(self, memo)
+
+    return __deepcopy__
+
+
+@contextmanager
+def _without_policy(module: nn.Module, base: Any) -> Iterator[None]:
+    """``module`` as it is without the policy, so that however it copies itself the copy is."""
+    kind, runner = type(module), vars(module).pop(RUNNER, None)
+    module.__class__ = base
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+        if runner is not None:
+            vars(module)[RUNNER] = runner

@@ -1,0 +1,132 @@
+"""The decorator `recompute`: classes, modules and functions that run under a policy of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from typing import Any
+
+import torch
+from torch import nn
+
+from recompute.attach.apply import PolicyLike, apply
+from recompute.attach.attachments import attach, attachments_of, deepcopy_without_policy, reduce_without_policy
+from recompute.attach.check_effect import check_effect
+from recompute.attach.runners import FunctionCheckpointRunner, TapeRunner
+from recompute.compiled.captured_region import CaptureCache
+from recompute.compiled.runner import Forward, Runner
+from recompute.compiled.under_torch_compile import refuse_first_run
+from recompute.engine.checkpoint.module_state import RUNNER
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.errors import UnsupportedError
+from recompute.policy.loading import load_policy
+from recompute.policy.matching import ModuleEntry, assign
+from recompute.policy.meaning import Kernels, Mechanism, meaning_of
+from recompute.policy.rules import Policy, Rule
+
+
+def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
+    """Decorate an ``nn.Module`` class, a module or a function so that it runs under ``policy``.
+
+    Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy all of what is decorated gets what the
+    preset ``elementwise`` gives a layer, which changes no bit of any gradient. A class is decorated in place, and its
+    instances get the policy when they first run; module paths in the policy start at the decorated module, whose own
+    path is empty. A function is to a policy one module of an empty path whose class name is the function's name.
+
+    Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
+    """
+    if target is None:
+        return functools.partial(recompute, policy=policy)
+    loaded = _ALL_OF_IT if policy is None else load_policy(policy)
+    if isinstance(target, nn.Module):
+        apply(target, loaded)
+        return target
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        return _decorate_class(target, loaded)
+    if isinstance(target, (type, Policy)) or not callable(target):
+        raise TypeError(
+            "recompute decorates an nn.Module class, a module or a function, got "
+            f"{target!r}; a policy goes in by name: @recompute(policy=...)"
+        )
+    return _decorate_function(target, loaded)
+
+
+_ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recompute", via="hook")])
+
+
+def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
+    original = cls.forward
+    cache = CaptureCache()  # of all instances
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if RUNNER not in vars(self):
+            if torch.compiler.is_compiling():
+                refuse_first_run()
+            _attach_decorated(self, cls, policy, cache)
+        decorated = vars(self)[RUNNER]
+        if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
+            return original(self, *args, **kwargs)
+        return decorated.runner.run(self, functools.partial(original, self), args, kwargs)
+
+    cls.__reduce_ex__ = reduce_without_policy(cls)
+    if hasattr(cls, "__deepcopy__"):
+        cls.__deepcopy__ = deepcopy_without_policy(cls)
+    cls.forward = forward
+    cls._recompute_decorated = True
+    return cls
+
+
+@dataclass(frozen=True)
+class _Decorated:
+    """In the place of a runner in an instance of a decorated class, which needs no other class."""
+
+    cls: type[nn.Module]
+    runner: Runner | None
+
+
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, cache: CaptureCache) -> None:
+    vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
+    try:
+        attachments = attachments_of(module, policy, cls.__name__, cache)
+        attach([attachment for attachment in attachments if attachment.path])
+    except BaseException:
+        del vars(module)[RUNNER]
+        raise
+    runner = next((attachment.runner for attachment in attachments if not attachment.path), None)
+    vars(module)[RUNNER] = _Decorated(cls, runner)
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _decorate_function(function: Forward, policy: Policy) -> Forward:
+    name = _function_name(function)
+    if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
+        raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
+    entries = [ModuleEntry("", name)]
+    rules = assign(policy, entries)
+    check_effect(policy, f"the function {name}, one of an empty path and that class", entries, rules, strict=True)
+    if not rules:
+        return function
+    (index,) = rules.values()
+    meaning = meaning_of(policy.rules[index])
+    if meaning.kernels is Kernels.EVERYWHERE:
+        raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
+    if not meaning.drops:
+        return function
+    statistics = RegionStatistics(name)
+    runner: Runner
+    if meaning.mechanism is Mechanism.TAPE:
+        runner = TapeRunner(statistics, meaning, CaptureCache())
+    else:
+        runner = FunctionCheckpointRunner(statistics, meaning)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return runner.run(None, function, args, kwargs)
+
+    return run
