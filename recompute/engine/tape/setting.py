@@ -26,7 +26,7 @@ class Setting:
 
     keep: families, names of ops ("aten.mm"), and names given to ``recompute.keep``.
     price: the bytes that may be held to save a second of running again.
-    openings: by how their frames begin, the last plans of the regions that share this, as layers alike do.
+    plan_cache: the last plans of the regions that share it, as equal layers do, by how their frames began.
     """
 
     def __init__(
