@@ -163,11 +163,9 @@ class Tape(TorchDispatchMode):
             return op(*args, **kwargs)
         if not frame.has_begun:
             frame.begin(op, args)
-        instruction = None
-        if frame.plan is not None:
-            instruction = frame.follow(op, unobserved, setting.key)
-            if instruction is not None and not instruction.matters:
-                return op(*args, **kwargs)
+        instruction = None if frame.plan is None else frame.follow(op, unobserved, setting.key)
+        if instruction is not None and not instruction.matters:
+            return op(*args, **kwargs)
         if known.varies:
             known, reason = setting.judge_facts(facts_of_call(op, args, kwargs))
         if unobserved:
