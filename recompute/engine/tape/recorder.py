@@ -149,18 +149,17 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
-        frame = self.frame
         if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
-            frame.note_dtensors(tensors_in((args, kwargs)))
+            self.frame.note_dtensors(tensors_in((args, kwargs)))
             return NotImplemented
-        setting = self.setting
-        known, reason = setting.verdicts.get(op) or setting.judge(op)
+        known, reason = self.setting.verdicts.get(op) or self.setting.judge(op)
         if (known.casts_inside or torch.is_inference_mode_enabled()) and (keys := left_out()):
             with in_force(keys, op, kwargs, self.statistics.name):
                 return self.__torch_dispatch__(op, types, args, kwargs)
         unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
         if known.kind is Kind.VIEW and not unobserved:
             return op(*args, **kwargs)
+        frame, setting = self.frame, self.setting
         if not frame.has_begun:
             frame.begin(op, args)
         instruction = None if frame.plan is None else frame.follow(op, unobserved, setting.key)
