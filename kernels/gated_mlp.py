@@ -233,7 +233,7 @@ def _through_activation(
     needs_dup: bool,
     needs_product: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dgate, dup and the product, as matrices; ``dproduct``, which nobody needs any more, becomes the product."""
+    """dgate, dup and the product, as matrices. The product is written over ``dproduct``, which is not needed again."""
     gate, up = rows(gate), None if up is None else rows(up)
     if not needs_product:
         return glu_backward(dproduct, gate, up, activation, needs_dgate, needs_dup, False)

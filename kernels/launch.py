@@ -30,7 +30,7 @@ _LIBRARY = torch.library.Library("recompute", "FRAGMENT")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit``; without Triton the function as it is, which then nothing launches."""
+    """``triton.jit``. Without Triton, the function itself, which is then never launched."""
     return function if triton is None else triton.jit(function)
 
 

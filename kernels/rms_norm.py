@@ -118,7 +118,7 @@ def _in_memory_order(position: int) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def _memory_order(x: Tensor) -> list[int] | None:
-    """That of the dimensions of x, outermost first; None where it is as it is or rows are not contiguous."""
+    """The dimensions of x in the order they have in memory; None if that is their own order, or rows have gaps."""
     if x.dim() < 3 or x.is_contiguous() or x.stride(-1) != 1:
         return None
     leading = range(x.dim() - 1)

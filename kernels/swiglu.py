@@ -289,11 +289,12 @@ def glu_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """``swiglu`` and ``geglu`` in plain PyTorch, differentiable any number of times."""
     gate, up = _halves(gate, up)
     wide = launch.widen(gate)
-    active = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate=_APPROXIMATE[activation])
+    active = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate=APPROXIMATE[activation])
     return (active * launch.widen(up)).to(torch.promote_types(gate.dtype, up.dtype))
 
 
-_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+"""Activations that are a GELU, and its argument ``approximate``."""
 
 
 def _backward_reference(dproduct: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -302,7 +303,7 @@ def _backward_reference(dproduct: Tensor, gate: Tensor, up: Tensor, activation: 
     if activation == "silu":
         dgate, active = torch.ops.aten.silu_backward(dp * u, g), F.silu(g)
     else:
-        approximate = _APPROXIMATE[activation]
+        approximate = APPROXIMATE[activation]
         dgate = torch.ops.aten.gelu_backward(dp * u, g, approximate=approximate)
         active = F.gelu(g, approximate=approximate)
     return dgate, dp * active, active * u

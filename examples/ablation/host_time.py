@@ -41,7 +41,7 @@ from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
 from recompute.ablation.trials import seeded
 from recompute.counters import resolve_device
-from recompute.diagnostics.verify import deterministic, relative_error, same_bits
+from recompute.diagnostics.comparing_runs import deterministic, relative_error, same_bits
 from recompute.errors import PolicyError
 from recompute.estimation.build_model import build
 from recompute.policy.loading import load_policy

@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
 from recompute.counters import describe_machine, memory_trace
-from recompute.diagnostics.verify import deterministic
+from recompute.diagnostics.comparing_runs import deterministic
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.policy.loading import preset_names, preset_path
 

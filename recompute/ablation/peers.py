@@ -22,7 +22,7 @@ from recompute.attach.apply import PolicyLike, apply
 from recompute.errors import AblationError
 from recompute.policy.document import nearest
 from recompute.policy.loading import load_policy
-from recompute.profiling.candidates import find_regions
+from recompute.profiling.regions import find_regions
 
 BASELINE = "none"
 """The policy that every other one is compared with: the model as it is, with nothing attached."""

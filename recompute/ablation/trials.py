@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
 from recompute.attach.apply import PolicyLike
-from recompute.diagnostics.verify import Widened, deterministic, relative_error, same_bits
+from recompute.diagnostics.comparing_runs import Widened, deterministic, relative_error, same_bits
 from recompute.policy.loading import load_policy
+from recompute.policy.meaning import meaning_of
 
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
@@ -257,7 +258,7 @@ def _is_exact(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
     if policy not in policies and is_peer(policy):
         return policy in ("torch-checkpoint", "torch-selective")
     rules = load_policy(policies.get(policy, policy)).rules
-    return all(rule.action != "recompute" or rule.via == "hook" for rule in rules)
+    return all(meaning_of(rule).is_exact for rule in rules)
 
 
 def _gradient(model: nn.Module) -> tuple[Tensor, ...]:

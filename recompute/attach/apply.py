@@ -19,21 +19,20 @@ from torch.nn.parameter import is_lazy
 from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment, Stats, explanation, stats
 from recompute.attach.module_entries import module_entries
-from recompute.attach.runners import RootRunner, around, inside_of, region_of
-from recompute.attach.selection import choose
-from recompute.compiled.captured_region import CaptureCache, CapturedRegion
-from recompute.compiled.lowering import Lowering, is_lowered, lowering_of, refuse_first_run, uncompiled
+from recompute.attach.runners import FunctionCheckpointRunner, RootRunner, TapeRunner, unwrap_forward, wrap_forward
+from recompute.attach.selection import choose_runners
+from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
+from recompute.compiled.under_torch_compile import refuse_first_run
+from recompute.compiled.unwrap import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reachable_objects import references_of_function
-from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.saved_tensors import RegionStatistics
-from recompute.engine.scopes import is_recording
 from recompute.engine.stopwatch import Stopwatch
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign
+from recompute.policy.meaning import Kernels, Mechanism, meaning_of
 from recompute.policy.rules import Policy, Rule
 from recompute.substitution.head import KernelHeadRunner, LossObserver
 from recompute.substitution.kernel_runner import kernel_of
@@ -157,40 +156,39 @@ def _attachments(
     model: nn.Module,
     policy: Policy,
     name: str | None = None,
-    shared: CaptureCache | None = None,
+    cache: CaptureCache | None = None,
     *,
     strict: bool = True,
 ) -> list[Attachment]:
     """What the policy does to which module; nothing is changed yet.
 
-    name: stands for the model's class's. shared: what regions like these share, if there are others.
+    name: stands for the model's class's. cache: what these regions share with equal ones of other instances.
     strict: as ``apply`` takes it.
     """
-    shared = CaptureCache() if shared is None else shared
+    cache = CaptureCache() if cache is None else cache
     name = name or type(model).__name__
     entries, modules = module_entries(model, name)
     rules = assign(policy, entries)
     check_effect(policy, name, entries, rules, strict=strict)
     without_kernel: dict[int, dict[str, None]] = {}
     chosen: dict[int, Attachment] = {}
-    joined = {
-        path for path, i in rules.items() if policy.rules[i].action == "recompute" and _governor(path, rules) == i
-    }
-    governed = rules.keys() - joined
+    meanings = [meaning_of(rule) for rule in policy.rules]
+    parts = {path for path, i in rules.items() if meanings[i].extends_inward and _governor(path, rules) == i}
+    governed = rules.keys() - parts
     for path, index in rules.items():
-        if path in joined:  # a part of that module's tape
+        if path in parts:  # of the region of the module around it
             continue
-        rule = policy.rules[index]
-        found = list(choose(path, modules[path], rule, governed, shared))
+        meaning = meanings[index]
+        found = list(choose_runners(path, modules[path], meaning, governed, cache))
         for inside, module, runner in found:
             chosen.setdefault(id(module), Attachment(inside, module, index, runner))
-        if rule.via == "kernel" and all(kernel_of(runner) is None for _, _, runner in found):
+        if meaning.kernels is Kernels.EVERYWHERE and all(kernel_of(runner) is None for _, _, runner in found):
             without_kernel.setdefault(index, {})[type(modules[path]).__name__] = None
     for index, classes in without_kernel.items():
         does = "does" if len(classes) == 1 else "do"
         what = f"no kernel computes what {listed(list(classes))} {does}; hooks regenerate it"
         warn(f"policy {policy.name}: rules[{index}]: {what}")
-    if any(policy.rules[index].action == "recompute" for index in rules.values()):
+    if any(meanings[index].drops_outputs for index in rules.values()):
         root = chosen.get(id(model))
         inner, index_of_root = (None, None) if root is None else (root.runner, root.rule)
         statistics = RegionStatistics(type(model).__name__) if inner is None else inner.statistics
@@ -221,7 +219,7 @@ def _attach(attachments: list[Attachment]) -> None:
             undo.callback(_detach, attachment)
             module.__dict__[RUNNER] = attachment.runner
             if "forward" in vars(module):
-                module.__dict__["forward"] = around(vars(module)["forward"], module, attachment.runner)
+                module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
             try:
                 module.__class__ = _policed(type(module))  # type: ignore[arg-type]
             except TypeError as error:
@@ -235,7 +233,7 @@ def _detach(attachment: Attachment) -> None:
     module = attachment.module
     if module.__dict__.get(RUNNER) is attachment.runner:
         del module.__dict__[RUNNER]
-        if (inner := inside_of(vars(module).get("forward"))) is not None:
+        if (inner := unwrap_forward(vars(module).get("forward"))) is not None:
             module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
@@ -360,14 +358,14 @@ _ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recomput
 
 def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     original = cls.forward
-    shared = CaptureCache()  # of all instances
+    cache = CaptureCache()  # of all instances
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if RUNNER not in vars(self):
             if torch.compiler.is_compiling():
                 refuse_first_run()
-            _attach_decorated(self, cls, policy, shared)
+            _attach_decorated(self, cls, policy, cache)
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
@@ -389,10 +387,10 @@ class _Decorated:
     runner: Runner | None
 
 
-def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, shared: CaptureCache) -> None:
+def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, cache: CaptureCache) -> None:
     vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
     try:
-        attachments = _attachments(module, policy, cls.__name__, shared)
+        attachments = _attachments(module, policy, cls.__name__, cache)
         _attach([attachment for attachment in attachments if attachment.path])
     except BaseException:
         del vars(module)[RUNNER]
@@ -415,35 +413,20 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     if not rules:
         return function
     (index,) = rules.values()
-    rule = policy.rules[index]
-    if rule.via == "kernel":
+    meaning = meaning_of(policy.rules[index])
+    if meaning.kernels is Kernels.EVERYWHERE:
         raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
-    if rule.action == "keep":
+    if not meaning.drops:
         return function
-    lowering = lowering_of(rule)
-    if rule.action == "recompute" or rule.keep:
-        return _taped(function, region_of(RegionStatistics(name), rule, CaptureCache()), lowering)
-    return _checkpointed(function, CheckpointRegion(RegionStatistics(name)), lowering)
+    statistics = RegionStatistics(name)
+    runner: Runner
+    if meaning.mechanism is Mechanism.TAPE:
+        runner = TapeRunner(statistics, meaning, CaptureCache())
+    else:
+        runner = FunctionCheckpointRunner(statistics, meaning)
 
-
-def _taped(function: Forward, region: CapturedRegion, lowering: Lowering) -> Forward:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if is_lowered():
-            return lowering.run(function, args, kwargs)
-        return region.run(function, args, kwargs) if is_recording() else function(*args, **kwargs)
-
-    return run
-
-
-def _checkpointed(function: Forward, region: CheckpointRegion, lowering: Lowering) -> Forward:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if is_lowered():
-            return lowering.run(function, args, kwargs)
-        if not is_recording():
-            return function(*args, **kwargs)
-        region.reach(references_of_function(function))  # which it may have been given only after it was decorated
-        return region.run(function, (), args, kwargs)
+        return runner.run(None, function, args, kwargs)
 
     return run

@@ -9,6 +9,7 @@ from recompute.engine.cut.ops import is_costly_op, is_op
 from recompute.errors import NoEffectError, warn
 from recompute.policy.loading import is_preset
 from recompute.policy.matching import ModuleEntry, layers_beyond, unmatched_rules
+from recompute.policy.meaning import meaning_of
 from recompute.policy.rules import FAMILIES, Policy, is_op_name, is_tensor_name
 
 
@@ -35,7 +36,7 @@ def check_effect(
 
 def means_to_drop(policy: Policy) -> bool:
     """Whether any rule is to drop something: a policy that only keeps does nothing on purpose."""
-    return any(rule.action != "keep" for rule in policy.rules)
+    return any(meaning_of(rule).drops for rule in policy.rules)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from recompute.compiled.lowering import uncompiled
+from recompute.compiled.unwrap import uncompiled
 from recompute.policy.matching import ModuleEntry
 from recompute.substitution.module_formula import is_decorated
 

@@ -1,66 +1,58 @@
-"""How a module under a policy runs its forward by hooks: one runner a module."""
+"""How a module or a function under a policy runs its forward, other than by kernels: one runner for each."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
-from recompute.compiled.lowering import CHECKPOINTS, KEEPS, is_lowered, lowering_of
-from recompute.compiled.runner import Forward, Runner, is_active
+from recompute.compiled.runner import Forward, Runner
+from recompute.compiled.under_torch_compile import compiled_region
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reachable_objects import references_of_modules
+from recompute.engine.checkpoint.reachable_objects import references_of_function, references_of_modules
 from recompute.engine.checkpoint.region import CheckpointRegion
-from recompute.engine.cut.save_plan import PlanCache
+from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.tape.setting import Setting
-from recompute.policy.rules import FAMILIES, PRICE, Rule
+from recompute.policy.meaning import Meaning
 
 
-class InnerRunner(Runner, Protocol):
-    """One that runs inside of a tape."""
-
-    @property
-    def variant(self) -> Hashable:
-        """Differs from the last run's where it is going to run other ops."""
-
-
-@dataclass
-class RootRunner:
+class RootRunner(Runner):
     """Opens the scope in which outputs are dropped, around the model or around what its own rule says."""
 
-    statistics: RegionStatistics
-    inner: Runner | None = None
-    note: str = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, statistics: RegionStatistics, inner: Runner | None = None):
+        self.statistics = statistics
+        self.inner = inner
         scope = "outputs that come back are dropped wherever they are saved inside"
-        self.note = scope if self.inner is None else f"{self.inner.note}; {scope}"
+        self.note = scope if inner is None else f"{inner.note}; {scope}"
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if not is_active(module):
-            return self._inside(module, forward, args, kwargs)
+    def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         with RecipeScope(self.statistics):
-            return self._inside(module, forward, args, kwargs)
+            if self.inner is None:
+                return forward(*args, **kwargs)
+            return self.inner.run_training(module, forward, args, kwargs)
 
-    def _inside(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
             return forward(*args, **kwargs)
-        return self.inner.run(module, forward, args, kwargs)
+        return self.inner.run_compiled(module, forward, args, kwargs)
+
+    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.inner is None:
+            return forward(*args, **kwargs)
+        return self.inner.run_plain(module, forward, args, kwargs)
 
 
-def around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
-    """The forward that a model bears on the instance, run by ``runner`` as long as that is the model's."""
+def wrap_forward(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
+    """A forward that a library has put on the model itself, wrapped: ``runner`` runs it while it is the model's."""
     bearer = weakref.ref(module)
 
     @functools.wraps(inner)
@@ -80,46 +72,48 @@ def around(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Call
     return MethodType(forward, module)
 
 
-def inside_of(forward: Any) -> Callable[..., Any] | None:
-    """What ``around`` was given to make ``forward``; None of what others made, also around that."""
+def unwrap_forward(forward: Any) -> Callable[..., Any] | None:
+    """What ``wrap_forward`` was given to make ``forward``; None if something else made it, even by wrapping ours."""
     inner = getattr(forward, "_recompute_inner", None)
     return inner if inner is not None and forward.__wrapped__ is inner else None
 
 
-@dataclass
-class PlainRunner:
+class PlainRunner(Runner):
     """Runs forward as it is: where a kernel stands in on CUDA alone, and a tape around sees the ops elsewhere."""
 
-    statistics: RegionStatistics
-    note: str = "its ops are on the tape around it"
+    def __init__(self, statistics: RegionStatistics, note: str = "its ops are on the tape around it"):
+        self.statistics = statistics
+        self.note = note
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return forward(*args, **kwargs)
 
+    run_training = run_compiled = run_plain = run
 
-@dataclass
-class KeepRunner:
-    """``action: keep``: what autograd saves is kept, also inside a region that drops."""
 
-    statistics: RegionStatistics
-    note: str = "everything is kept"
+class KeepRunner(Runner):
+    """Keeps what autograd saves, also inside of a region that drops."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if is_lowered(module):
-            return KEEPS.run(forward, args, kwargs)
-        if not is_active(module):
-            return forward(*args, **kwargs)
+    def __init__(self, statistics: RegionStatistics, meaning: Meaning):
+        self.statistics = statistics
+        self.note = meaning.note
+        self._compiled_region = compiled_region(op_policy(meaning))
+
+    def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         with KeepScope():
             return forward(*args, **kwargs)
 
+    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return self._compiled_region.run(forward, args, kwargs)
 
-class CheckpointRunner:
-    """``action: checkpoint``: the whole forward is run again from its inputs."""
 
-    note = "its Python runs again from its inputs"
+class CheckpointRunner(Runner):
+    """Runs the whole forward of a module again from its inputs."""
 
-    def __init__(self, statistics: RegionStatistics, module: nn.Module, rule: Rule, shared: CaptureCache):
+    def __init__(self, statistics: RegionStatistics, module: nn.Module, meaning: Meaning, cache: CaptureCache):
         self.statistics = statistics
+        self.note = meaning.note
+        self._compiled_region = compiled_region(op_policy(meaning))
         self._checkpoint = CheckpointRegion(statistics, beyond=references_of_modules(module.modules()))
         itself = weakref.ref(module)
 
@@ -128,56 +122,70 @@ class CheckpointRunner:
             assert module is not None
             return self._checkpoint.run(forward, (module,), args, kwargs)
 
-        self.region = region_of(statistics, rule, shared, run)
+        self.region = _region(statistics, meaning, cache, run)
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if is_lowered(module):
-            return CHECKPOINTS.run(forward, args, kwargs)
-        if not is_active(module):
-            return forward(*args, **kwargs)
+    def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return self.region.run(forward, args, kwargs)
 
+    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return self._compiled_region.run(forward, args, kwargs)
 
-class TapeRunner:
-    """``action: recompute``, or ``checkpoint`` with a ``keep``: ops run again, by a tape of the whole forward.
 
-    inner: runs it there, as kernels do, in whose place their ops run again.
+class FunctionCheckpointRunner(Runner):
+    """Runs a decorated function again from its inputs. It is never captured."""
+
+    def __init__(self, statistics: RegionStatistics, meaning: Meaning):
+        self.statistics = statistics
+        self.note = meaning.note
+        self._compiled_region = compiled_region(op_policy(meaning))
+        self._checkpoint = CheckpointRegion(statistics)
+
+    def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        references = references_of_function(forward)  # which it may have been given only after it was decorated
+        self._checkpoint.reach(references)
+        return self._checkpoint.run(forward, (), args, kwargs)
+
+    def run_compiled(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return self._compiled_region.run(forward, args, kwargs)
+
+
+class TapeRunner(Runner):
+    """Runs ops of the whole forward, of a module or a function, again.
+
+    inner: runs the module inside of the tape, as kernels do; then their ops run again in the place of the module's.
     """
 
     def __init__(
-        self, statistics: RegionStatistics, rule: Rule, shared: CaptureCache, inner: InnerRunner | None = None
+        self, statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache, inner: Runner | None = None
     ):
         self.statistics = statistics
         self.inner = inner
-        self.lowering = lowering_of(rule)
-        self.region = region_of(statistics, rule, shared)
-        what = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
-        if rule.rerun:
-            what += f" and {', '.join(rule.rerun)}"
-        if rule.price != PRICE:
-            what += f", at {rule.price:.3g} bytes a second"
-        self.note = f"{what}; {', '.join(rule.keep)} kept" if rule.keep else what
-        if inner is not None:
-            self.note = f"{inner.note}; {self.note}"
+        self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
+        self._compiled_region = compiled_region(op_policy(meaning))
+        self.region = _region(statistics, meaning, cache)
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if is_lowered(module):
-            if self.inner is None:
-                return self.lowering.run(forward, args, kwargs)
-            return self.lowering.run(self.inner.run, (module, forward, args, kwargs), {})
+    def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
-            return self.region.run(forward, args, kwargs) if is_active(module) else forward(*args, **kwargs)
-        if not is_active(module):
-            return self.inner.run(module, forward, args, kwargs)
+            return self.region.run(forward, args, kwargs)
         return self.region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
 
+    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.inner is None:
+            return self._compiled_region.run(forward, args, kwargs)
+        return self._compiled_region.run(self.inner.run, (module, forward, args, kwargs), {})
 
-def region_of(
-    statistics: RegionStatistics, rule: Rule, shared: CaptureCache, checkpoint: Callable[..., Any] | None = None
+    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.inner is None:
+            return forward(*args, **kwargs)
+        return self.inner.run_plain(module, forward, args, kwargs)
+
+
+def _region(
+    statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache, checkpoint: Callable[..., Any] | None = None
 ) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
-    tape = TapeRegion(setting_of(statistics, rule, shared.plan_cache))
-    return CapturedRegion(tape, shared if rule.capture else None, checkpoint)
+    tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache)
+    return CapturedRegion(tape, cache if meaning.capture else None, checkpoint)
 
 
 def region_in(runner: Runner | None) -> CapturedRegion | None:
@@ -185,10 +193,3 @@ def region_in(runner: Runner | None) -> CapturedRegion | None:
     while runner is not None and not isinstance(runner, (TapeRunner, CheckpointRunner)):
         runner = getattr(runner, "inner", None) or getattr(runner, "fallback", None)
     return None if runner is None else runner.region
-
-
-def setting_of(statistics: RegionStatistics, rule: Rule, plan_cache: PlanCache | None = None) -> Setting:
-    """What a rule says of each op."""
-    if rule.action == "checkpoint":  # fewest bytes, whatever it costs
-        return Setting(statistics, rerun=set(FAMILIES) - {"collective"}, keep=rule.keep, price=0, plan_cache=plan_cache)
-    return Setting(statistics, rerun=rule.rerun, keep=rule.keep, price=rule.price, plan_cache=plan_cache)

@@ -8,44 +8,49 @@ from torch import nn
 
 from recompute.attach.runners import CheckpointRunner, KeepRunner, PlainRunner, TapeRunner
 from recompute.compiled.captured_region import CaptureCache
-from recompute.compiled.lowering import lowering_of
 from recompute.compiled.runner import Runner
+from recompute.compiled.under_torch_compile import compiled_region
+from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.saved_tensors import RegionStatistics
-from recompute.policy.rules import PRICE, Rule
+from recompute.policy.meaning import Kernels, Meaning, Mechanism
 from recompute.substitution.head import KernelHeadRunner
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
 from recompute.substitution.module_formula import is_decorated
 from recompute.substitution.recognition import find_inner_kernel, find_kernel
 
 
-def choose(
-    path: str, module: nn.Module, rule: Rule, governed: Collection[str], shared: CaptureCache
+def choose_runners(
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str], cache: CaptureCache
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
-    """The modules, ``module`` itself or inside it, that ``rule`` makes run otherwise, and how.
+    """The modules that a rule on ``module`` makes run in another way, with their paths and runners.
 
-    Kernels stand in for what is inside ``module`` and has no rule of its own (``governed``). ``shared``: what the
-    modules under one policy share.
+    These are ``module`` itself and modules inside it. Kernels stand in for those inside that have no rule of their own.
+
+    meaning: of the rule. governed: the paths of all modules that have a rule. cache: what the modules under one policy
+    share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
-    if rule.action == "keep":
-        yield path, module, KeepRunner(statistics)
-    elif rule.action == "checkpoint" and not rule.keep:
-        yield path, module, CheckpointRunner(statistics, module, rule, shared)
+    if meaning.mechanism is Mechanism.KEEP:
+        yield path, module, KeepRunner(statistics, meaning)
+    elif meaning.mechanism is Mechanism.CHECKPOINT:
+        yield path, module, CheckpointRunner(statistics, module, meaning, cache)
+    elif meaning.kernels is Kernels.NEVER:
+        yield path, module, TapeRunner(statistics, meaning, cache)
     else:
-        tape = TapeRunner(statistics, rule, shared)
-        if rule.via == "hook" or rule.action != "recompute":
-            yield path, module, tape
-            return
-        needs_tape = bool(rule.rerun or rule.keep or rule.price != PRICE)  # what kernels save themselves is less then
-        if needs_tape:
-            kernel = _find_named_kernel(statistics, module, _on_tape(statistics, rule))
+        runner: Runner
+        if meaning.tapes_kernels:
+            kernel = _find_named_kernel(statistics, module, _instead_of_kernel(statistics, meaning))
+            runner = TapeRunner(statistics, meaning, cache, kernel)
         else:
-            kernel = _find_named_kernel(statistics, module, tape if rule.via == "auto" else None)
+            tape = TapeRunner(statistics, meaning, cache)
+            fallback = tape if meaning.kernels is Kernels.ON_CUDA else None
+            kernel = _find_named_kernel(statistics, module, fallback)
             if kernel is not None:
-                kernel.lowering = lowering_of(rule)
-        yield path, module, TapeRunner(statistics, rule, shared, kernel) if needs_tape else kernel or tape
+                kernel.compiled_region = compiled_region(op_policy(meaning))
+            runner = kernel or tape
+        yield path, module, runner
         if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(path, module, rule, governed)
+            yield from _kernels_inside(path, module, meaning, governed)
 
 
 def _find_named_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:
@@ -55,21 +60,21 @@ def _find_named_kernel(statistics: RegionStatistics, module: nn.Module, fallback
     return find_kernel(statistics, module, fallback)
 
 
-def _on_tape(statistics: RegionStatistics, rule: Rule) -> PlainRunner | None:
-    """What runs in the place of a kernel that stands in on CUDA alone."""
-    return PlainRunner(statistics) if rule.via == "auto" else None
+def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
+    """What runs on other devices than CUDA, in a module inside of a tape; None if the kernel runs there, too."""
+    return PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
 
 
 def _kernels_inside(
-    path: str, module: nn.Module, rule: Rule, governed: Collection[str]
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        kernel = find_inner_kernel(statistics, child, module, _on_tape(statistics, rule))
+        kernel = find_inner_kernel(statistics, child, module, _instead_of_kernel(statistics, meaning))
         if kernel is not None:
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(child_path, child, rule, governed)
+            yield from _kernels_inside(child_path, child, meaning, governed)

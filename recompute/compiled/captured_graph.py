@@ -29,7 +29,6 @@ from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.tape.setting import Setting
 
 MAX_FAILURES = 3
 """Calls of equal regions that torch's frontend may fail on, and frames of one graph that may be observed in vain."""
@@ -41,7 +40,6 @@ class GraphCaller(Protocol):
     tape: TapeRegion
     statistics: RegionStatistics
     is_checkpoint: bool
-    settings: dict[Any, Setting]
     recording: Recording | None
 
     def can_run(self, program: Program) -> bool: ...
@@ -232,7 +230,7 @@ class CapturedGraph:
                 raise Departure("its graph is given what is no tensor")
             seen = Observation(given, expected, learn)
             self._observed = weakref.ref(seen)
-            tape = GraphTape(region.tape, region.settings, None, seen)
+            tape = GraphTape(region.tape, None, seen)
             with tape:
                 outputs = self._graph(*given)
                 seen.end_forward()

@@ -35,7 +35,6 @@ from recompute.engine.recipes import is_verifying, local
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import RegionStatistics, top_hooks, unpack_saved
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.tape.setting import Setting
 from recompute.errors import warn
 
 WARMUP_FRAMES = 3
@@ -80,13 +79,12 @@ class CapturedRegion:
         checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
         """
         self.tape = tape
-        self.statistics = tape.setting.statistics
+        self.statistics = tape.statistics
         self.is_checkpoint = checkpoint is not None
         if checkpoint is not None:
-            tape.setting.statistics = RegionStatistics(self.statistics.name)  # of the tape: nobody asks for them
+            tape.statistics = RegionStatistics(self.statistics.name)  # of the tape: nobody asks for them
         self._checkpoint = checkpoint
         self._frames = 0
-        self.settings: dict[Any, Setting] = {tape.setting.key: tape.setting}
         self.recording: Recording | None = None
         """The calls of the last frame's forward, if a graph is to be taken of the next one."""
         self._cache = cache
@@ -292,7 +290,7 @@ class CapturedRegion:
                 return result
             if self._cached is None:
                 function = getattr(function, "__func__", function)
-                self._cached = cache.graphs_of(function, self.tape.setting.key)
+                self._cached = cache.graphs_of(function, self.tape.op_policy)
         return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import PackedTensor
 from recompute.engine.tape.recorder import Tape, TapeRegion
-from recompute.engine.tape.setting import Setting
 
 Edge = tuple[int, int] | None
 """Where a gradient goes: a node of the region and which of its inputs; or (-1, the position of what is given)."""
@@ -57,18 +56,15 @@ class RecordingTape(Tape):
 
 
 class GraphTape(Tape):
-    """The tape of a region's graph, whose ops are under the settings that the plan has for them, and are recorded."""
+    """The tape of a region's graph, whose ops are recorded."""
 
-    def __init__(self, region: TapeRegion, settings: Mapping[Any, Setting], variant: Any, seen: Observation):
+    def __init__(self, region: TapeRegion, variant: Any, seen: Observation):
         super().__init__(region, variant)
-        self._settings = settings
         self._seen = seen
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if local.regenerating:
             return op(*args, **(kwargs or {}))
-        if (step := self.frame.upcoming()) is not None:
-            self.setting = self._settings.get(step.setting, self.setting)
         return self._seen.run(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
 
     def pack(self, tensor: Tensor) -> PackedTensor:

@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from torch import nn
 
+from recompute.compiled.under_torch_compile import is_compiling_training
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import is_recording
 
 Forward = Callable[..., Any]
 
 
-class Runner(Protocol):
-    """Runs ``forward(*args, **kwargs)``, the module's own, or what stands in for it."""
+class Runner:
+    """Runs ``forward(*args, **kwargs)``, a module's own, or what stands in for it.
+
+    ``run`` tells apart the three situations in which a module may be called; a subclass says what it does in each.
+    ``module`` is None where a decorated function is run.
+    """
 
     statistics: RegionStatistics
     note: str
     """What it does, for ``explain``."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any: ...
+    @property
+    def variant(self) -> Hashable:
+        """Differs from the last run's where this is going to run other ops than then."""
+        return None
 
+    def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if is_compiling_training(module):
+            return self.run_compiled(module, forward, args, kwargs)
+        if (module is None or module.training) and is_recording():
+            return self.run_training(module, forward, args, kwargs)
+        return self.run_plain(module, forward, args, kwargs)
 
-def is_active(module: nn.Module) -> bool:
-    """Whether a policy does anything: the module trains, and autograd records."""
-    return module.training and is_recording()
+    def run_training(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """The module trains in eager code, and autograd records: what the rule is for."""
+        raise NotImplementedError
+
+    def run_compiled(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """``torch.compile`` is tracing a training forward."""
+        return self.run_plain(module, forward, args, kwargs)
+
+    def run_plain(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """In any other situation nothing is held for backward, or nothing may be dropped: in evaluation, for one."""
+        return forward(*args, **kwargs)

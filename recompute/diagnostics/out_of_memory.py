@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from recompute.attach.apply import policy_on
-from recompute.compiled.lowering import bare
+from recompute.compiled.unwrap import unwrapped
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.estimate_result import ModuleActivations
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
-from recompute.estimation.model_estimator import ModelAndBatch, ModelEstimator, by_module
+from recompute.estimation.model_and_batch import ModelAndBatch
+from recompute.estimation.model_estimator import ModelEstimator, by_module
 from recompute.estimation.module_tracker import pattern_of, unit_of
 from recompute.estimation.simulation import SimulatedStep, fake_mode
 from recompute.policy.rules import Policy, Rule
@@ -45,7 +46,7 @@ class Freed(NamedTuple):
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What there is to say of an out-of-memory error. Of the step: of one on the last batch, run on fake tensors."""
+    """What is known of an out-of-memory error. What it says of the step is that of one on fake tensors."""
 
     where: str
     """ "forward of model.layers.3.mlp (LlamaMLP)" …"""
@@ -109,7 +110,7 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         hook.remove()  # which a copy would call
-        inner = bare(model)
+        inner = unwrapped(model)
         report = _report(inner, latest, _where(inner, error))
         logger.error("%s", report)
         if hasattr(error, "add_note"):
@@ -135,7 +136,7 @@ class _Latest:
             self.allocated_nbytes = torch.cuda.memory_allocated(device)
         self.autocast = torch.is_autocast_enabled(device.type)
         args, kwargs = tree_map(_outline, (args, kwargs))
-        self.batch = _arguments(bare(module), args, kwargs)
+        self.batch = _arguments(unwrapped(module), args, kwargs)
 
 
 def _outline(value: Any) -> Any:

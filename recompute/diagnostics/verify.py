@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
 from recompute.attach.check_effect import listed, means_to_drop
-from recompute.compiled.lowering import uncompiled
+from recompute.compiled.unwrap import uncompiled
+from recompute.diagnostics.comparing_runs import (
+    Widened,
+    deterministic,
+    max_difference,
+    relative_error,
+    same_bits,
+    wider_dtype,
+)
 from recompute.engine.recipes import count_different, verifying
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import describe
@@ -127,7 +132,7 @@ def verify(
         policy=name,
         gradients=len(pairs[0]),
         bitwise=bitwise,
-        max_difference=0.0 if bitwise else max(map(_max_difference, *pairs)),
+        max_difference=0.0 if bitwise else max(map(max_difference, *pairs)),
         relative_error=0.0 if bitwise else relative_error(*pairs),
         tolerance=tolerance,
         dropped_tensors=stats.dropped_tensors,
@@ -304,73 +309,4 @@ def _apart(found: Tensor | None, expected: Tensor | None) -> str:
     if not expected.is_floating_point():
         return text
     error = relative_error([found], [expected])
-    return f"{text}, by at most {_max_difference(found, expected):.1e}, in all by {error:.1e} of its norm"
-
-
-def _max_difference(found: Tensor, expected: Tensor) -> float:
-    return (found.double() - expected.double()).abs().max().item() if found.numel() else 0.0
-
-
-def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are equal bit for bit, where NaN is NaN and 0 is not -0; or are both None."""
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and one.dtype is other.dtype and count_different(one, other) == 0
-
-
-def relative_error(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """‖tensors - reference‖ / ‖reference‖ over all of them together, in float64."""
-    difference = norm = 0.0
-    for one, other in zip(tensors, reference, strict=True):
-        difference += (one.double() - other.double()).square().sum().item()
-        norm += other.double().square().sum().item()
-    return math.sqrt(difference / norm) if norm else math.inf if difference else 0.0
-
-
-def wider_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which ``model``'s rounding errors show: float32 if it calculates in less, else float64.
-
-    For bfloat16 and float16, float32 is exact enough, and has the fused attention without which memory runs out.
-    """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    is_narrow = torch._C._is_any_autocast_enabled() or dtypes & {torch.bfloat16, torch.float16}
-    return torch.float32 if is_narrow else torch.float64
-
-
-class Widened(TorchFunctionMode):
-    """Gives `dtype` to who asks for float32, as Hugging Face's norms, rotary tables and loss always do."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def widened(value: Any) -> Any:
-            return self._dtype if value is torch.float32 else value
-
-        if func is Tensor.float:
-            func, args = Tensor.to, (*args, torch.float32)
-        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
-
-
-@contextmanager
-def deterministic(on_cuda: bool) -> Iterator[None]:
-    """On CUDA, have attention's backward and others add in a fixed order: otherwise a model differs from itself.
-
-    It costs time. On the CPU there is nothing to ask for.
-    """
-    if not on_cuda:
-        yield
-        return
-    before = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch insists on
-    torch.use_deterministic_algorithms(True)  # with warn_only, cuDNN's attention would not obey
-    torch.backends.cudnn.benchmark = False  # or two runs may choose different algorithms
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before[0])
-        torch.backends.cudnn.benchmark = before[1]
-        if workspace is None:
-            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    return f"{text}, by at most {max_difference(found, expected):.1e}, in all by {error:.1e} of its norm"

@@ -14,7 +14,7 @@ _TRIES = 6  # along a line, before halving
 
 
 class Fit(NamedTuple):
-    """Of a training step on one device."""
+    """Whether a training step fits a device, and the largest batch and the longest sequence that do."""
 
     device: str
     capacity_nbytes: int
@@ -24,7 +24,7 @@ class Fit(NamedTuple):
     largest_batch: int
     """At this sequence length; 0: none fits."""
     longest_sequence: int
-    """At this batch size, in steps; 0: none fits."""
+    """At this batch size, as far as the steps in which ``fit`` looks tell; 0: none fits."""
 
     @property
     def fits(self) -> bool:

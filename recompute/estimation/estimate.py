@@ -56,7 +56,9 @@ def estimate(
             raise EstimateError(f"{name}: expected at least 1; found {number!r}")
     loaded = None if policy is None else load_policy(policy)
 
-    from recompute.estimation.model_estimator import ModelEstimator, fake_model_and_batch  # which import transformers
+    # Both import torch and transformers.
+    from recompute.estimation.model_and_batch import fake_model_and_batch
+    from recompute.estimation.model_estimator import ModelEstimator
 
     with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject:
         estimator = ModelEstimator(subject)

@@ -49,7 +49,7 @@ def _like(tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None
 
 
 def fake_batch(batch: Any) -> Any:
-    """The same with fake CPU tensors, made under their mode."""
+    """The batch with fake CPU tensors in the place of its own. To be called under a fake tensor mode."""
     return tree_map_only(Tensor, lambda tensor: _fake(tensor, tensor.dtype), batch)
 
 

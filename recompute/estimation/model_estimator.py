@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from recompute.attach.apply import apply
 from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
-from recompute.estimation.build_model import batch_of, build_fake, without_packing
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
-from recompute.estimation.factories import describe
-from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.layer_extrapolation import extrapolated_step, find_stack
+from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
-from recompute.estimation.simulation import SimulatedStep, fake_mode, optimizer_peak_nbytes, simulate
+from recompute.estimation.simulation import SimulatedStep, optimizer_peak_nbytes, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -35,63 +31,13 @@ from recompute.estimation.static_memory import (
 )
 from recompute.estimation.workspaces import WORKSPACE_NBYTES
 from recompute.policy.loading import load_policy
+from recompute.policy.meaning import Mechanism, meaning_of
 from recompute.policy.rules import Policy, Rule
 
 OPTIMIZER_STEP = "optimizer step"
 _FUSED = "a fused optimizer"
 _WORTH_TELLING = 1e-3  # of the peak
 _ADVISED = ("elementwise", "auto", "full")
-
-
-class ModelAndBatch(NamedTuple):
-    """A model and a batch, both on fake tensors."""
-
-    model: nn.Module
-    batch: Any
-    name: str
-
-    def run(self) -> tuple[Tensor, Any]:
-        if isinstance(self.batch, Mapping):
-            output = self.model(**self.batch)
-        else:
-            output = self.model(*(self.batch if isinstance(self.batch, (tuple, list)) else (self.batch,)))
-        loss = getattr(output, "loss", None)
-        if isinstance(loss, Tensor):
-            return loss, output
-        values = getattr(output, "to_tuple", lambda: output)()
-        floats = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
-        if not floats:
-            raise ModelError(f"{self.name}: expected a loss or tensors of floats; found {type(output).__name__}")
-        return torch.stack([each.float().sum() if each.dim() else each for each in floats]).sum(), output
-
-
-@contextmanager
-def fake_model_and_batch(
-    model: Any, options: EstimateOptions, batch_size: int, length: int, batch: Any
-) -> Iterator[ModelAndBatch]:
-    dtype = torch.float32 if DTYPE_RECIPES[options.dtype].parameter == 4 else torch.bfloat16
-    if isinstance(model, nn.Module):
-        name = type(model).__name__
-        with without_packing(name), fake_mode():
-            fake = fake_copy(model, dtype)
-            if batch is not None:
-                yield ModelAndBatch(fake, fake_batch(batch), name)
-            elif hasattr(model, "config") and hasattr(model, "main_input_name"):
-                given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
-                yield ModelAndBatch(fake, given, describe(fake, given))
-            else:
-                raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
-        return
-    if isinstance(model, os.PathLike):
-        model = os.fspath(model)
-    if not isinstance(model, (str, PretrainedConfig)):
-        raise ModelError(
-            "expected an nn.Module, a configuration of transformers, a path or a name; "
-            f"found {type(model).__name__}: {model!r}"
-        )
-    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
-    with build_fake(model, device=torch.device("cpu"), stretches=True, **sizes) as (network, given):
-        yield ModelAndBatch(network, given if batch is None else fake_batch(batch), describe(network, given))
 
 
 class ModelEstimator:
@@ -270,7 +216,7 @@ _CHUNKED = "chunked"
 
 def _learns(rule: Rule) -> bool:
     """Whether a second forward may hold less than the first."""
-    return rule.action == "recompute" or (rule.action == "checkpoint" and bool(rule.keep))
+    return meaning_of(rule).mechanism is Mechanism.TAPE
 
 
 _MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = {

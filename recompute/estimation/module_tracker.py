@@ -20,17 +20,17 @@ _NO_PLACE = 2**32  # beyond the last node of forward: accumulation, which has no
 
 
 class ModuleTracker:
-    """Follows a model, at whose modules it is by their paths; "" is outside of all, and in the model's own forward."""
+    """Tells which module of a model runs, by its path: "" is outside of all, and in the model's own forward."""
 
     def __init__(self) -> None:
         self.path = ""
-        """In forward."""
+        """Of the module whose forward runs."""
         self.failed = ""
-        """In which module the latest exception came up."""
+        """The path of the module in which the latest exception came up."""
         self.entered: Callable[[str], None] = lambda path: None
-        """Is given the path of each module that begins."""
+        """Called with the path of each module whose forward begins."""
         self.left: Callable[[], None] = lambda: None
-        """Is told when a module ends."""
+        """Called when the forward of a module ends."""
         self._error: int | None = None  # the id of what goes up through the calls: itself, it would hold their tensors
         self._borders = [0]
         self._paths = [""]
@@ -46,7 +46,10 @@ class ModuleTracker:
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Be told which module runs. Not by hooks on the modules, in whose presence no kernel stands in."""
+        """Follow the calls of the model's modules inside.
+
+        Hooks on the modules would tell the same, but no kernel stands in for a module that has any.
+        """
         paths = {module: path for path, module in model.named_modules()}
         call = nn.Module.__call__
 
@@ -55,7 +58,7 @@ class ModuleTracker:
             if path is None:
                 return call(module, *args, **kwargs)
             around = self.path
-            self._goes_to(path)
+            self._note_path(path)
             self._error = None
             self.entered(path)
             try:
@@ -66,7 +69,7 @@ class ModuleTracker:
                 raise
             finally:
                 self.left()
-                self._goes_to(around)
+                self._note_path(around)
 
         nn.Module.__call__ = told  # type: ignore[method-assign]
         try:
@@ -74,7 +77,7 @@ class ModuleTracker:
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
 
-    def _goes_to(self, path: str) -> None:
+    def _note_path(self, path: str) -> None:
         """A module's forward begins, or goes on after another's inside has ended."""
         self.path = path
         self._borders.append(_get_sequence())  # of the nodes to come

@@ -21,15 +21,18 @@ from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 
 @dataclass(frozen=True)
 class MomentMemory:
-    """A part of the step: the forward or the backward of one module."""
+    """What is alive during one part of the step: the forward or the backward of one module."""
 
     name: str
     """ "forward of model.layers.3", "the loss", "backward of the loss" …"""
     alive: dict[int, int]
-    """The most alive beside gradients, for each number of bytes of gradients that there were at some time of it."""
+    """From bytes of gradients to the most bytes that were alive beside so many.
+
+    The two are counted apart because sharding divides gradients and nothing else here.
+    """
 
     def peak_nbytes(self, share: Callable[[int], int]) -> int:
-        """share: what remains of so many bytes of gradients."""
+        """The most alive, with gradients. share: as ``static_memory.share_of`` returns it."""
         return max(nbytes + share(gradients) for gradients, nbytes in self.alive.items())
 
 
@@ -65,33 +68,33 @@ def simulate(
     if warm_up:
         with _environment(autocast, on_cuda) as forward_only, forward_only(), _following(model, ModuleTracker()):
             run()
-    ledger = _MemoryRecorder(classes, tokens)
+    recorder = _MemoryRecorder(classes, tokens)
     trace = StorageTrace(BLOCK_NBYTES if on_cuda else 1)
-    ledger.watch(trace)
+    recorder.watch(trace)
     hooks = [
-        parameter.register_post_accumulate_grad_hook(ledger.take_gradient)
+        parameter.register_post_accumulate_grad_hook(recorder.take_gradient)
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
     try:
-        with _uncollected(), _environment(autocast, on_cuda) as forward_only, trace:
-            with forward_only(), _following(model, ledger.tracker):
+        with _without_garbage_collection(), _environment(autocast, on_cuda) as forward_only, trace:
+            with forward_only(), _following(model, recorder.tracker):
                 loss, output = run()
             logits = _logits(output, classes)
-            ledger.kept_nbytes = 0 if logits is None else logits.nbytes
+            recorder.returned_logits_nbytes = 0 if logits is None else logits.nbytes
             del output, logits
             held = Counter[str]()
             for (path, _), nbytes in trace.alive():
                 held[path] += nbytes
-            ledger.is_backward = True
+            recorder.is_backward = True
             torch.autograd.backward(loss)  # not the method, which hides from modes
             del loss
     finally:
         for hook in hooks:
             hook.remove()
         model.zero_grad()
-    moments = tuple(MomentMemory(name, dict(alive)) for name, alive in ledger.moments.items())
-    return SimulatedStep(moments, dict(held), ledger.logits_peak_nbytes)
+    moments = tuple(MomentMemory(name, dict(alive)) for name, alive in recorder.moments.items())
+    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes)
 
 
 def optimizer_peak_nbytes(
@@ -127,8 +130,11 @@ def _environment(autocast: torch.dtype | None, on_cuda: bool) -> Iterator[Callab
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection, of which fakes cause more: cycles (of a cache, say) live on as in real runs."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Garbage collection is off inside.
+
+    Fake tensors cause more of it than real ones do, and so would free reference cycles (of a cache, say) too early.
+    """
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -157,7 +163,8 @@ class _MemoryRecorder:
     gradient_nbytes: int = 0
     logits_nbytes: int = 0
     logits_peak_nbytes: int = 0
-    kept_nbytes: int = 0
+    returned_logits_nbytes: int = 0
+    """Of the logits that the model returned, which the caller may still hold in backward."""
     moments: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     _trace: StorageTrace | None = None
 
@@ -186,8 +193,8 @@ class _MemoryRecorder:
         is_logits = self.classes is not None and self._is_of_logits(tensor, where)
         if is_logits:
             self.logits_nbytes += nbytes
-            kept = self.kept_nbytes if self.is_backward else 0
-            self.logits_peak_nbytes = max(self.logits_peak_nbytes, self.logits_nbytes + kept)
+            returned = self.returned_logits_nbytes if self.is_backward else 0
+            self.logits_peak_nbytes = max(self.logits_peak_nbytes, self.logits_nbytes + returned)
         return where, is_logits
 
     def _is_of_logits(self, tensor: Tensor, where: str) -> bool:

@@ -13,7 +13,7 @@ from recompute.policy.document import nearest
 
 
 class ParameterShape(NamedTuple):
-    """One parameter, as often as it is shared."""
+    """One parameter. Modules that share one share one of these."""
 
     shape: tuple[int, ...]
     trains: bool = True
@@ -26,12 +26,12 @@ class ParameterShape(NamedTuple):
 
 
 class DtypeRecipe(NamedTuple):
-    """Bytes of an element of each kind."""
+    """How many bytes an element takes in the parameters, in the gradients and in what the optimizer keeps."""
 
     parameter: int
     gradient: int
     master: int
-    """Of a second copy of the parameters, which the optimizer keeps and updates; 0: none."""
+    """In a second copy of the parameters, which the optimizer keeps and updates; 0: there is none."""
     state: int
     autocast: bool = False
 
@@ -48,10 +48,10 @@ gradients with an optimizer that keeps float32 weights, as DeepSpeed's and Megat
 
 
 class OptimizerKind(NamedTuple):
-    """What an optimizer keeps."""
+    """What an optimizer keeps between steps."""
 
     states: int
-    """Numbers an element."""
+    """How many numbers it keeps for each element of a parameter."""
     is_8bit: bool = False
 
 
@@ -70,7 +70,7 @@ _SMALLEST_8BIT, _BLOCK_8BIT = 4096, 256
 
 
 class Sharding(NamedTuple):
-    """What of each kind a device holds only its share of."""
+    """What is divided among the devices, so that each holds its share; of everything else each holds all."""
 
     parameters: bool = False
     gradients: bool = False
@@ -103,7 +103,7 @@ class ExtraBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """On each device."""
+    """Bytes that each device holds all through training."""
 
     parameters: int
     gradients: int
@@ -180,7 +180,7 @@ def check_sharding(sharding: str, devices: int) -> str:
 
 
 def share_of(sharding: str, devices: int) -> Callable[[int], int]:
-    """What a device holds of so many bytes of gradients, once they have been reduced."""
+    """A function: from bytes of gradients to those that a device holds of them, once they have been reduced."""
     divisor = devices if SHARDINGS[sharding].gradients else 1
     return lambda nbytes: -(-nbytes // divisor)
 

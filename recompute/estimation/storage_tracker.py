@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors, also of such as have no memory: which storages live, from the op that makes each on."""
+"""Counts the bytes of tensors, fake ones too, by following each storage from the op that makes it until it is freed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from recompute.attach.apply import PolicyLike
 from recompute.attach.runners import RootRunner
-from recompute.compiled.lowering import bare
+from recompute.compiled.unwrap import unwrapped
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.errors import UnsupportedError
 from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
@@ -164,7 +164,7 @@ def _part_of(module: LightningModule, path: str | None) -> nn.Module:
             f"module={path!r}: expected the path of a module of {type(module).__name__}{nearest(path, paths)}; it has "
             f"{', '.join(repr(name) for name, _ in module.named_children()) or 'none'}."
         )
-    return bare(paths[path])
+    return unwrapped(paths[path])
 
 
 def _run_training_step_in(root: RootRunner, module: LightningModule) -> Callable[[], None]:

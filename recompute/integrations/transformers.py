@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
 from recompute.attach.apply import PolicyLike
-from recompute.compiled.lowering import bare
+from recompute.compiled.unwrap import unwrapped
 from recompute.errors import UnsupportedError
 from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
 from recompute.policy.document import validate
@@ -90,7 +90,7 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
         model: nn.Module = given["model"]
         if getattr(args, "torch_compile", False):
             _refuse_cache(model)
-        self._training = PolicyInTraining(bare(model), self.policy, self._options, _ADVICE)
+        self._training = PolicyInTraining(unwrapped(model), self.policy, self._options, _ADVICE)
         self._training.undo.append(self._training.memory.watch(model))
         logger.info("%r, until training ends", self.handle)
 

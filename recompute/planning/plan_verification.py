@@ -80,7 +80,7 @@ def verify_plan(
 
 
 def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> Plan:
-    """The plan, which has been run; or a uniform policy, if one fits the budget and was faster, twice.
+    """The plan, which has been run; or else a uniform policy that fits the budget and ran faster than it, twice.
 
     Seconds of a profile add up over regions, which is off by a fifth where the host sets the pace, and off in another
     way for tapes than for checkpoints. So of each way to run a region the uniform policy that is predicted to be the

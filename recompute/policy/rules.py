@@ -230,8 +230,8 @@ class Rule(BaseModel):
     price: the bytes that ``recompute`` may hold to save a second of running again, on a nominal accelerator
         (``engine.cut.ops``): the higher, the less of what may run again does; 0 holds the fewest bytes. What a GEMM
         gives in bfloat16, a sum over H products each, is worth 4e14 / H: at a lower price it runs again, where it may.
-    capture: whether a module that has run alike for some steps goes on as straight code (see ``compiled.region``),
-        which takes less of the CPU and changes no bit.
+    capture: whether a module that has run alike for some steps goes on as straight code, which takes less of the CPU
+        and changes no bit (see ``compiled.captured_region``).
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
     number stands for a list of one. Raises ``PolicyError``.

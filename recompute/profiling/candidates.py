@@ -1,36 +1,20 @@
-"""The regions of a model, which of them run alike, and the ways to run each that are worth measuring."""
+"""The ways to run a region that are worth measuring: as it is, by hooks, by kernels, and under a checkpoint."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from recompute.attach.apply import AppliedPolicy, apply
-from recompute.attach.module_entries import module_entries
-from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.frontier import frontier
 from recompute.engine.cut.ops import facts
 from recompute.engine.cut.save_plan import SavePlan, solve
-from recompute.engine.tape.setting import PRICE
-from recompute.errors import ModelError, warn
-from recompute.policy.matching import assign
-from recompute.policy.rules import BLOCK, NO_RULES, Family, Policy, Rule
-from recompute.profiling.dry_run import DryRun
-from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
-from recompute.substitution.norm import find_norm
+from recompute.policy.meaning import REPEATABLE
+from recompute.policy.rules import FAMILIES, PRICE
 from recompute.units import humanize
 
-LAYERS = (BLOCK, "*Layer", "*Block")
-"""The types of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
-
-_RERUN: tuple[Family, ...] = ("gemm", "convolution", "attention")
 _MOST_POINTS = 8  # of a frontier, hooks' or kernels'
 _CLOSE = 0.03  # of the frontier's span in bytes, or of the region's own seconds: not worth telling apart
 
@@ -50,196 +34,24 @@ HOOK = "hook"
 KERNEL = "kernel"
 
 
-@dataclass
-class RegionKind:
-    """Regions that run alike: the same class, the same ops on tensors of the same shapes."""
-
-    name: str
-    candidates: list[Candidate]
-    """The first one is the region as it is."""
-
-    @property
-    def least(self) -> Candidate:
-        """The one that should hold least."""
-        return min(self.candidates, key=lambda candidate: candidate.predicted_nbytes)
-
-
-@dataclass(frozen=True)
-class StepLayout:
-    """What a step is made of, in the order of forward: what is before the regions, the regions, what is after them."""
-
-    paths: tuple[str, ...]
-    """"" where no rule can match: before the regions, and after them where no kernel stands in for anything."""
-    kinds: tuple[RegionKind, ...]
-    """One a path; the same object for those that run alike."""
-    regions: Mapping[str, nn.Module]
-    """Those between the first path and the last, by path, in order."""
-    also: tuple[str, ...] = ()
-    """Modules that run after the regions and get the rule of the last path, too."""
-
-    def rules(self, chosen: Sequence[Candidate]) -> dict[str, Mapping[str, Any] | None]:
-        """By path, when each place runs by one of these candidates."""
-        found = {path: one.rule for path, one in zip(self.paths, chosen, strict=True) if path}
-        return found | dict.fromkeys(self.also, chosen[-1].rule)
-
-
-def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """The outermost modules, ``model`` itself left out, at paths that ``match`` lists, or that are layers.
-
-    Raises ``ModelError`` if there are none, and ``PolicyError`` for a glob that is none.
-    """
-    rule = Rule(type=LAYERS, action="keep") if match is None else Rule(match=match, action="keep")
-    entries, modules = module_entries(model, type(model).__name__)
-    found = assign(Policy(rules=[rule]), entries).keys() - {""}
-    outermost = [path for path in modules if path in found and not any(around in found for around in _around(path))]
-    if not outermost:
-        what = f"matches {match!r}" if match is not None else "repeats, or is of a class *Layer or *Block"
-        raise ModelError(
-            f"{type(model).__name__}: expected regions to choose for; no module inside of it {what}. Pass match=, "
-            "globs over module paths such as 'blocks.*'"
-        )
-    return {path: modules[path] for path in outermost}
-
-
-def _around(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
-def discover_layout(run: DryRun, match: str | Sequence[str] | None, *, kernels: bool) -> StepLayout:
-    """Run forward with all regions under the policy that holds least, to see in which order they run, and what.
-
-    kernels: whether to offer them where they can stand in, on whatever device. Warns with ``PolicyWarning`` of modules
-    that don't run exactly once, which are part of what is around them.
-    """
-    regions = find_regions(run.model, match)
-    order, later = _order(run, regions)
-    for path in regions:
-        if (times := order.count(path)) != 1:
-            warn(f"profile: {path} runs {times} times in a forward, not once: no rule is considered for it")
-    regions = {path: regions[path] for path in order if path in regions and order.count(path) == 1}
-    if not regions:
-        raise ModelError(
-            f"{type(run.model).__name__}: expected regions that run once in a forward; found none that does"
-        )
-    by_hooks = _plans(run, regions, HOOK)
-    stand_ins = _with_kernels(run.model, regions) if kernels else {}
-    by_kernels = _plans(run, stand_ins, run.via) if stand_ins else {}
-    kinds: dict[Any, RegionKind] = {}
-    found = []
-    for path, module in regions.items():
-        key = _likeness(module, by_hooks.get(path))
-        if key not in kinds:
-            alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
-            last = alike[-1]  # the first one's neighbours are unlike the others'
-            candidates = _candidates(by_hooks.get(last), by_kernels.get(last), run.via if last in stand_ins else None)
-            kinds[key] = RegionKind(base_of(module).__name__, candidates)
-        found.append(kinds[key])
-    name = type(run.model).__name__
-    before = RegionKind(f"{name}: before the first region", [_AS_IT_IS])
-    after = RegionKind(f"{name}: head and loss", [_AS_IT_IS])
-    replaced = list(_with_kernels(run.model, later)) if kernels else []
-    if replaced:
-        after.candidates.append(Candidate(KERNEL, _recomputing(run.via), -1))
-    *also, last = replaced or [""]
-    return StepLayout(("", *regions, last), (before, *found, after), regions, tuple(also))
-
-
-_AS_IT_IS = Candidate(KEEP, None, 0)
-
-
-def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, nn.Module]]:
-    """The paths of regions as they run; and of what runs after all of them the norms, and then the last Linear."""
-    order: list[str] = []
-    others: list[tuple[str, int]] = []  # with how many regions had begun by then
-    modules = dict(run.model.named_modules())
-    with ExitStack() as stack:
-        stack.enter_context(apply(run.model, policy_of(dict.fromkeys(regions, _everything(HOOK)))))
-        for path, module in modules.items():
-            if path in regions:
-                note: Any = partial(order.append, path)
-            elif not any(module.children()) and not any(around in regions for around in _around(path)):
-                note = partial(lambda path: others.append((path, len(order))), path)
-            else:
-                continue
-            stack.callback(module.register_forward_pre_hook(lambda *_, note=note: note()).remove)
-        run.forward()
-    paths = list(dict.fromkeys(path for path, begun in others if begun == len(order)))
-    norms = [path for path in paths if find_norm(modules[path]) is not None]
-    heads = [path for path in paths if is_plain_linear(modules[path])]
-    return order, {path: modules[path] for path in (*norms, *heads[-1:])}
-
-
-def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
-    """The policy that gives each module, by path, a rule of these fields, or none."""
-    alike: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
-    for path, fields in rules.items():
-        if fields is not None:
-            alike.setdefault(repr(sorted(fields.items())), (fields, []))[1].append(path)
-    found = [Rule(match=paths, **fields) for fields, paths in alike.values()]
-    return Policy(name="profile", rules=found or NO_RULES)
-
-
-def _recomputing(via: str) -> dict[str, Any]:
+def recomputing_rule(via: str) -> dict[str, Any]:
+    """The fields of a rule by which no costly op runs again."""
     return {"action": "recompute", "via": via}
 
 
-def _everything(via: str) -> dict[str, Any]:
-    """Of a rule by which all may run again that ever may."""
-    return {**_recomputing(via), "rerun": list(_RERUN), "price": 0.0}
+def rerunning_rule(via: str) -> dict[str, Any]:
+    """The fields of a rule by which every op may run again that ever may."""
+    return {**recomputing_rule(via), "rerun": [family for family in FAMILIES if family in REPEATABLE], "price": 0.0}
 
 
-def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str, SavePlan]:
-    """What each region runs, where all may run again."""
-    with apply(run.model, policy_of(dict.fromkeys(regions, _everything(via)))) as handle:
-        for _ in range(2):  # kernels of a layer learn in the first forward which Linears read a norm
-            run.forward()
-        return {path: plan for path, plan in handle.plans().items() if path in regions}
-
-
-def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The regions in which kernels can stand in for something."""
-    rule = _recomputing("auto")
-    with apply(model, policy_of(dict.fromkeys(regions, rule))) as handle:
-        paths = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner)]
-    found = {around for path in paths for around in (path, *_around(path))}
-    return {path: module for path, module in regions.items() if path in found}
-
-
-def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:
-    for attachment in handle._attachments:
-        yield attachment.path, getattr(attachment.runner, "inner", None) or attachment.runner
-
-
-def _likeness(module: nn.Module, plan: SavePlan | None) -> Any:
-    """Equal for two modules that run alike."""
-    parts = tuple([(base_of(part), *sorted(_attributes(part))) for part in module.modules()])
-    parameters = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
-    if plan is None:
-        return parts, parameters
-    steps = tuple([(step.op, step.inputs, step.made, step.reason) for step in plan.steps])
-    values = tuple([(*known.layout[:2], known.layout.dtype, known.step, known.slot) for known in plan.facts])
-    return parts, parameters, steps, values, plan.saves
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """What may tell layers apart whose ops are the same, such as the width of a window; not which layer it is."""
-    for name, value in vars(module).items():
-        if isinstance(value, (bool, str)) or value is None:
-            yield name, repr(value)
-        elif isinstance(value, (int, float)):
-            yield name, type(value).__name__ + (str(bool(value)) if isinstance(value, float) else "")
-
-
-def _candidates(by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None) -> list[Candidate]:
+def candidates_of(by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None) -> list[Candidate]:
     """The ways to run a region whose ops these plans list."""
     plain = _Point(None, _saved_nbytes(by_hooks), 0.0)
     cheap = _cheap(by_hooks)
     found = [Candidate(KEEP, None, plain.held_nbytes), Candidate(HOOK, cheap.rule, cheap.held_nbytes)]
     found += _further(by_hooks, HOOK, HOOK, (plain, cheap))
     if via_kernels is not None:  # which hold what they save themselves, and drop nothing else
-        plain = _Point(_recomputing(via_kernels), _saved_nbytes(by_kernels), 0.0)
+        plain = _Point(recomputing_rule(via_kernels), _saved_nbytes(by_kernels), 0.0)
         found.append(Candidate(KERNEL, plain.rule, plain.held_nbytes))
         found += _further(by_kernels, via_kernels, KERNEL, (plain,))
     if by_hooks is not None and any(facts(step.op).family == "attention" for step in by_hooks.steps if step.is_costly):
@@ -264,7 +76,7 @@ class _Point(NamedTuple):
 
 def _cheap(plan: SavePlan | None) -> _Point:
     """The rule by which no costly op runs again."""
-    rule = _recomputing(HOOK)
+    rule = recomputing_rule(HOOK)
     if plan is None:
         return _Point(rule, 0, 0.0)
     steps = [step._replace(reason="costly") if step.is_costly else step for step in plan.steps]
@@ -277,7 +89,7 @@ def _further(plan: SavePlan | None, via: str, how: str, others: Sequence[_Point]
     if plan is None:
         return
     points = [
-        _Point({**_everything(via), "price": price}, held_nbytes, rerun_seconds)
+        _Point({**rerunning_rule(via), "price": price}, held_nbytes, rerun_seconds)
         for price, held_nbytes, rerun_seconds in frontier(plan)
     ]
     nbytes = max(point.held_nbytes for point in (*points, *others))

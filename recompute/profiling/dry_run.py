@@ -40,7 +40,7 @@ class DryRun:
     loss: Loss | None
     optimizer: Optimizer
     is_calculated: ClassVar[bool] = False
-    """Whether time is calculated, so that counting bytes does not disturb it, and it is the same in every step."""
+    """Whether times are calculated, not measured: then one step tells bytes and times, and every step the same."""
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +68,7 @@ class DryRun:
         return roots(self.model(*self.args, **self.kwargs), self.loss)
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
-        """A training step that nobody looks at."""
+        """Run a training step without measuring it."""
         self.step(regions)
 
     def step(
@@ -82,7 +82,7 @@ class DryRun:
 
 
 def nbytes_of(values: Any) -> int:
-    """Of the storages of all tensors in ``values``, each once."""
+    """The bytes of the storages of all tensors in ``values``; tensors that share one count once."""
     storages = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

@@ -15,9 +15,10 @@ from torch import nn
 from recompute.attach.apply import apply
 from recompute.attach.module_entries import module_entries
 from recompute.errors import ModelError, RecomputeError, warn
-from recompute.profiling.candidates import Candidate, RegionKind, StepLayout, discover_layout, policy_of
+from recompute.profiling.candidates import Candidate
 from recompute.profiling.cost_table import Choice, Place, RegionCosts
 from recompute.profiling.dry_run import DryRun
+from recompute.profiling.regions import RegionKind, StepLayout, discover_layout, policy_of
 from recompute.profiling.step_trace import StepPart, StepTrace
 
 Progress = Callable[[str, int, int], None]
@@ -58,7 +59,10 @@ def _complains_of_memory(model: nn.Module) -> Iterator[None]:
 
 
 class _Placement(NamedTuple):
-    """A way to be measured at a place, and the one before it, whose output it is given, under the same way."""
+    """A candidate, and the places that run by it in one step. It is measured at the last of them.
+
+    The place before that runs by it as well, because what a region holds depends on what it is given.
+    """
 
     candidate: Candidate
     places: tuple[int, ...]
@@ -77,6 +81,8 @@ class _PlaceBytes(NamedTuple):
 
 @dataclass
 class _RegionMeasurer:
+    """Runs training steps whose regions run in one way or another, and gathers what each way costs."""
+
     run: DryRun
     layout: StepLayout
     steps: int
@@ -90,9 +96,10 @@ class _RegionMeasurer:
     """By kind (its ``id``) and candidate."""
     optimizer_seconds: list[float] = field(default_factory=list)
     fillers: dict[int, Candidate] = field(default_factory=dict)
+    """By kind: how the places run that are not being measured. It holds as little as can be."""
 
     def run_base(self) -> int:
-        """Measure a step where all is under what holds least, or next to least if that cannot be used.
+        """Measure a step in which each region runs in the way that holds least. If that fails, try the next to least.
 
         Returns the bytes that are alive between steps.
         """
@@ -241,7 +248,10 @@ class _RegionMeasurer:
         }
 
     def _gradients(self) -> dict[int, int]:
-        """What a region of each kind leaves behind: mostly, as at borders bytes may belong to either side."""
+        """The bytes of gradients that a region of each kind leaves behind.
+
+        The median counts: where two regions meet, bytes may be counted for either.
+        """
         found: dict[int, list[int]] = {}
         for _, trace in self.counted:
             for kind, part in zip(self.layout.kinds, trace.parts, strict=True):
@@ -282,7 +292,10 @@ class _RegionMeasurer:
                     yield _PlaceBytes(part.held_nbytes, part.forward_peak_nbytes, peak, is_settled)
 
     def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
-        """What is before the first region, with what that one holds more than others like it: its input, say."""
+        """The costs of what runs before the first region.
+
+        They include what the first region holds more than others of its kind do: its input, say.
+        """
         number = numbers[id(self.layout.kinds[1])]
         usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
         more = max(trace.parts[1].held_nbytes - usual[chosen[1].name] for chosen, trace in self.counted)

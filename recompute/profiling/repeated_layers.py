@@ -18,9 +18,9 @@ from torch import nn
 
 from recompute.errors import ModelError
 from recompute.estimation.layer_extrapolation import shortened_list, structure_of
-from recompute.profiling.candidates import find_regions
 from recompute.profiling.cost_table import Place
 from recompute.profiling.dry_run import DryRun
+from recompute.profiling.regions import find_regions
 from recompute.profiling.step_trace import StepPart
 
 

@@ -122,7 +122,10 @@ class _Span(NamedTuple):
     phase: str
     part: int
     handed_nbytes: int
-    """Of the gradient that is handed on at its end, less what it is the gradient of, if that is gone by then."""
+    """Of the gradient that is handed on at its end.
+
+    If the tensor that it is the gradient of has been freed by then, that tensor's bytes are subtracted.
+    """
 
 
 @dataclass
@@ -142,7 +145,7 @@ class _StepTracer:
     last_input: tuple[StorageWeakRef, int] | None = None
     """The storage of what the last region was given, and its bytes."""
     shed_nbytes: int = 0
-    """Of that input, if it died after the last region, so that only its caller can have held it."""
+    """Of that input, if it was freed after the last region had run: then the region's caller held it."""
 
     @property
     def last(self) -> int:

@@ -44,17 +44,17 @@ class PreNormLayer:
     mlp_norm: str
     mlp: str
     parameters: tuple[str, ...]
-    """Of forward, in order; the first is x."""
+    """The names of forward's parameters, in order; the first is x."""
     defaults: tuple[Any, ...]
-    """Of the last of them."""
+    """Default values of the last of them."""
     passed: tuple[tuple[int | str, str | None], ...]
-    """By position or name of an argument of attention, the parameter that it is; None: the norm's output."""
+    """For each argument of attention, its position or name, and the parameter that it is; None: the norm's output."""
     takes_more: bool
     """Whether keywords of other names are passed on to attention, too."""
     output: int | None
     """Which of attention's outputs is added, if it gives several."""
     dropouts: tuple[str, ...]
-    """Submodules that leave everything as it is, as long as they drop nothing."""
+    """Dropouts, which do nothing as long as their probability is 0."""
 
     def parts(self, module: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The norms and the MLP, which kernels may compute."""
@@ -65,7 +65,7 @@ class PreNormLayer:
         return all(_drops_nothing(getattr(module, name)) for name in self.dropouts)
 
     def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[nn.Module, Tensor], Tensor]]:
-        """x, and what calls attention on the norm's output, for forward's arguments."""
+        """Of forward's arguments, x, and a function that calls attention with the norm's output and the others."""
         given = dict(zip(self.parameters[len(self.parameters) - len(self.defaults) :], self.defaults, strict=True))
         given |= zip(self.parameters, args, strict=False)
         given |= kwargs
@@ -145,7 +145,7 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 
 class _LayerTracer(Tracer):
-    """Of forwards with any named arguments, which fx itself traces only where they are not wrapped."""
+    """Traces forwards with any named arguments; fx itself refuses those that decorators wrap."""
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         parameters = list(inspect.signature(root_fn).parameters.values())[1:]
@@ -158,7 +158,7 @@ class _LayerTracer(Tracer):
 
 
 class _TrialPart(nn.Module):
-    """In the place of a submodule: computes something else for each, and notes what it is given."""
+    """Takes a submodule's place in a trial: computes something else in each place, and notes how it is called."""
 
     def __init__(self, place: int, output: int | None):
         super().__init__()
@@ -218,17 +218,17 @@ class KernelLayerRunner(KernelRunner):
     norms: tuple[Norm, Norm]
     mlp: KernelMLP | None
     parts: tuple[weakref.ref[nn.Module], ...]
-    """The norms and the MLP that were looked at."""
+    """The norms and the MLP that were recognized."""
     stands_in_for_parts = True
     _linears: LearnedLinears = field(default_factory=LearnedLinears, init=False)
-    _records: bool = field(default=True, init=False)
-    """Whether anything inside can be dropped by the scope around: not known before the first run."""
+    _may_drop: bool = field(default=True, init=False)
+    """Whether the last run recorded anything that the scope around could drop. The first run takes it for granted."""
 
     @classmethod
     def for_module(
         cls, statistics: RegionStatistics, fallback: Runner | None, module: nn.Module
     ) -> KernelLayerRunner | None:
-        """What runs ``module``, if that is a layer of norms that the kernels compute."""
+        """The runner of ``module``, if it is a pre-norm layer whose norms the kernels compute."""
         layer = find_pre_norm_layer(module)
         if layer is None:
             return None
@@ -256,9 +256,9 @@ class KernelLayerRunner(KernelRunner):
             return self._run(module, forward, args, kwargs)
         before = book.entered
         is_given = isinstance(args[0] if args else None, Tensor) and book.knows(args[0])
-        with _NOTHING if self._records or is_given or not args else BypassScope():
+        with _NOTHING if self._may_drop or is_given or not args else BypassScope():
             result = self._run(module, forward, args, kwargs)
-        self._records = book.entered > before
+        self._may_drop = book.entered > before
         return result
 
     def _run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -267,7 +267,7 @@ class KernelLayerRunner(KernelRunner):
         if weights is None:
             return forward(*args, **kwargs)
         weight, mlp_weight = weights
-        # What is run again must save what it saved: there nothing is learned in between.
+        # A checkpoint runs this again, and has to see the same tensors saved: there it does without what was learned.
         linears = LearnedLinears() if is_inside_checkpoint() else self._linears
         normed = self._normed(x, weight, linears)
         attended = attend(_child(module, self.layer.attention), normed)
@@ -275,7 +275,7 @@ class KernelLayerRunner(KernelRunner):
         return self._after_attention(_child(module, self.layer.mlp), attended, normed.stream, mlp_weight)
 
     def _normed(self, x: Tensor, weight: Tensor | None, linears: LearnedLinears) -> LazyNorm:
-        """What attention is given."""
+        """The norm's output, as attention is given it."""
         from recompute.kernels.norm_linears import norm_linears
         from recompute.kernels.rms_norm import rms_norm
 
@@ -339,7 +339,7 @@ class KernelLayerRunner(KernelRunner):
         return MethodType(base_of(module).forward, module)
 
     def _weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
-        """The norms' weights; None where the layer has to run as it is."""
+        """The norms' weights; None where the layer has to run its own code."""
         if torch.compiler.is_compiling() or not self.layer.is_as_found(module):
             return None
         parts = self.layer.parts(module)

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from recompute.compiled.runner import Forward, is_active
+from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.substitution.kernel_runner import KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor
@@ -32,15 +31,13 @@ class KernelActivationRunner(KernelRunner):
         return f"{self.activation}, fused with the product behind it"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.swiglu import geglu, swiglu
+        from recompute.kernels.swiglu import APPROXIMATE, geglu, swiglu
 
         gate = only_argument(args, kwargs)
-        if not is_active(module) or torch.compiler.is_compiling():  # whose code fuses what it can
-            return forward(*args, **kwargs)
         activation = self.activation
 
         def kernel(gate: Tensor, up: Tensor) -> Tensor:
-            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _APPROXIMATE[activation])
+            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, APPROXIMATE[activation])
 
         def as_written(gate: Tensor, up: Tensor) -> Tensor:
             return forward(gate) * up
@@ -50,8 +47,11 @@ class KernelActivationRunner(KernelRunner):
 
         return LazyActivation.of(gate, lambda: forward(*args, **kwargs), product)
 
+    def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)  # a compiler fuses what it can
 
-_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)  # nothing is held for backward
 
 
 class LazyActivation(LazyTensor):

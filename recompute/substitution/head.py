@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recompute.compiled.lowering import is_lowered
-from recompute.compiled.runner import Forward, is_active
+from recompute.compiled.runner import Forward
 from recompute.engine.recipes import is_fake, local
 from recompute.errors import warn
 from recompute.substitution.held_memory import HeldMemory
@@ -42,10 +41,7 @@ class KernelHeadRunner(KernelRunner):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.linears import autocast
 
-        if is_lowered(module):
-            _warn_of_logits(self.statistics.name)
-            return forward(*args, **kwargs)
-        if not is_active(module) or (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
+        if (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         x = only_argument(args, kwargs)
         given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}
@@ -53,8 +49,15 @@ class KernelHeadRunner(KernelRunner):
         hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
         return LazyLogits.of(hidden, weight, bias, self.observe, self._count)  # type: ignore[arg-type]  # two are tensors
 
+    def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        _warn_of_logits(self.statistics.name)
+        return forward(*args, **kwargs)
+
+    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)  # there is no loss to compute, or none for training
+
     def _count(self, hidden: Tensor, weight: Tensor, logits_nbytes: int) -> None:
-        """After a loss without logits. logits_nbytes: what it would hold of them."""
+        """Count a loss that was computed without logits, of which it would hold ``logits_nbytes``."""
         from recompute.kernels.linear_cross_entropy import held_nbytes
 
         kernels = HeldMemory(held_nbytes(hidden, weight), 0, holds_input=True)
@@ -75,24 +78,25 @@ _warn_of_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class _Head:
-    """What logits are made of: a Linear, and what was done to its output, value by value."""
+    """What logits are made of: a Linear, and the cap on its output, if there is one."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    stages: tuple[float, ...] = ()
-    """The cap, once for each step that has been taken: the division by it, the tanh, the product with it."""
     observe: LossObserver | None = None
     count: LossCounter | None = None
-    capped_nbytes: int = 0
-    """What a tanh of the logits would hold."""
+    cap: float | None = None
+    cap_steps: int = 0
+    """How many steps of ``cap * tanh(logits / cap)`` were taken: of the division, the tanh and the product."""
+    tanh_nbytes: int = 0
+    """What the tanh would hold for backward."""
 
 
 class LazyLogits(LazyTensor):
-    """What a language model's head gives, for a cross-entropy that goes without it.
+    """A head's output, which a cross-entropy can go without.
 
-    Leading dimensions may be reshaped and indexed, values cast to float32 and capped (``cap * tanh(logits / cap)``) on
-    the way to the loss.
+    On the way to the loss leading dimensions may be reshaped and indexed, and values cast to float32 and capped by
+    ``cap * tanh(logits / cap)``: the results are lazy, too.
     """
 
     _head: _Head
@@ -107,7 +111,7 @@ class LazyLogits(LazyTensor):
         observe: LossObserver | None = None,
         count: LossCounter | None = None,
     ) -> LazyLogits:
-        """observe, count: told of each loss that is computed without these."""
+        """observe, count: called for each loss that is computed without the logits."""
         head = _Head(hidden, weight, bias, observe=observe, count=count)
         return LazyLogits._of(head, hidden.dtype, lambda: F.linear(hidden, weight, bias), [])
 
@@ -122,7 +126,7 @@ class LazyLogits(LazyTensor):
         return made
 
     def before_change(self) -> None:
-        for reference in self._family:  # copies among them are to be of what was there before
+        for reference in self._family:  # some are copies, whose values are those before the change
             if (member := reference()) is not None:
                 member.value()
 
@@ -144,7 +148,7 @@ class LazyLogits(LazyTensor):
         return NotImplemented if kwargs else self._capped(function, args[1:])
 
     def _then(self, function: Callable[[Tensor], Tensor], head: _Head) -> LazyLogits:
-        """``function(self)``, made of ``head``."""
+        """``function(self)``, for which a loss is computed of ``head``."""
         return LazyLogits._of(head, self.dtype, lambda: function(self.value()), self._family)
 
     def _reshaped(self, function: Any, shape: tuple, kwargs: dict[str, Any]) -> Any:
@@ -156,7 +160,7 @@ class LazyLogits(LazyTensor):
         return self._then(lambda value: function(value, *shape), replace(self._head, hidden=hidden))
 
     def _indexed(self, index: Any) -> Any:
-        """Only what leaves the last dimension whole, and gives a view."""
+        """Lazy only where indexing gives a view and leaves the last dimension whole."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if not all(part is ... or isinstance(part, (int, slice)) for part in parts) or parts.count(...) > 1:
             return NotImplemented
@@ -168,18 +172,17 @@ class LazyLogits(LazyTensor):
         return self._then(lambda value: value[index], replace(self._head, hidden=self._head.hidden[tuple(parts)]))
 
     def _capped(self, function: Any, rest: tuple) -> Any:
+        """One step of ``cap * tanh(logits / cap)``."""
+        head = self._head
         number = rest[0] if len(rest) == 1 and isinstance(rest[0], (int, float)) and rest[0] > 0 else None
-        stages = self._head.stages
-        if number is not None and function in _DIVISIONS and not stages:
-            then: tuple[float, ...] = (number,)
-        elif not rest and function in _TANHS and len(stages) == 1:
-            then = stages * 2
-        elif number is not None and function in PRODUCTS and len(stages) == 2 and number == stages[0]:
-            then = (*stages, number)
+        if head.cap_steps == 0 and function in _DIVISIONS and number is not None:
+            head = replace(head, cap_steps=1, cap=number)
+        elif head.cap_steps == 1 and function in _TANHS and not rest:
+            head = replace(head, cap_steps=2, tanh_nbytes=self.numel() * self.dtype.itemsize)
+        elif head.cap_steps == 2 and function in PRODUCTS and number == head.cap:
+            head = replace(head, cap_steps=3)
         else:
             return NotImplemented
-        capped_nbytes = self.numel() * self.dtype.itemsize if function in _TANHS else self._head.capped_nbytes
-        head = replace(self._head, stages=then, capped_nbytes=capped_nbytes)
         return self._then(lambda value: function(value, *rest), head)
 
     def _loss(
@@ -193,7 +196,7 @@ class LazyLogits(LazyTensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Any:
-        if input is not self or len(self._head.stages) not in (0, 3) or size_average is not None or reduce is not None:
+        if input is not self or self._head.cap_steps not in (0, 3) or size_average is not None or reduce is not None:
             return NotImplemented
         if self.dim() != 2 or not isinstance(target, Tensor) or target.dim() != 1 or target.is_floating_point():
             return NotImplemented  # classes in another dimension than the last, or probabilities
@@ -207,7 +210,7 @@ class LazyLogits(LazyTensor):
             head.bias,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            softcap=head.stages[0] if head.stages else None,
+            softcap=head.cap,
             class_weights=weight,
             reduction=reduction,
             return_argmax=head.observe is not None,
@@ -218,7 +221,7 @@ class LazyLogits(LazyTensor):
             loss = loss.loss
         if head.count is not None:  # of the logarithms of the probabilities, which autocast wants in float32
             itemsize = 4 if mode_of(self.device)[1] else self.dtype.itemsize
-            head.count(head.hidden, head.weight, self.shape.numel() * itemsize + head.capped_nbytes)
+            head.count(head.hidden, head.weight, self.shape.numel() * itemsize + head.tanh_nbytes)
         return loss.to(self.dtype)
 
 

@@ -105,7 +105,7 @@ class HeldMemoryCounter:
         rows, nbytes = numel // x.shape[-1], numel * x.itemsize
         book = open_book() if held.kernels.holds_input else None
         if book is not None and book.is_given_to_a_kernel(x, is_eager=held.eager.holds_input):
-            nbytes = 0  # whoever gave it counts it
+            nbytes = 0  # the region whose recipe gives x back counts it
         kept_nbytes = held.kernels.nbytes(rows, nbytes)
         self._statistics.eager_nbytes += held.eager.nbytes(rows, nbytes)
         if local.active_frames:  # a tape or a checkpoint around counts what is saved, in both ways
@@ -179,13 +179,11 @@ class _NewStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = op(*args, **(kwargs or {}))
-        if not _gives_views(op):
-            given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor):
-                    storage = tensor.untyped_storage()
-                    if storage._cdata not in given:
-                        self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        if not _gives_views(op):  # a view of a real parameter is fake, and so has another storage than the parameter
+            given = {storage._cdata for storage in _storages((args, kwargs))}
+            for storage in _storages(output):
+                if storage._cdata not in given:
+                    self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return output
 
 
@@ -194,9 +192,13 @@ def _gives_views(op: Any) -> bool:
     return any(each.alias_info is not None for each in op._schema.returns)
 
 
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
 @contextmanager
 def _without_values(x: Tensor) -> Iterator[None]:
-    """The span in which tensors are fake, and nobody sees what is done: no mode, no hooks, no cache of casts."""
+    """The span of a dry run: tensors are fake, and no mode, hook, recipe book or cache of casts sees what is done."""
     mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
     caches = torch.is_autocast_cache_enabled()
     local.books.append(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-from recompute.compiled.lowering import Lowering, is_lowered
 from recompute.compiled.runner import Forward, Runner
+from recompute.compiled.under_torch_compile import CompiledRegion
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.dtensors import has_layout
 from recompute.engine.recipes import local
@@ -24,7 +24,7 @@ from recompute.substitution.held_memory import Compute, HeldMemoryCounter
 
 
 @dataclass
-class KernelRunner(ABC):
+class KernelRunner(Runner, ABC):
     """Runs kernels in the place of a module's code.
 
     They run also where no gradients are wanted, so that training and inference compute the same function.
@@ -35,15 +35,10 @@ class KernelRunner(ABC):
     """Runs instead where the input is not on CUDA; None: the kernel's reference does."""
     note: str = field(init=False)
     held: HeldMemoryCounter = field(init=False)
-    lowering: Lowering | None = field(default=None, init=False)
-    """The rule in compiled code, where no runner around this has it."""
+    compiled_region: CompiledRegion | None = field(default=None, init=False)
+    """Applies the rule in compiled code, if no runner around this one does."""
     stands_in_for_parts = False
     """Whether kernels may stand in for modules inside, too."""
-
-    @property
-    def variant(self) -> Hashable:
-        """Differs from the last run's where this is going to run other ops."""
-        return None
 
     def __post_init__(self) -> None:
         self.held = HeldMemoryCounter(self.statistics)
@@ -59,24 +54,39 @@ class KernelRunner(ABC):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """The same, as ``torch.compile`` traces it in training."""
+        return self.run_kernel(module, forward, args, kwargs)
+
+    def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and has_layout(value):
+                return self._run_on_dtensors(module, forward, args, kwargs)
+        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
+            return self.fallback.run(module, forward, args, kwargs)
+        self.statistics.dropped_outputs = []
+        return self.run_kernel(module, forward, args, kwargs)
+
+    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if _is_transformed():
             return forward(*args, **kwargs)
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and any(
-            isinstance(value, Tensor) and has_layout(value) for value in (*args, *kwargs.values())
-        ):
-            return self._run_on_parts(module, forward, args, kwargs)
-        if self.fallback is None or self.is_where_kernels_are(args, kwargs):
-            if self.lowering is not None and is_lowered(module):
-                return self.lowering.run(self.run_kernel, (module, forward, args, kwargs), {})
-            if not is_compiling:
-                self.statistics.dropped_outputs = []
-            return self.run_kernel(module, forward, args, kwargs)
-        return self.fallback.run(module, forward, args, kwargs)
+        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
+            return self.fallback.run(module, forward, args, kwargs)
+        if self.compiled_region is None:
+            return self.run_kernel_compiled(module, forward, args, kwargs)
+        return self.compiled_region.run(self.run_kernel_compiled, (module, forward, args, kwargs), {})
 
-    def _run_on_parts(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """On DTensors, whose layout over the ranks no kernel knows: as without kernels."""
+    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if _is_transformed():
+            return forward(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return self.run_training(module, forward, args, kwargs)  # training and inference compute the same
+        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
+            return self.fallback.run(module, forward, args, kwargs)
+        return self.run_kernel(module, forward, args, kwargs)
+
+    def _run_on_dtensors(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Without kernels, none of which knows the layout of a DTensor over the ranks."""
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
         name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
@@ -121,7 +131,7 @@ class CreditedTo:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform is at work that our functions do not know."""
+    """Whether ``torch.func`` or forward-mode differentiation is at work, which our Functions do not support."""
     if torch.compiler.is_compiling():  # to which there is always an interpreter (torch 2.11 and 2.13)
         return forward_ad._current_level >= 0
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

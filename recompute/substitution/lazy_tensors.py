@@ -70,7 +70,7 @@ class LazyTensor(Tensor):
 
     @property
     def is_lazy(self) -> bool:
-        """Whether nobody has asked for the values."""
+        """Whether nobody has asked for the values yet."""
         return self._value is None
 
     def value(self) -> Tensor:

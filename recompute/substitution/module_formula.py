@@ -99,8 +99,8 @@ class Tracer(fx.Tracer):
         return True
 
 
-# The ops that the formulas we look for are made of; all others stand for themselves, and match nothing. By identity, as
-# a function of the user's may bear an op's name.
+# The ops in the formulas that we look for. All others stand for themselves, and match nothing. They are compared by
+# identity, since a user's function may have an op's name. The operands of sums and products are sorted.
 _FUNCTIONS = {
     getattr: "getattr",
     operator.add: "add",

@@ -1,7 +1,8 @@
 """Root-mean-square norms: recognized by their formula, computed by ``kernels.rms_norm``.
 
-A norm's output is dropped wherever it is saved, since the norm's kernel gives it again. ``LazyNorm`` goes further: the
-Linears that read a norm in front of attention are computed together with it, by ``kernels.norm_linears``.
+The kernel holds the norm's input and one number a row. It also records how to make the output again, so that a scope
+around may drop the output wherever it is saved. ``LazyNorm`` goes further, in decoder layers: the Linears that read a
+norm are computed together with it, by ``kernels.norm_linears``.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class LearnedLinears:
         return known if is_whole else None
 
     def learn(self, normed: LazyNorm) -> None:
-        """At the end of a run: what read its norm is expected to read the next one's."""
+        """At the end of a run: expect the Linears that read this norm to read it in the next run, too."""
         read = [] if normed.is_needed_whole else normed.read
         is_as_known = len(read) == len(self._known) and all(
             [reference() is weight for (reference, _), (weight, _) in zip(self._known, read, strict=True)]
@@ -143,7 +144,7 @@ class LazyNorm(LazyTensor):
     """A norm's output. The Linears that are known to read it are computed all at once, together with the norm."""
 
     stream: Tensor
-    """The norm's input as the rest of the model is to see it: through the node that the Linears are part of."""
+    """The norm's input, for the residual sum: from the same autograd node as the Linears, if they are fused."""
     read: list[LinearOperands]
     """Weight and bias of the Linears that were applied to this."""
     is_needed_whole: bool
@@ -160,7 +161,13 @@ class LazyNorm(LazyTensor):
         linears: LearnedLinears,
         together: Callable[[Tensor, list[LinearOperands]], tuple[Sequence[Tensor], Tensor]],
     ) -> LazyNorm:
-        """weight: the norm's. together: gives the outputs of all Linears, and ``stream``."""
+        """Defer ``compute()``, the norm of ``x``.
+
+        Args:
+            weight: the norm's.
+            linears: those that are expected to read the norm.
+            together: computes these from ``x``, and ``stream``.
+        """
         made = LazyNorm(tuple(x.shape), (x, weight), compute)
         made.stream, made.read, made.is_needed_whole = x, [], False
         made._linears, made._together, made._outputs = linears, together, None
@@ -183,7 +190,7 @@ class LazyNorm(LazyTensor):
             return NotImplemented
         weight, bias = _linear_operands(*args[1:], **kwargs)
         self.read.append((weight, bias))
-        if mode_of(self.device) != self._mode:  # as in a no_grad block inside: not for all of them
+        if mode_of(self.device) != self._mode:  # in a no_grad block, say, where the others are not
             return F.linear(super().value(), weight, bias)
         if self._outputs is None and (known := self._linears.together_with(weight)) is not None:
             outputs, self.stream = self._together(self.stream, known)

@@ -114,8 +114,8 @@ class KernelRotaryRunner(KernelRunner):
 class _GlobalsButOne(dict[str, Any]):
     """A module's globals as they are at each look-up, but for one value, in whose place another stands.
 
-    A function's globals must be a dict; those of a subclass are looked up through its own ``__getitem__``. What the
-    interpreter reads past that, for an import say, is in the dict itself.
+    A function's globals must be a dict. Where they are of a subclass, names are looked up by its ``__getitem__``. What
+    the interpreter reads without ``__getitem__``, as for an import, is in the dict itself.
     """
 
     def __init__(self, namespace: dict[str, Any], original: Any, stand_in: Any):
@@ -139,7 +139,7 @@ def _global_names(code: CodeType) -> frozenset[str]:
 
 
 _NEEDS_A_PLAIN_DICT = {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-"""Instructions that read and write globals past ``__getitem__``; the last two are a class body's."""
+"""Instructions that read or write globals without ``__getitem__``; the last two are those of a class body."""
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -244,7 +244,7 @@ def _agrees(function: Any, rotated: int, angles: int, unsqueeze_dim: tuple[int, 
         outputs = function(*inputs, *unsqueeze_dim)
         gradients = torch.autograd.grad(outputs, inputs, directions)
     except Exception:
-        # Whoever wrote it, it may raise anything at shapes that it was not written for: it is not recognized.
+        # A user's function may raise anything at shapes that it was not written for: it is not recognized.
         return False
     expected = rope_reference(*inputs, *unsqueeze_dim)
     wanted = torch.autograd.grad(expected, inputs, directions)

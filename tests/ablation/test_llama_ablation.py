@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from recompute.ablation import llama_ablation, peers
 from recompute.ablation.llama_ablation import AblationConfig
 from recompute.ablation.trials import AblationRow, Progress
-from recompute.diagnostics.verify import Widened
+from recompute.diagnostics.comparing_runs import Widened
 from recompute.errors import AblationError, PolicyError
 from recompute.estimation.llama import ModelShape
 from recompute.policy.document import load_document, parse_document

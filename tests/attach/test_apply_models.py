@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LAYERS_BY_KERNELS, LENGTH, SHAPE, VOCABULARY, held, image_batch
+from tiers import by_default, slow
 from tiny import assert_same, of_one_more, snapshot, train
 from torch import Tensor, nn
 
@@ -74,7 +75,7 @@ def plain() -> Callable[[str], list[list[Tensor]]]:
 
 
 @pytest.mark.parametrize("preset", EXACT)
-@pytest.mark.parametrize("name", [*CONFIGS, "gpt2"])
+@pytest.mark.parametrize("name", by_default([*CONFIGS, "gpt2"], "llama", "gemma3", "gpt2"))
 def test_losses_and_gradients_are_bitwise_those_without(
     name: str, preset: str, plain: Callable[[str], list[list[Tensor]]]
 ) -> None:
@@ -126,7 +127,7 @@ def test_kernels_are_as_close_to_float64_as_eager_is(name: str) -> None:
     assert gradient_error(found, truth) <= 1.25 * gradient_error(without, truth)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", by_default(list(CONFIGS), "llama", "gemma3", "phi3"))
 def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) -> None:
     model, eager = make(name), make(name)
     exact = in_float64(eager)
@@ -221,7 +222,7 @@ def test_what_a_tape_says_it_drops_is_no_longer_held(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", EXACT)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", *slow("gemma3")])
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 def test_low_precision_is_bitwise_too(precision: str, name: str, preset: str) -> None:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32

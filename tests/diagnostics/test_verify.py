@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.diagnostics import verify
-from recompute.diagnostics.verify import relative_error, same_bits, wider_dtype
+from recompute.diagnostics.comparing_runs import relative_error, same_bits, wider_dtype
 from recompute.errors import (
     AlreadyAppliedError,
     GradientMismatch,

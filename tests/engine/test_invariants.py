@@ -398,20 +398,20 @@ def test_9_scopes_of_threads_that_overlap_do_not_see_each_other() -> None:
         def forward(self, x: Tensor) -> Tensor:
             if threading.current_thread() is first and not first_is_out.is_set():
                 first_is_inside.set()
-                assert second_is_in.wait(10)
+                assert second_is_in.wait(100)
             return super().forward(x)
 
     def wait_for_first(module: nn.Module, args: Any) -> None:
         if threading.current_thread() is second:
             second_is_in.set()
-            assert first_is_out.wait(10)
+            assert first_is_out.wait(100)
 
     def run_first() -> None:
         model(x)
         first_is_out.set()
 
     def run_second() -> None:
-        assert first_is_inside.wait(10)
+        assert first_is_inside.wait(100)
         results.append(model(x))
 
     model, x = Projections(), tokens()

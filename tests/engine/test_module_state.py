@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,9 +28,9 @@ from engine_testing import (
     tokens,
     weak,
 )
+from tiny import counted_ops
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.errors import MutationError, RegenerationError, UnsupportedError
@@ -155,7 +153,7 @@ def test_a_large_buffer_that_changes_between_forward_and_backward_is_refused_by_
 
 def test_small_buffers_that_nobody_changes_are_copied_once_for_all_runs() -> None:
     model, x = policed(holding(lambda self, x: self.part(x), part=Counting())), tokens()
-    with counted() as counts:
+    with counted_ops() as counts:
         for _ in range(3):
             model(x).sum().backward()
     assert counts["aten.clone"] == 1
@@ -392,22 +390,6 @@ def test_rrelu_whose_noise_is_filled_after_it_was_saved() -> None:
 
 
 # Parameters that come and go
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """How often each op is called."""
-    counts: Counter[str] = Counter()
-
-    class Count(TorchDispatchMode):
-        __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
-
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counts[op.__module__.rpartition(".")[2] + "." + op.overloadpacket.__name__] += 1
-            return op(*args, **(kwargs or {}))
-
-    with Count():
-        yield counts
 
 
 class SavesTheWeightItself(torch.autograd.Function):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import pytest
 import torch
+from kernel_testing import FLOAT32_ROUNDING, make, relative_error
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,14 +18,6 @@ IGNORED = -100
 
 INTERPRETED = [] if torch.cuda.is_available() or importlib.util.find_spec("triton") is None else ["interpreter"]
 """What stands for the way of a device that interprets kernels, where it is one."""
-FLOAT32_ROUNDING = 2**-24
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def make(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_inputs(
@@ -82,14 +74,6 @@ def run(
 
 def doubled(inputs: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().double().requires_grad_() for tensor in inputs]
-
-
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    return ((value.double() - exact).norm() / exact.norm()).item()
-
-
-def same_bits(left: Any, right: Any) -> bool:
-    return all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(left, right, strict=True))
 
 
 def assert_as_good_as_eager(inputs: list[Tensor], target: Tensor, ours: Any = linear_cross_entropy, **options: Any):

@@ -7,19 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from kernel_testing import FLOAT32_ROUNDING, make, relative_error
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-FLOAT32_ROUNDING = 2**-24
 EPS = 1e-6
 Results = tuple[list[Tensor], list[Tensor | None]]
 """Outputs, and the gradients of inputs."""
-
-
-def make(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def make_weight(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -56,10 +52,6 @@ def run(function: Callable[..., Any], inputs: Sequence[Tensor | None], dtype: to
     gradients = [make(*output.shape, seed=90 + index).to(output) for index, output in enumerate(outputs)]
     torch.autograd.backward(outputs, gradients)
     return outputs, [None if leaf is None else leaf.grad for leaf in leaves]
-
-
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    return ((value.double() - exact).norm() / exact.norm()).item()
 
 
 def assert_no_larger_error(value: Tensor, peer: Tensor, exact: Tensor, name: str = "output") -> None:

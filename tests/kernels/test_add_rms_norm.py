@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_testing import DTYPES, FLOAT32_ROUNDING, each_dtype, make, relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,19 +21,12 @@ from recompute.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_reg
 OPS = torch.ops.recompute
 
 CASTINGS = ["llama", "gemma", "none"]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
-FLOAT32_ROUNDING = 2**-24
 INTERPRETERS_ROUNDING = 2**-23
 """NumPy adds rows one after the other, where the kernels that it interprets add them in a tree."""
 
 each_casting = pytest.mark.parametrize("casting", CASTINGS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_residual = pytest.mark.parametrize("has_residual", [True, False], ids=["residual", "no residual"])
-
-
-def make(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def make_inputs(
@@ -56,10 +50,6 @@ def run(function: Any, inputs: list[Tensor | None], casting: str = "llama") -> l
     outputs = function(*inputs, EPS, casting)
     gradients = torch.autograd.grad(outputs, trained(inputs), gradients_like(outputs))
     return [*(output.detach() for output in outputs), *gradients]
-
-
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    return ((value.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
 
 
 def assert_as_good_as_eager(inputs: list[Tensor | None], casting: str) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_testing import FLOAT32_ROUNDING, make
 from mlp_testing import (
-    FLOAT32_ROUNDING,
     Work,
     activate,
     assert_no_larger_error,
     assert_no_worse_than_eager,
     flops,
-    make,
     make_weight,
 )
 from torch import Tensor, nn

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_testing import FLOAT32_ROUNDING, each_dtype, relative_error, same_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -28,8 +29,6 @@ from recompute.kernels.swiglu import geglu, swiglu
 
 M, H, I = 24, 257, 80  # noqa: E741
 EPS = 1e-6
-FLOAT32_ROUNDING = 2**-24
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,6 @@ CASES = [
 ]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def make_inputs(case: Case, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -176,14 +174,6 @@ def run(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The output and the gradients of all inputs."""
     output = function(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, like_output(output))]
-
-
-def same_bits(left: Any, right: Any) -> bool:
-    return all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(left, right, strict=True))
-
-
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    return ((value.double() - exact).norm() / exact.norm()).item()
 
 
 @each_dtype

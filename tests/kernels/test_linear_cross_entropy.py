@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_testing import FLOAT32_ROUNDING, each_dtype, make, relative_error, same_bits
 from loss_testing import (
-    FLOAT32_ROUNDING,
     IGNORED,
     INTERPRETED,
     H,
@@ -21,13 +21,9 @@ from loss_testing import (
     V,
     assert_as_good_as_eager,
     doubled,
-    each_dtype,
     eager,
-    make,
     make_inputs,
-    relative_error,
     run,
-    same_bits,
 )
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

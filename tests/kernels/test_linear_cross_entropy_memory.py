@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_testing import each_dtype, make, same_bits
 from loss_testing import (
     M,
-    each_dtype,
-    make,
     make_inputs,
     run,
-    same_bits,
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_testing import FLOAT32_ROUNDING, make, relative_error
 from mlp_testing import (
     EPS,
-    FLOAT32_ROUNDING,
     NoGradient,
     Work,
     assert_no_larger_error,
     assert_no_worse_than_eager,
     flops,
-    make,
     make_weight,
     normalize,
-    relative_error,
     run,
 )
 from torch import Tensor

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_testing import FLOAT32_ROUNDING, each_dtype, make, relative_error
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -25,17 +26,10 @@ from recompute.kernels.rms_norm import (
 )
 
 CASTINGS = ["llama", "gemma", "none"]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
-FLOAT32_ROUNDING = 2**-24
 INTERPRETERS_ROUNDING = 2**-23
 """NumPy adds rows one after the other, where the kernels that it interprets add them in a tree."""
 each_casting = pytest.mark.parametrize("casting", CASTINGS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def make(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 @pytest.fixture(params=["rows", "columns"])
@@ -56,10 +50,6 @@ def run(function: Any, x: Tensor, weight: Tensor, casting: str, dy_dtype: torch.
     y = function(x, weight, EPS, casting)
     dy = make(*y.shape, dtype=dy_dtype, seed=2).to(y)
     return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)]
-
-
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    return ((value.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
 
 
 def assert_as_good_as_the_formula(x: Tensor, weight: Tensor, casting: str) -> None:

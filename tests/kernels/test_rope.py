@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_testing import FLOAT32_ROUNDING, each_dtype, relative_error, same_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,10 +22,6 @@ from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.rms_norm import rms_norm
 from recompute.kernels.rope import rope, rope_reference
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FLOAT32_ROUNDING = 2**-24
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -77,10 +74,6 @@ def run(function: Callable[..., Any], inputs: list[Tensor], *options: Any, direc
     return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, trained, directions)]
 
 
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    return ((value.double() - exact).norm() / exact.norm()).item()
-
-
 def assert_as_exact_as_eager(inputs: list[Tensor], *options: Any) -> None:
     found, peers = run(rope, inputs, *options), run(eager, inputs, *options)
     doubles = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in inputs]
@@ -88,10 +81,6 @@ def assert_as_exact_as_eager(inputs: list[Tensor], *options: Any) -> None:
     for value, peer, truth in zip(found, peers, exact, strict=True):
         assert (value.shape, value.dtype) == (peer.shape, peer.dtype)
         assert relative_error(value, truth) <= 1.05 * relative_error(peer, truth) + FLOAT32_ROUNDING
-
-
-def same_bits(left: Any, right: Any) -> bool:
-    return all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(left, right, strict=True))
 
 
 @each_dtype

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from mlp_testing import activate, assert_no_worse_than_eager, make
+from kernel_testing import make
+from mlp_testing import (
+    activate,
+    assert_no_worse_than_eager,
+)
 from torch import Tensor
 from torch.nn import functional as F
 

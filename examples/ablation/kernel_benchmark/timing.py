@@ -16,7 +16,7 @@ from kernel_benchmark.cases import BENCHMARKS, DTYPE, Measure, Prepare, Size, St
 from kernel_benchmark.ways import COMPILED, COPY, EAGER, WAYS, Tensors
 
 from recompute import counters
-from recompute.diagnostics.verify import relative_error
+from recompute.diagnostics.comparing_runs import relative_error
 
 L2_SIZES = 5  # that the inputs and outputs of calls in turn fill
 GRAPH_SECONDS = 3e-3  # that a replay of a graph is to take

@@ -56,8 +56,8 @@ class TapeStep(NamedTuple):
     """The values that are gone after it."""
     unobserved: bool = False
     """Whether it ran where not all that happens is seen."""
-    setting: Any = None
-    """The key of the setting in force."""
+    op_policy: Any = None
+    """Which ops may run again where this one ran: an ``OpPolicy``."""
 
 
 class SavedTensorRow(NamedTuple):
@@ -81,7 +81,7 @@ class StepInstruction(NamedTuple):
     """Whether there is anything to do but to run it."""
     runs_again: bool
     unobserved: bool
-    setting: Any
+    op_policy: Any
     inputs: tuple[int, ...]
     made: tuple[int, ...]
     layouts: tuple[Layout, ...]
@@ -207,7 +207,7 @@ class SavePlan:
                     matters,
                     runs_again,
                     step.unobserved,
-                    step.setting,
+                    step.op_policy,
                     step.inputs,
                     step.made,
                     layouts,
@@ -400,7 +400,7 @@ def solve_once(
     """``solve``, once for all frames that are alike: a cut takes milliseconds (invariant 10)."""
     key = (
         price,
-        tuple([(step.op, step.reason, step.setting, step.inputs, step.made) for step in steps]),
+        tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in steps]),
         tuple(facts),
         tuple(saves),
         frozenset(overwritten),

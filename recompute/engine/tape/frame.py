@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import OpFacts, seconds
 from recompute.engine.cut.save_plan import (
     HAND_OUT,
     KEEP,
+    PlanCache,
     SavePlan,
     StepInstruction,
     TapeStep,
@@ -31,7 +33,15 @@ from recompute.engine.cut.save_plan import (
 from recompute.engine.modes import runs_hidden_from_modes
 from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, is_verifying, open_book, sharing_values
-from recompute.engine.saved_tensors import KeptTensor, PackedTensor, pack_through, seen_as, top_hooks, version_of
+from recompute.engine.saved_tensors import (
+    KeptTensor,
+    PackedTensor,
+    RegionStatistics,
+    pack_through,
+    seen_as,
+    top_hooks,
+    version_of,
+)
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch, without_graph
 from recompute.engine.tape.kept_values import KeptValues, PackKept, has_only_our_hooks, make_recipes
@@ -46,7 +56,6 @@ from recompute.engine.tape.recorded_call import (
     record_call,
     writable,
 )
-from recompute.engine.tape.setting import Setting
 
 RELEASED = "it reads a weight that was gathered for a part of the module, and is not held to its end"
 
@@ -56,17 +65,25 @@ class TapeFrame:
 
     name = "a tape that is still running"
 
-    def __init__(self, setting: Setting, variant: Hashable, last: SavePlan | None):
-        """setting: the region's. last: the plan of the region's last frame."""
-        self.statistics = setting.statistics
+    def __init__(
+        self,
+        statistics: RegionStatistics,
+        op_policy: OpPolicy,
+        plan_cache: PlanCache,
+        variant: Hashable,
+        last: SavePlan | None,
+    ):
+        """All of the region: last is the plan of its last frame."""
+        self.statistics = statistics
         self.outer = top_hooks()
         self.plan: SavePlan | None = None
         """The one that this frame has followed so far."""
-        self._setting = setting
+        self._op_policy = op_policy
+        self._plan_cache = plan_cache
         self._variant = variant
         self._last = last
         self._book = open_book()
-        self._values = FrameValues(setting.statistics.name, self._book, compares=is_verifying())
+        self._values = FrameValues(statistics.name, self._book, compares=is_verifying())
         self.has_begun = False
         self._guard: Hashable = None
         self._is_deoptimized = False
@@ -91,31 +108,26 @@ class TapeFrame:
         if self.has_begun:
             return
         self.has_begun = True
-        setting, last = self._setting, self._last
-        self._guard = (setting.key, self._variant, event, layout)
-        self.plan = last if last is not None and last.guard == self._guard else setting.plan_cache.get(self._guard)
+        last = self._last
+        self._guard = (self._op_policy, self._variant, event, layout)
+        self.plan = last if last is not None and last.guard == self._guard else self._plan_cache.get(self._guard)
 
     def begin(self, op: Any, args: tuple) -> None:
         """The first op is about to run."""
         first = next(iter(tensors_in(args)), None)
         self.choose_plan(op, Layout.of(first) if first is not None and is_plain(first) else None)
 
-    def upcoming(self) -> TapeStep | None:
-        """The step that comes next by the plan, if there is one."""
-        plan = self.plan if self.has_begun else self._last
-        return plan.steps[self._count] if plan is not None and self._count < len(plan.steps) else None
-
-    def follow(self, op: Any, unobserved: bool, setting: Any) -> StepInstruction | None:
+    def follow(self, op: Any, unobserved: bool, op_policy: OpPolicy) -> StepInstruction | None:
         """What the plan says of this step, which is taken at once if it does not matter.
 
-        None, and the end of following the plan, where that has another step here. setting: the key of that in force.
+        None, and the end of following the plan, where that has another step here. op_policy: the one in force.
         """
         plan = self.plan
         assert plan is not None
         instructions = plan.instructions
         if self._count < len(instructions):
             instruction = instructions[self._count]
-            if instruction.op is op and instruction.unobserved == unobserved and instruction.setting is setting:
+            if instruction.op is op and instruction.unobserved == unobserved and instruction.op_policy is op_policy:
                 if not instruction.matters:
                     self._count += 1
                 return instruction
@@ -168,11 +180,18 @@ class TapeFrame:
         return self._stand_ins[handle].get()
 
     def run(
-        self, op: Any, known: OpFacts, reason: str, args: tuple, kwargs: dict[str, Any], unobserved: bool, setting: Any
+        self,
+        op: Any,
+        known: OpFacts,
+        reason: str,
+        args: tuple,
+        kwargs: dict[str, Any],
+        unobserved: bool,
+        op_policy: OpPolicy,
     ) -> Any:
         """Run a step that no plan foresees, and write it down.
 
-        reason: why it cannot run again; "" if it may. setting: the key of that in force.
+        reason: why it cannot run again; "" if it may. op_policy: the one in force.
         """
         call: RecordedCall | None = None
         inputs: tuple[int, ...] = ()
@@ -192,7 +211,7 @@ class TapeFrame:
         if call is not None and call.has_not_drawn():
             call, reason = None, "it draws random numbers, and not from the generator that it should"
         costs = 0.0 if reason else seconds(op, args, kwargs, output)
-        self._write_down(op, known, reason, inputs, made, call, unobserved, setting, costs)
+        self._write_down(op, known, reason, inputs, made, call, unobserved, op_policy, costs)
         return output
 
     def run_planned(
@@ -220,7 +239,7 @@ class TapeFrame:
         except (PlanMismatch, NotRegenerable):
             if self.plan is not None:
                 self.deoptimize()
-            return self.run(op, known, reason, args, kwargs, unobserved, instruction.setting)
+            return self.run(op, known, reason, args, kwargs, unobserved, instruction.op_policy)
         output = op(*args, **kwargs)
         if known.writes:
             count_writes(at(known.writes, args, kwargs))
@@ -228,7 +247,7 @@ class TapeFrame:
         if made is None or (call is not None and call.has_not_drawn()) or not agree(made, instruction.layouts):
             self.deoptimize()
             reason = reason or "it does not do the same every time"
-            self._write_down(op, known, reason, (), made or [], None, unobserved, instruction.setting)
+            self._write_down(op, known, reason, (), made or [], None, unobserved, instruction.op_policy)
             return output
         if call is not None:
             self._calls[self._count] = call
@@ -249,7 +268,7 @@ class TapeFrame:
         made: list[MadeTensor],
         call: RecordedCall | None,
         unobserved: bool,
-        setting: Any,
+        op_policy: OpPolicy,
         costs: float = 0.0,
     ) -> None:
         values, step = self._values, self._count
@@ -270,7 +289,7 @@ class TapeFrame:
                 writes=writes,
                 overwrites=tuple([number for number in overwrites if number is not None]),
                 unobserved=unobserved,
-                setting=setting,
+                op_policy=op_policy,
             )
         )
 
@@ -320,18 +339,18 @@ class TapeFrame:
             self.deoptimize()
         return self._values.number_of(tensor, None, None)
 
-    def pin(self, tensor: Tensor, setting: Any) -> None:
-        """``tensor``, a plain one, was passed to ``recompute.keep``. setting: the key of that in force."""
+    def pin(self, tensor: Tensor, op_policy: OpPolicy) -> None:
+        """``tensor``, a plain one, was passed to ``recompute.keep``. op_policy: the one in force."""
         self.choose_plan(KEEP, Layout.of(tensor))
         if self.plan is not None:
-            instruction = self.follow(KEEP, False, setting)
+            instruction = self.follow(KEEP, False, op_policy)
             if instruction is not None and instruction.inputs == (self._values.known_number(tensor),):
                 self._count += 1
                 return
             if instruction is not None:
                 self.deoptimize()
         number = self._values.number_of(tensor, self.plan, None)
-        self._add_step(TapeStep(KEEP, KEEP, (number,), (), "not an op", setting=setting))
+        self._add_step(TapeStep(KEEP, KEEP, (number,), (), "not an op", op_policy=op_policy))
 
     def hand_out(
         self,
@@ -339,7 +358,7 @@ class TapeFrame:
         tensor: Tensor | None,
         parameter: Tensor | None,
         unobserved: bool,
-        setting: Any,
+        op_policy: OpPolicy,
     ) -> None:
         """A storage, of which ``tensor`` is a view, is handed out: it holds another value from now on.
 
@@ -349,7 +368,7 @@ class TapeFrame:
         number = values.number_in(storage)
         if number is None or storage._cdata in values.exposed:
             return
-        instruction = None if self.plan is None else self.follow(HAND_OUT, unobserved, setting)
+        instruction = None if self.plan is None else self.follow(HAND_OUT, unobserved, op_policy)
         if instruction is not None and instruction.inputs != (number,):
             self.deoptimize()
             instruction = None
@@ -380,7 +399,7 @@ class TapeFrame:
                 writes=True,
                 overwrites=(number,),
                 unobserved=unobserved,
-                setting=setting,
+                op_policy=op_policy,
             )
         )
 
@@ -431,7 +450,7 @@ class TapeFrame:
             self._clear()
 
     def _decide(self, results: Collection[int]) -> SavePlan:
-        values, setting, plan = self._values, self._setting, self.plan
+        values, plan = self._values, self.plan
         values.note_unseen_writes()
         if plan is not None:
             if (
@@ -447,11 +466,12 @@ class TapeFrame:
                 for step in self._steps
             ]
         if self._is_deoptimized:  # of the start, it knows only what the plan was interested in
-            setting.plan_cache.forget(self._guard)
+            self._plan_cache.forget(self._guard)
             return self._solve_for_what_is_left(results)
         overwritten = values.overwritten
-        plan = solve_once(self._steps, values.facts, self._saves, overwritten, results, setting.price, self._guard)
-        setting.plan_cache.put(self._guard, plan)
+        price = self._op_policy.price
+        plan = solve_once(self._steps, values.facts, self._saves, overwritten, results, price, self._guard)
+        self._plan_cache.put(self._guard, plan)
         return plan
 
     def _released(self) -> set[int]:
@@ -479,7 +499,7 @@ class TapeFrame:
             for index, step in enumerate(self._steps)
         ]
         released = [number for number in range(len(values.facts)) if number not in values.held]
-        return solve(steps, values.facts, saves, values.overwritten, results, self._setting.price, released)
+        return solve(steps, values.facts, saves, values.overwritten, results, self._op_policy.price, released)
 
     def _as_it_is(self, ref: ValueRef) -> PackedTensor:
         """What stands for a value that is kept while the frame still runs."""

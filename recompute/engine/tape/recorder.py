@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, facts_of_call
-from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.cut.save_plan import PlanCache, SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
     count_dispatch_modes,
@@ -28,6 +29,7 @@ from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import (
     PackedDTensor,
     PackedTensor,
+    RegionStatistics,
     explain_transforms,
     is_inside_checkpoint,
     top_hooks,
@@ -38,7 +40,6 @@ from recompute.engine.tape.exposed_memory import expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, is_unobserved, tensors_in
-from recompute.engine.tape.setting import Setting
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -47,9 +48,12 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class TapeRegion:
     """A module's forward or a function under ``action: recompute``, or ``checkpoint`` with a ``keep``."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, statistics: RegionStatistics, op_policy: OpPolicy, plan_cache: PlanCache | None = None):
+        """plan_cache: of the regions that this one shares its plans with, as equal layers do."""
         watch()
-        self.setting = setting
+        self.statistics = statistics
+        self.op_policy = op_policy
+        self.plan_cache = PlanCache() if plan_cache is None else plan_cache
         self.plan: SavePlan | None = None
         """The last frame's, which the next one follows as far as it can."""
 
@@ -61,16 +65,16 @@ class TapeRegion:
         variant: Hashable = None,
         start: Callable[[TapeRegion, Hashable], Tape] | None = None,
     ) -> Any:
-        """``function(*args, **kwargs)``: inside of another tape as a part of that, with a setting of its own.
+        """``function(*args, **kwargs)``: inside of another tape as a part of that, with an op policy of its own.
 
         variant: another one where other ops are to be expected than last time. start: makes another kind of tape.
         """
         if is_inside_checkpoint():  # which drops everything anyway, and counts what is saved
             return function(*args, **kwargs)
-        self.setting.statistics.frames += 1
+        self.statistics.frames += 1
         around = local.active_frames[-1] if local.active_frames else None
         if isinstance(around, Tape):
-            with _NestedRegion(around, self.setting):
+            with _NestedRegion(around, self.op_policy):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
         tape = (start or Tape)(self, variant)
@@ -83,12 +87,12 @@ class TapeRegion:
 class _NestedRegion:
     """A region inside of another one's tape."""
 
-    def __init__(self, tape: Tape, setting: Setting):
+    def __init__(self, tape: Tape, op_policy: OpPolicy):
         self._tape = tape
-        self._setting = setting
+        self._op_policy = op_policy
 
     def __enter__(self) -> None:
-        self._outer, self._tape.setting = self._tape.setting, self._setting
+        self._outer, self._tape.op_policy = self._tape.op_policy, self._op_policy
         top = top_hooks()
         self._pushed = top is None or top[1] is unpack_saved  # as inside of an ``action: keep`` in between
         if self._pushed:
@@ -97,7 +101,7 @@ class _NestedRegion:
     def __exit__(self, *error: object) -> None:
         if self._pushed:
             _pop_hooks()
-        self._tape.setting = self._outer
+        self._tape.op_policy = self._outer
 
 
 class Tape(TorchDispatchMode):
@@ -113,10 +117,10 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, region: TapeRegion, variant: Hashable):
         super().__init__()
-        self.setting = region.setting
+        self.op_policy = region.op_policy
         """The one in force: that of the innermost region that runs."""
-        self.statistics = region.setting.statistics
-        self.frame = TapeFrame(region.setting, variant, region.plan)
+        self.statistics = region.statistics
+        self.frame = TapeFrame(region.statistics, region.op_policy, region.plan_cache, variant, region.plan)
         self.outer = self.frame.outer
 
     def __enter__(self) -> Tape:
@@ -152,26 +156,27 @@ class Tape(TorchDispatchMode):
         if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
             self.frame.note_dtensors(tensors_in((args, kwargs)))
             return NotImplemented
-        known, reason = self.setting.verdicts.get(op) or self.setting.judge(op)
+        op_policy = self.op_policy
+        known, reason = op_policy.decisions.get(op) or op_policy.decide(op)
         if (known.casts_inside or torch.is_inference_mode_enabled()) and (keys := left_out()):
             with in_force(keys, op, kwargs, self.statistics.name):
                 return self.__torch_dispatch__(op, types, args, kwargs)
         unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
         if known.kind is Kind.VIEW and not unobserved:
             return op(*args, **kwargs)
-        frame, setting = self.frame, self.setting
+        frame = self.frame
         if not frame.has_begun:
             frame.begin(op, args)
-        instruction = None if frame.plan is None else frame.follow(op, unobserved, setting.key)
+        instruction = None if frame.plan is None else frame.follow(op, unobserved, op_policy)
         if instruction is not None and not instruction.matters:
             return op(*args, **kwargs)
         if known.varies:
-            known, reason = setting.judge_facts(facts_of_call(op, args, kwargs))
+            known, reason = op_policy.decide_by(facts_of_call(op, args, kwargs))
         if unobserved:
             reason = "made inside a custom autograd.Function"
         if instruction is not None:
             return frame.run_planned(instruction, op, known, reason, args, kwargs)
-        return frame.run(op, known, reason, args, kwargs, unobserved, setting.key)
+        return frame.run(op, known, reason, args, kwargs, unobserved, op_policy)
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """The pack hook of what autograd saves in the region."""
@@ -188,8 +193,8 @@ class Tape(TorchDispatchMode):
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Never regenerate ``tensor``, if the rule in force says so of ``name`` or there is none."""
         part = self.frame.part_of(tensor)
-        if (name is None or name in self.setting.keep) and is_plain(part):
-            self.frame.pin(part, self.setting.key)
+        if self.op_policy.keeps_tensor(name) and is_plain(part):
+            self.frame.pin(part, self.op_policy)
         return tensor
 
     def hand_out(self, memory: Any, is_array: bool) -> None:
@@ -210,7 +215,7 @@ class Tape(TorchDispatchMode):
         unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
         if not unobserved:
             expose(storage)
-        self.frame.hand_out(storage, tensor, parameter, unobserved, self.setting.key)
+        self.frame.hand_out(storage, tensor, parameter, unobserved, self.op_policy)
 
     def _is_in_force(self) -> bool:
         """Whether what is called now would come to this tape."""

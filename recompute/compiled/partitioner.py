@@ -1,0 +1,231 @@
+"""Chooses which ops of a region run again in backward while AOTAutograd traces the region: by one minimum cut.
+
+AOTAutograd runs a forward twice: first to look at it, then to make a graph of it and of its backward. While it makes
+the graph it calls no saved-tensor hooks. So the first run teaches what autograd saves, and the second run, which is
+recognized by its ops, gives the nodes of the graph. A node is found by when it was added.
+
+Unlike a tape in eager code, this never meets a value that was overwritten: AOTAutograd has made the graph functional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator
+from itertools import islice
+from operator import getitem
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
+from recompute.engine.cut.ops import Kind, OpFacts, seconds
+from recompute.engine.dtensors import local_of
+from recompute.engine.tape.op_arguments import at
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, Node
+
+
+class _Call(NamedTuple):
+    """An op that the region has run."""
+
+    op: Any
+    policy: CheckpointPolicy
+    is_costly: bool
+    nodes: list[Node]
+    """What it has become in the graph, the last node first."""
+
+    @property
+    def is_for_the_cut(self) -> bool:
+        """Whether it is the cut that decides if the op runs again."""
+        return self.policy is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class RegionPartitioner:
+    """The values and ops of one region, and the cut over them.
+
+    The values are numbered in the order in which they come, as are the ops.
+    """
+
+    def __init__(self, graph: Graph | None, price: float):
+        """graph: which AOTAutograd makes; None in the first run. price: the bytes that a second is worth."""
+        self._graph = graph
+        self._price = price
+        self._values: list[Value] = []
+        self._ops: list[Op] = []
+        self._calls: list[_Call] = []
+        self._demanded: set[int] = set()
+        """The values that backward needs."""
+        self._saved_early: list[Tensor] = []
+        """Tensors that autograd saved before the region ran an op on them, so that they have no number yet."""
+        self._given: list[tuple[int, bool]] = []
+        """The values from outside, and whether each requires a gradient."""
+        self._number_of: dict[int, int] = {}
+        """The value in each storage, by the address of its StorageImpl …"""
+        self._alive: list[Tensor] = []
+        """… which no other storage gets while these tensors are held."""
+        self._size = 0
+        """The graph's nodes before the op that runs."""
+
+    def before_op(self) -> None:
+        """An op is about to run."""
+        self._size = 0 if self._graph is None else len(self._graph.nodes)
+
+    def after_op(
+        self, op: Any, known: OpFacts, policy: CheckpointPolicy, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """That op has run. policy: what the rules around it make of it."""
+        inputs = [self._number(tensor) for tensor in _tensors((args, kwargs))]
+        for tensor in self._saved_early:
+            if (number := self._number_of.get(tensor.untyped_storage()._cdata)) is not None:
+                self._demanded.add(number)
+        self._saved_early = []
+        outputs = _tensors(output)
+        if known.kind is Kind.VIEW:
+            for tensor in outputs:
+                key = tensor.untyped_storage()._cdata
+                if key not in self._number_of and inputs:  # a view whose output does not say that it is one
+                    self._enter(tensor, inputs[0])
+            return
+        written = _tensors(at(known.writes, args, kwargs))
+        distinct = {tensor.untyped_storage()._cdata: tensor for tensor in (*written, *outputs)}
+        made = [self._new(tensor) for tensor in distinct.values()]
+        if policy is CheckpointPolicy.MUST_RECOMPUTE:
+            self._demanded.update(inputs)
+        elif not torch.is_grad_enabled():  # what a custom autograd.Function saves of it is not seen: it may be all
+            self._demanded.update(inputs, made)
+        may_rerun = policy is not CheckpointPolicy.MUST_SAVE
+        costs = _seconds(op, args, kwargs, output) if policy is CheckpointPolicy.PREFER_RECOMPUTE else 0.0
+        self._ops.append(Op(tuple(dict.fromkeys(inputs)), tuple(made), costs, may_rerun))
+        nodes: list[Node] = []
+        if self._graph is not None:
+            nodes += islice(reversed(self._graph.nodes), len(self._graph.nodes) - self._size)
+        self._calls.append(_Call(op, policy, known.family is not None, nodes))
+
+    def see_save(self, tensor: Tensor) -> None:
+        """Autograd saves a tensor, in the first run."""
+        tensor = local_of(tensor)
+        number = self._number_of.get(tensor.untyped_storage()._cdata)
+        if number is None:  # it comes from outside, and gets its number when an op reads it
+            self._saved_early.append(tensor)
+        else:
+            self._demanded.add(number)
+
+    def remember_saves(self) -> None:
+        """The first run has ended."""
+        _saves[self._signature()] = frozenset(self._demanded)
+        while len(_saves) > _MOST_SIGNATURES:
+            _saves.pop(next(iter(_saves)))
+
+    def nodes_to_save(self) -> list[Node] | None:
+        """The nodes of ops that the rules let run again and the cut does not. The second run has ended.
+
+        None where no first run had the same ops, so that nobody knows what autograd saves.
+        """
+        demanded = _saves.get(self._signature())
+        if demanded is None:
+            return None
+        values = [value._replace(demanded=number in demanded) for number, value in enumerate(self._values)]
+        cut = minimum_cut(values, self._ops, self._price)
+        rerun = cut.rerun.union(self._derived(cut.kept))
+        nodes: list[Node] = []
+        for index, call in enumerate(self._calls):
+            if call.is_for_the_cut and index not in rerun:
+                nodes += [node for node in call.nodes if not _is_inside(node, set(call.nodes))]
+        return nodes
+
+    def _derived(self, kept: Collection[int]) -> Iterator[int]:
+        """The ops of what comes back from ``kept`` without a costly op: whoever saves it outside may drop it."""
+        there = set(kept)
+        read = {number for op in self._ops for number in op.inputs}
+        for index, (op, call) in enumerate(zip(self._ops, self._calls, strict=True)):
+            may_rerun = call.policy is not CheckpointPolicy.MUST_SAVE
+            if may_rerun and not call.is_costly and there.issuperset(op.inputs):
+                there.update(op.outputs)
+                others = [number for number in op.outputs if number not in kept]
+                if len(others) == len(op.outputs) or not read.issuperset(others):
+                    yield index
+
+    def _signature(self) -> Hashable:
+        """The same in both runs of a region."""
+        return tuple([call.op for call in self._calls]), tuple(self._ops), tuple(self._values), tuple(self._given)
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self._number_of.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            number = self._new(tensor, alive=_is_parameter(tensor))
+            self._given.append((number, tensor.requires_grad))
+        return number
+
+    def _new(self, tensor: Tensor, *, alive: bool = False) -> int:
+        self._values.append(Value(_size_hint(tensor.untyped_storage().nbytes()), demanded=False, alive=alive))
+        return self._enter(tensor, len(self._values) - 1)
+
+    def _enter(self, tensor: Tensor, number: int) -> int:
+        self._alive.append(tensor)
+        self._number_of[tensor.untyped_storage()._cdata] = number
+        return number
+
+
+_saves: dict[Hashable, frozenset[int]] = {}
+"""The values that backward needs of each region that has had its first run, by its signature."""
+_MOST_SIGNATURES = 1024
+
+
+def merge_with_region_before(graph: Graph, start: int, *, is_cut: bool) -> None:
+    """Have torch take the region whose nodes begin at ``start`` for a part of the one before it, if that has a cut.
+
+    torch saves what goes from one region to another. Where a cut has decided on the first one, the cut says whether
+    that is saved or comes back.
+    """
+    nodes = iter(reversed(graph.nodes))
+    own = [node for node in islice(nodes, len(graph.nodes) - start) if _REGION in node.meta]
+    before = next((node for node in nodes if _REGION in node.meta), None)
+    region = None if before is None else before.meta.get(_CUT)
+    for node in reversed(own):
+        region = node.meta[_REGION] if region is None else region
+        node.meta[_REGION] = region
+        if is_cut:
+            node.meta[_CUT] = region
+
+
+_REGION, _CUT = "ac_graph_id", "recompute_cut"
+"""In a node's meta: torch's number of the region that it is in; and the same number where that region has a cut."""
+
+
+def _is_inside(node: Node, own: set[Node]) -> bool:
+    """Whether a node is but a step on the way to what its op gives: the op's backward may have the same step."""
+    is_tensor = node.target is not getitem and isinstance(node.meta.get("val"), Tensor)
+    return is_tensor and bool(node.users) and own.issuperset(node.users)
+
+
+def _is_parameter(tensor: Any) -> bool:
+    """Whether AOTAutograd has put this in a parameter's place. Of a part of a DTensor, nobody knows."""
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return isinstance(tensor, nn.Parameter)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _seconds(op: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> float:
+    """What an op costs on tensors of the sizes that are traced with, which must not become a guard's."""
+    with _disable_current_modes():
+        return seconds(op, *tree_map_only(Tensor, _stand_in, (args, kwargs, output)))
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty([*map(_size_hint, local_of(tensor).shape)], dtype=tensor.dtype, device="meta")
+
+
+def _size_hint(size: Any) -> int:
+    """A size; of a symbolic one, the number that it was traced with."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1

@@ -1,0 +1,216 @@
+"""A rule under ``torch.compile``: the compiler gets a region, and is told which of its ops run again in backward.
+
+To the compiler a region is torch's checkpoint, and the choice of ops is selective checkpointing's tags, which its
+partitioner follows. The choice is the one of eager code: an ``OpPolicy`` says of each op whether it may run again, and
+one minimum cut over the region, at the rule's price, chooses among these.
+
+Where regions nest, the cut of the outermost one decides, among the ops that the innermost rules let run again. All ops
+run again inside of a plain checkpoint. ``action: keep`` ends the regions around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from recompute.compiled.guards import is_tracing
+from recompute.compiled.partitioner import RegionPartitioner, merge_with_region_before
+from recompute.engine.cut.op_policy import OpPolicy
+from recompute.engine.cut.ops import facts_of_call
+from recompute.engine.keeping import keep_op
+from recompute.errors import UnsupportedError
+from recompute.policy.meaning import Mechanism
+from recompute.policy.rules import PRICE
+
+
+def is_compiling_training(module: nn.Module | None = None) -> bool:
+    """Whether ``torch.compile`` is tracing this for training, so that it is the compiler that runs ops again.
+
+    module: whose ``training`` flag counts; None for a function, which has none.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and not is_tracing()
+        and not torch.compiler._is_exporting_flag  # is_exporting() is always true to torch 2.11's compiler
+        and torch.is_grad_enabled()
+        and (module is None or module.training)
+    )
+
+
+class CompiledRegion:
+    """A region of compiled code. Layers whose rules say the same of ops share one, so that one graph serves all."""
+
+    def __init__(self, op_policy: OpPolicy):
+        self._contexts = partial(_contexts, op_policy)
+
+    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """``forward(*args, **kwargs)`` as a region. Only a compiler may trace this; nothing may run it."""
+
+        def region() -> Any:  # torch's checkpoint would take some of the keywords for its own
+            return forward(*args, **kwargs)
+
+        return checkpoint(region, use_reentrant=False, context_fn=self._contexts)
+
+
+@functools.cache
+def compiled_region(op_policy: OpPolicy) -> CompiledRegion:
+    """The region of compiled code under this op policy."""
+    return CompiledRegion(op_policy)
+
+
+class _Tracing:
+    """The regions that AOTAutograd is tracing now, which one thread does at a time."""
+
+    op_policies: ClassVar[list[OpPolicy]] = []
+    """Of the regions, from the outermost in."""
+    partitioner: ClassVar[RegionPartitioner | None] = None
+    """Of the outermost of these that has a tape in eager code."""
+
+
+def _applicable() -> Iterator[OpPolicy]:
+    """The op policies that have a say here, from the innermost out: as in eager code, up to the first ``keep``."""
+    return itertools.takewhile(lambda each: each.mechanism is not Mechanism.KEEP, reversed(_Tracing.op_policies))
+
+
+def _is_checkpoint(op_policy: OpPolicy) -> bool:
+    return op_policy.mechanism is Mechanism.CHECKPOINT
+
+
+def _checkpoint_policy(op: Any, args: tuple, kwargs: dict) -> CheckpointPolicy:
+    """The choice for an op by the innermost rule, unless a checkpoint around that runs the op again in any case."""
+    innermost: bool | None = None
+    for op_policy in _applicable():
+        if innermost is None or _is_checkpoint(op_policy):
+            may_rerun = _may_rerun(op_policy, op, args, kwargs)
+            if may_rerun and _is_checkpoint(op_policy):
+                return CheckpointPolicy.MUST_RECOMPUTE
+            innermost = may_rerun if innermost is None else innermost
+    return CheckpointPolicy.PREFER_RECOMPUTE if innermost else CheckpointPolicy.MUST_SAVE
+
+
+def _may_rerun(op_policy: OpPolicy, op: Any, args: tuple, kwargs: dict) -> bool:
+    if op is keep_op:  # recompute.keep(tensor, name)
+        return not op_policy.keeps_tensor(args[1])
+    return op_policy.may_rerun_compiled(op, args, kwargs)
+
+
+def _policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What torch's selective checkpointing asks of each op. The cut may still keep what may run again."""
+    is_saved = _checkpoint_policy(op, args, kwargs) is CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts(op_policy: OpPolicy) -> tuple[Any, Any]:
+    """What torch's checkpoint enters around a region and around its second run, as AOTAutograd traces both."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
+        raise UnsupportedError(
+            "a module under a policy is in compiled code that does not reach torch's AOTAutograd as one graph, so the "
+            "policy cannot be lowered. Either something in its forward breaks the graph: torch.compile(..., "
+            "fullgraph=True) says what; compile something smaller, or give that module no rule. If that is state that "
+            "it changes, a key/value cache, say: use_cache=False, or torch._dynamo.config."
+            "skip_fwd_side_effects_in_bwd_under_checkpoint = True. Or the backend is one that takes forward alone, as "
+            "'eager' does: use 'inductor' or 'aot_eager'."
+        )
+    first, second = create_selective_checkpoint_contexts(_policy_fn, allow_cache_entry_mutation=True)
+    first.op_policy = op_policy  # torch wants modes of its own, or of their kind
+    first.__class__ = _region_mode(type(first))  # type: ignore[arg-type]
+    return first, second
+
+
+@functools.cache
+def _region_mode(mode: Any) -> type:
+    """A subclass of ``mode``, torch's own for selective checkpointing, which also shows each op to a partitioner."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # which takes a second to load
+
+    class RegionMode(mode):
+        def __enter__(self) -> Any:
+            is_outermost = all(each.mechanism is Mechanism.KEEP for each in _Tracing.op_policies)
+            _Tracing.op_policies.append(self.op_policy)
+            self.partitioner, proxies = None, get_proxy_mode()
+            graph = None if proxies is None else proxies.tracer.graph
+            if is_outermost and self.op_policy.mechanism is Mechanism.TAPE:
+                self.partitioner = _Tracing.partitioner = RegionPartitioner(graph, self.op_policy.price)
+            self.graph = graph if is_outermost and self.op_policy.mechanism is not Mechanism.KEEP else None
+            self.start = 0 if graph is None else len(graph.nodes)
+            self.sees_saves = proxies is None and _Tracing.partitioner is not None
+            self.respect_saved_tensors_hooks = False  # torch 2.15 would ask whether it should: they are ours
+            if self.sees_saves:
+                self.calls_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+                torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
+            return super().__enter__()
+
+        def __exit__(self, kind: Any, *error: Any) -> None:
+            super().__exit__(kind, *error)
+            if self.sees_saves:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+                torch._C._autograd._saved_tensors_hooks_set_tracing(self.calls_hooks)
+            _Tracing.op_policies.pop()
+            partitioner, self.partitioner = self.partitioner, None
+            graph, self.graph = self.graph, None
+            if partitioner is not None:
+                _Tracing.partitioner = None
+            if kind is not None:
+                return
+            if graph is None:
+                if partitioner is not None:
+                    partitioner.remember_saves()
+                return
+            saved = None
+            if partitioner is not None:
+                saved = partitioner.nodes_to_save()
+                if saved is None and self.op_policy.price > PRICE:
+                    raise UnsupportedError(_SAVES_ARE_UNKNOWN)
+            for node in saved or ():
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            merge_with_region_before(graph, self.start, is_cut=saved is not None)
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if self.partitioner is None:
+                return super().__torch_dispatch__(op, types, args, kwargs)
+            kwargs = kwargs or {}
+            self.partitioner.before_op()
+            output = super().__torch_dispatch__(op, types, args, kwargs)
+            known, policy = facts_of_call(op, args, kwargs), _checkpoint_policy(op, args, kwargs)
+            self.partitioner.after_op(op, known, policy, args, kwargs, output)
+            return output
+
+    return RegionMode
+
+
+def _pack(tensor: Tensor) -> None:
+    """The pack hook while AOTAutograd only looks at forward: tells the partitioner what autograd saves."""
+    if _Tracing.partitioner is not None and not any(map(_is_checkpoint, _applicable())):
+        _Tracing.partitioner.see_save(tensor)
+
+
+def _unpack(packed: None) -> Tensor:
+    raise AssertionError("AOTAutograd has run backward of a forward that it only looked at")
+
+
+_SAVES_ARE_UNKNOWN = (
+    "a rule with a price cannot be lowered here: AOTAutograd has not looked at the region before it traced it, or "
+    "has seen other ops in it then. Leave the price away (rerun and keep say which ops run again), or give what the "
+    "rule governs to torch.compile by itself."
+)
+
+_FIRST_RUN = (
+    "an instance of a class decorated with recompute gets its policy when it first runs, which cannot be compiled. Run "
+    "it once before it is compiled, or decorate the instance."
+)
+
+
+def refuse_first_run() -> None:
+    """Raise in the place of what would attach a policy in compiled code."""
+    raise UnsupportedError(_FIRST_RUN)
+
+
+# As torch.compiler.disable does, which would load the compiler.
+refuse_first_run._torchdynamo_disable = True  # type: ignore[attr-defined]
+refuse_first_run._torchdynamo_disable_msg = _FIRST_RUN  # type: ignore[attr-defined]

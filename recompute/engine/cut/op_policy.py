@@ -1,0 +1,73 @@
+"""Which ops a rule lets run again: one answer for each op, which the tape and compiled code both ask for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from recompute.engine.cut.ops import FACTORY, STATISTICS, OpFacts, facts, facts_of_call
+from recompute.policy.meaning import Meaning, Mechanism
+
+
+class Decision(NamedTuple):
+    """What a rule says of an op. ``reason``: why its outputs are kept; "" where it may run again."""
+
+    facts: OpFacts
+    reason: str
+
+
+class OpPolicy:
+    """Which ops of a region may run again, and what that may cost.
+
+    All rules that say the same of ops share one (see ``op_policy``), so two regions have the same op policy if it is
+    the same object. Plans of eager code and graphs of compiled code that were made under it serve both.
+    """
+
+    def __init__(self, mechanism: Mechanism, rerun: frozenset[str], keep: frozenset[str], price: float):
+        self.mechanism = mechanism
+        self._rerun = rerun
+        self._keep = keep
+        self.price = price
+        self.decisions: dict[Any, Decision] = {}
+        """Of the ops that a tape has met; see ``decide``."""
+
+    def decide(self, op: Any) -> Decision:
+        """The decision on an op that a tape has met, which ``decisions`` has from then on."""
+        decision = self.decisions[op] = self.decide_by(facts(op))
+        return decision
+
+    def decide_by(self, known: OpFacts) -> Decision:
+        """The decision on an op of which this is known: on one call, where the arguments matter."""
+        return Decision(known, known.reason or self._reason_to_keep(known))
+
+    def may_rerun_compiled(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether this call may run again in compiled code.
+
+        There a checkpoint runs ops again, and not Python. Two kinds of op may run again that a tape keeps, as
+        AOTAutograd has made the graph functional: nothing writes to what a factory made unseen, and what collects
+        statistics returns them instead of writing them.
+        """
+        if self.mechanism is not Mechanism.TAPE:
+            return self.mechanism is Mechanism.CHECKPOINT
+        known = facts_of_call(op, args, kwargs)
+        return (not known.reason or known.reason in (FACTORY, STATISTICS)) and not self._reason_to_keep(known)
+
+    def keeps_tensor(self, name: str | None) -> bool:
+        """Whether a tensor is kept that was passed to ``recompute.keep`` with ``name``."""
+        return name is None or name in self._keep
+
+    def _reason_to_keep(self, known: OpFacts) -> str:
+        """Why the rule itself keeps what an op makes; "" if it does not."""
+        if known.name in self._keep or known.family in self._keep:
+            return f"the rule keeps {known.name if known.name in self._keep else known.family}"
+        if known.family is not None and known.family not in self._rerun:
+            return f"{known.family}, which the rule does not run again"
+        return ""
+
+
+def op_policy(meaning: Meaning) -> OpPolicy:
+    """What a rule says of ops."""
+    return _op_policy(meaning.mechanism, meaning.rerun, meaning.keep, meaning.price)
+
+
+_op_policy = functools.cache(OpPolicy)

@@ -1,0 +1,108 @@
+"""What a rule asks for, in terms of the engine. This is decided here and nowhere else; the other folders ask.
+
+A rule's keys are what users write; a ``Meaning`` is what the engine does. ``action: checkpoint`` with a ``keep``, for
+one, needs a tape of the ops, as ``action: recompute`` does, while without a ``keep`` forward's Python runs again.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from recompute.policy.rules import FAMILIES, PRICE, Rule, Via
+
+REPEATABLE = frozenset(FAMILIES) - {"collective"}
+"""The costly families whose ops a tape may run again. It never runs a collective again."""
+
+
+class Mechanism(enum.Enum):
+    """How the engine runs a module."""
+
+    KEEP = "everything that autograd saves is kept"
+    CHECKPOINT = "everything is dropped, and forward's Python code runs again from its inputs"
+    TAPE = "forward's ops are recorded, and a minimum cut chooses those that run again"
+
+
+class Kernels(enum.Enum):
+    """Where kernels may stand in for modules."""
+
+    NEVER = "modules run as they are written"
+    ON_CUDA = "kernels run on CUDA, and the modules themselves on other devices"
+    EVERYWHERE = "kernels run everywhere; off CUDA they are the kernels' references in plain PyTorch"
+
+
+_KERNELS: dict[Via, Kernels] = {"hook": Kernels.NEVER, "auto": Kernels.ON_CUDA, "kernel": Kernels.EVERYWHERE}
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A rule in terms of the engine."""
+
+    mechanism: Mechanism
+    note: str = field(compare=False)
+    """What backward does, as ``explain`` says it."""
+    rerun: frozenset[str] = frozenset()
+    """The costly families whose ops may run again. Cheap ops always may."""
+    keep: frozenset[str] = frozenset()
+    """What is never dropped: costly families, names of ops ("aten.mm") and names given to ``recompute.keep``."""
+    price: float = PRICE
+    """The bytes that may be held to save a second of running again."""
+    kernels: Kernels = Kernels.NEVER
+    capture: bool = False
+    """Whether a module that has run alike for some steps may go on as straight code."""
+    drops_outputs: bool = False
+    """Whether outputs that come back cheaply are dropped, too, where the modules behind save them."""
+    extends_inward: bool = False
+    """Whether a module inside that has the same rule is a part of this region, and not a region of its own."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is to be dropped at all."""
+        return self.mechanism is not Mechanism.KEEP
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are bitwise those without a policy. Kernels round in their own way."""
+        return self.kernels is Kernels.NEVER
+
+    @property
+    def tapes_kernels(self) -> bool:
+        """Whether a tape runs around a kernel that stands in for the whole module.
+
+        By itself a kernel saves what it was written to save. A tape is needed where the rule says something of ops.
+        """
+        return bool(self.rerun or self.keep or self.price != PRICE)
+
+
+def meaning_of(rule: Rule) -> Meaning:
+    """``rule`` in terms of the engine."""
+    keep = frozenset(rule.keep)
+    if rule.action == "keep":
+        return Meaning(Mechanism.KEEP, "everything is kept")
+    if rule.action == "checkpoint" and not keep:
+        note = "its Python runs again from its inputs"
+        return Meaning(Mechanism.CHECKPOINT, note, REPEATABLE, price=0.0, capture=rule.capture)
+    if (
+        rule.action == "checkpoint"
+    ):  # holds the fewest bytes, whatever it costs to run again, as torch's checkpoint does
+        return Meaning(Mechanism.TAPE, _note(rule), REPEATABLE, keep, price=0.0, capture=rule.capture)
+    return Meaning(
+        Mechanism.TAPE,
+        _note(rule),
+        frozenset(rule.rerun),
+        keep,
+        rule.price,
+        _KERNELS[rule.via],
+        rule.capture,
+        drops_outputs=True,
+        extends_inward=True,
+    )
+
+
+def _note(rule: Rule) -> str:
+    note = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
+    if rule.rerun:
+        note += f" and {', '.join(rule.rerun)}"
+    if rule.price != PRICE:
+        note += f", at {rule.price:.3g} bytes a second"
+    return f"{note}; {', '.join(rule.keep)} kept" if rule.keep else note

@@ -1,0 +1,106 @@
+"""One table: which ops each rule lets run again, in eager code and in what ``torch.compile`` makes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import rules
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import recompute
+
+
+class Ops(nn.Module):
+    """One op of each kind, whose output the op behind it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16, 16))
+        self.convolution = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.weight).sin()
+        y = self.convolution(y[None])[0].sin()
+        heads = y.view(1, 16, 2, 8).transpose(1, 2)
+        heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, heads, heads)[0]
+        y = heads.transpose(1, 2).reshape(16, 16).sin()
+        y = y.exp2().sin()
+        y = recompute.keep((y + self.weight).erf(), "router").sin()
+        return (torch.full_like(y, 2.0) * self.weight * y).sin()
+
+
+GEMM, CONVOLUTION, ATTENTION = "aten.mm", "aten.convolution", "aten._scaled_dot_product_flash_attention_for_cpu"
+CHEAP, NAMED, FACTORY = "aten.exp2", "aten.erf", "aten.full_like"
+COSTLY = {GEMM, CONVOLUTION, ATTENTION}
+ALL = {*COSTLY, CHEAP, NAMED, FACTORY}
+HOOK = {"action": "recompute", "via": "hook"}
+
+# On purpose, eager and compiled code differ in one thing: a tape keeps what a factory makes, as something that it does
+# not see may fill it (a Triton kernel, NumPy); in compiled code all that writes to it is an op of the graph.
+TABLE: list[tuple[dict[str, Any], set[str], set[str]]] = [
+    # the rule, and what runs again in eager code, and in compiled code
+    ({"action": "keep"}, set(), set()),
+    ({"action": "checkpoint"}, ALL, ALL),
+    ({"action": "checkpoint", "keep": "attention"}, ALL - {ATTENTION, FACTORY}, ALL - {ATTENTION}),
+    ({"action": "checkpoint", "keep": ["aten.mm", "router"]}, ALL - {GEMM, NAMED, FACTORY}, ALL - {GEMM, NAMED}),
+    (HOOK, {CHEAP, NAMED}, {CHEAP, NAMED, FACTORY}),
+    ({**HOOK, "keep": "router"}, {CHEAP}, {CHEAP, FACTORY}),
+    ({**HOOK, "rerun": "gemm"}, {CHEAP, NAMED, GEMM}, {CHEAP, NAMED, GEMM, FACTORY}),
+    ({**HOOK, "rerun": ["gemm", "convolution", "attention"], "price": 0.0}, ALL - {FACTORY}, ALL),
+    (
+        {**HOOK, "rerun": ["gemm", "attention"], "keep": ["convolution", "aten.exp2"], "price": 0.0},
+        {GEMM, ATTENTION, NAMED},
+        {GEMM, ATTENTION, NAMED, FACTORY},
+    ),
+    ({**HOOK, "rerun": ["gemm", "convolution", "attention"], "price": 1e20}, set(), set()),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class CountOps(TorchDispatchMode):
+    """Counts ops, also one that a compiler has wrapped so that it runs again with the random state of its forward."""
+
+    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = args[1] if isinstance(op, HigherOrderOperator) else op  # of run_with_rng_state(state, op, *args)
+        self.counts[str(inner.overloadpacket)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def backward_ops(fields: dict[str, Any], *, compiled: bool = False) -> Counter[str]:
+    """How often each op runs in a backward of ``Ops`` under a rule."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Ops())
+    recompute.apply(model, rules({"match": "0", **fields}))
+    if compiled:
+        model.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        loss = model(torch.rand(16, 16)).sum()
+    with CountOps() as mode:
+        loss.backward()
+    return mode.counts
+
+
+@pytest.mark.parametrize(("fields", "eager", "compiled"), TABLE, ids=[str(fields) for fields, *_ in TABLE])
+def test_what_runs_again(fields: dict[str, Any], eager: set[str], compiled: set[str]) -> None:
+    plain = backward_ops({"action": "keep"})
+    assert ALL & {*(backward_ops(fields) - plain)} == eager
+    assert ALL & {*(backward_ops(fields, compiled=True) - plain)} == compiled
