@@ -39,8 +39,8 @@ def keep(tensor: Tensor, name: str | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return keep_op(tensor, name) if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag else tensor
     with hidden_from_any_modes():
-        for span in local.active_frames:
-            tensor = span.pin(tensor, name)
+        for frame in local.active_frames:
+            tensor = frame.pin(tensor, name)
     if name is None and (book := open_book()) is not None:
         book.forget(tensor)
     return tensor

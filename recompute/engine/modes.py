@@ -1,9 +1,12 @@
 """Other people's ``TorchDispatchMode`` and ``TorchFunctionMode`` objects, which may change what an op gives.
 
-A mode that is in force in forward need not be in backward, nor the other way round, and nothing tells one that counts
-ops from one that adds noise to them. So what is torch's own, or ours, is trusted, and of others nothing is assumed:
-a tape goes beneath them, where it sees what they make of an op; what the engine itself does with tensors is hidden from
-them; and what runs again is shown to them, but what they make of it counts for nothing.
+A mode that is in force in forward need not be in force in backward, nor the other way round. And nothing tells a mode
+that counts ops from one that adds noise to them. So modes of torch and of this package are trusted; all others are
+*foreign*, and nothing is assumed of them:
+
+- A tape goes beneath foreign modes, where it sees what they make of an op.
+- What the engine itself does with tensors is hidden from them.
+- What runs again in backward is shown to them, but what they make of it counts for nothing.
 """
 
 from __future__ import annotations

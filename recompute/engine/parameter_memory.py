@@ -35,7 +35,7 @@ def is_managed_elsewhere(parameter: Tensor) -> bool:
     for library, _ in _waiting:
         if library in sys.modules:
             _load_adapters()
-    return any(manages(parameter) for manages in _managers)
+    return bool(_managers) and any(manages(parameter) for manages in _managers)
 
 
 def may_hold_memory(parameter: Tensor) -> bool:

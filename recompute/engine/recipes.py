@@ -501,15 +501,20 @@ class _ThreadState(threading.local):
     """What this thread's forward is inside of."""
 
     def __init__(self) -> None:
-        self.books: list[RecipeBook | None] = []  # innermost last; None: nothing is recorded here
+        self.books: list[RecipeBook | None] = []
+        """Of the scopes that are open, the innermost last. None: nothing is recorded there."""
         self.statistics = RegionStatistics("an op outside of any region")
-        self.active_frames: list[Any] = []  # the tapes and frames being run, and replays, innermost last
-        self.regenerating = 0  # how many recipes are running, one inside of the other
-        self.sharing: set[RecipeGroup] | None = (
-            None  # those of the recipes that ran in the span of ``sharing_values``, if there is one
-        )
-        self.packing_for_recipe = False  # whether what is saved is so for a recipe, and not because autograd saves it
-        self.simulates_cuda = False  # fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU
+        """Of the region that is credited with the recipes of ops that know themselves."""
+        self.active_frames: list[Any] = []
+        """The tapes, checkpoint frames and replays that are running, the innermost last."""
+        self.regenerating = 0
+        """How many recipes are running, one inside of the other."""
+        self.sharing: set[RecipeGroup] | None = None
+        """The groups of recipes that have run inside of ``sharing_values``; None outside of it."""
+        self.packing_for_recipe = False
+        """Whether a tensor is packed for a recipe, and not because autograd saves it."""
+        self.simulates_cuda = False
+        """Whether fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU."""
 
 
 local = _ThreadState()

@@ -23,7 +23,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 @dataclass
 class RegionStatistics:
-    """Whose tensors these are: a name for messages, and totals since the policy was applied."""
+    """The name of a region, for messages, and its totals since the policy was applied."""
 
     name: str
     frames: int = 0
@@ -41,15 +41,15 @@ class RegionStatistics:
     regenerated_nbytes: int = 0
     """Bytes that came back so, with those of what had to come back on the way."""
     stopwatch: Stopwatch | None = None
-    """Times that, where somebody wants to know."""
+    """Times the regenerations, if that was asked for."""
     plan: SavePlan | None = None
     """What its last frame kept and dropped, and why."""
     dropped_outputs: list[DroppedOutput] = field(default_factory=list)
-    """What else was dropped of its last frame."""
+    """The outputs of its last frame that were dropped, too."""
 
 
 class DroppedOutput(NamedTuple):
-    """An output of a frame that autograd saved behind it, for another module's backward, and that was dropped."""
+    """An output of a frame that autograd saved for another module's backward, and that was dropped."""
 
     made_by: str
     layout: Layout
@@ -81,11 +81,12 @@ class KeptTensor(PackedTensor):
 
 
 class ParameterReference(PackedTensor):
-    """A parameter, or a view of one, by the object that it is: whoever gathers weights may swap the memory under it.
+    """A parameter, or a view of one. It is held by the object that it is: who gathers weights may swap its memory.
 
-    Of one that is a DTensor, what this rank has.
-    memory: what it has now, to be used even if ``parameter.data`` is replaced. Autograd holds that of a view, and of a
-    parameter itself none: there None does what eager does.
+    Of a DTensor it is the part of this rank.
+
+    memory: the memory that the parameter has now. It is used also if ``parameter.data`` is replaced later, as autograd
+    holds the memory of a view. Of a parameter itself autograd holds only the object: there it is None.
     """
 
     __slots__ = ("layout", "memory", "name", "parameter", "version")
@@ -141,12 +142,12 @@ class ParameterView(PackedTensor):
 
 
 class VersionGuard:
-    """The count of versions of a DTensor, which stands for what it holds of memory."""
+    """Refuses a DTensor that was changed in place, also for its part on this rank, which counts no versions itself."""
 
     __slots__ = ("_name", "_shell", "_version")
 
     def __init__(self, alias: Any, name: str):
-        """alias: of the DTensor, and nobody else's: it is emptied, and still counts as all others do."""
+        """alias: of the DTensor, which nobody else has. It is emptied, and still shares the count of versions."""
         alias._local_tensor = None
         self._shell = alias
         self._version = version_of(alias)
@@ -187,7 +188,7 @@ class KeptShard(KeptTensor):
 
 
 class PackedByOuterHook(PackedTensor):
-    """A tensor given to saved-tensor hooks that are not ours, and what they made of it."""
+    """What saved-tensor hooks of others, around the region, made of a tensor."""
 
     __slots__ = ("packed", "unpack")
 
@@ -280,10 +281,10 @@ def is_inside_checkpoint() -> bool:
     """Whether what is saved now goes to a checkpoint, ours or torch's, be it the first run or a replay."""
     hooks = top_hooks()
     while hooks is not None and hooks[1] is unpack_saved:
-        span = hooks[0].__self__  # type: ignore[attr-defined]
-        if span.is_checkpoint:
+        scope = hooks[0].__self__  # type: ignore[attr-defined]
+        if scope.is_checkpoint:
             return True
-        hooks = span.outer
+        hooks = scope.outer
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 

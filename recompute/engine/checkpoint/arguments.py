@@ -33,7 +33,7 @@ from recompute.errors import MutationError
 
 
 class _HeldTensor:
-    """A tensor among a frame's arguments, and as it stands while the frame runs."""
+    """A tensor among a frame's arguments: what holds it for backward, and how it was when the frame began."""
 
     __slots__ = ("attributes", "before", "original", "requires_grad", "saved", "stride", "version")
 
@@ -50,7 +50,7 @@ class _HeldTensor:
         self.original: Tensor | None = tensor
         self.version = version_of(tensor)
         self.before: Tensor | None = None
-        """A copy of what an array has the memory of: whoever writes to that changes no version."""
+        """A copy, if an array has the same memory: who writes to the array changes no version."""
         if is_shared(tensor):
             self.expose()
 
@@ -147,7 +147,7 @@ class HeldArguments:
                 held.expose()
 
     def changed(self) -> str | None:
-        """Names an argument that has been modified in place since, if there is one, or can be used but once."""
+        """Names an argument that has been modified in place since, or that can be used only once, if there is one."""
         for held in self._tensors.values():
             if held.changed():
                 tensor = held.before if held.original is None else held.original

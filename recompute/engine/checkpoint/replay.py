@@ -23,7 +23,7 @@ class ReplayComplete(Exception):
 
 
 ExpectedTensor = tuple[torch.Size, torch.dtype, int | None]
-"""What stands in a slot: a shape and dtype, and which storage, though its key means nothing once it is freed."""
+"""The tensor of a slot: its shape, its dtype, and the key of its storage, which means nothing once that is freed."""
 
 
 class Replay:
@@ -31,8 +31,8 @@ class Replay:
 
     name: of the region, for messages.
     pinned: gives what the frame's n-th call of ``recompute.keep`` was given, in the place of what it is given now.
-    expected: what stands in each slot; None where anything may.
-    lives: by slot, the parameter or input that what stands there shares its storage with.
+    expected: the tensor that belongs in each slot; None where it may be any.
+    living: by slot, the parameter or input with which the tensor there shares its storage.
     """
 
     is_checkpoint = True

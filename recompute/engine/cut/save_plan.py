@@ -21,7 +21,7 @@ class ValueRef(NamedTuple):
 
 
 class ValueFacts(NamedTuple):
-    """What is known of a value, the content of a storage.
+    """What is known of a value: what a storage holds from one write to the next.
 
     ``step`` made it, as output ``slot``. No step: it was there. No slot: running the step again does not give it back.
     """
@@ -74,7 +74,7 @@ class SavedTensorRow(NamedTuple):
 
 
 class StepInstruction(NamedTuple):
-    """What a frame that follows a plan does at a step."""
+    """What a frame that follows a plan expects and does at a step."""
 
     op: Any
     matters: bool
@@ -119,7 +119,10 @@ class SavePlan:
     overwritten: frozenset[int] = frozenset()
     """Values that were overwritten: autograd refuses them if it saved them, and nothing is regenerated from them."""
     guard: Hashable = None
-    """How its frame began; None of one that had followed another plan, and had let go of tensors when it left that."""
+    """How the frame began that it was made of. A frame that begins alike may follow it.
+
+    None if that frame had followed another plan and had let go of tensors before it deoptimized.
+    """
 
     @property
     def is_complete(self) -> bool:

@@ -60,8 +60,8 @@ def _telling(door: Callable[..., Any], is_array: bool) -> Callable[..., Any]:
     @functools.wraps(door)
     def method(memory: Any, *args: Any, **kwargs: Any) -> Any:
         if local.active_frames:
-            for span in local.active_frames:
-                span.hand_out(memory, is_array)
+            for frame in local.active_frames:
+                frame.hand_out(memory, is_array)
         elif is_array and type(memory) is Tensor and memory.layout is torch.strided:
             expose(memory.untyped_storage())
         return door(memory, *args, **kwargs)

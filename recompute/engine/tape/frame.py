@@ -252,11 +252,11 @@ class TapeFrame:
         if call is not None:
             self._calls[self._count] = call
         self._count += 1
-        tracked, kept = plan.tracked, plan.kept
-        is_written = bool(known.writes) or unobserved
+        tracked, current = plan.tracked, values.current
         for number, (_, tensor, _) in zip(instruction.made, made, strict=True):
-            if number in tracked or values.known_number(tensor) is not None:
-                values.bind(number, tensor, holds=number in kept, written=is_written)
+            if number in tracked or tensor.untyped_storage()._cdata in current:
+                is_written = bool(known.writes) or unobserved
+                values.bind(number, tensor, holds=number in plan.kept, written=is_written)
         return output
 
     def _write_down(

@@ -153,9 +153,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
-        frame = self.frame
         if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
-            frame.note_dtensors(tensors_in((args, kwargs)))
+            self.frame.note_dtensors(tensors_in((args, kwargs)))
             return NotImplemented
         op_policy = self.op_policy
         known, reason = op_policy.decisions.get(op) or op_policy.decide(op)
@@ -165,13 +164,12 @@ class Tape(TorchDispatchMode):
         unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
         if known.kind is Kind.VIEW and not unobserved:
             return op(*args, **kwargs)
+        frame = self.frame
         if not frame.has_begun:
             frame.begin(op, args)
-        instruction = None
-        if frame.plan is not None:
-            instruction = frame.follow(op, unobserved, op_policy)
-            if instruction is not None and not instruction.matters:
-                return op(*args, **kwargs)
+        instruction = None if frame.plan is None else frame.follow(op, unobserved, op_policy)
+        if instruction is not None and not instruction.matters:
+            return op(*args, **kwargs)
         if known.varies:
             known, reason = op_policy.decide_by(facts_of_call(op, args, kwargs))
         if unobserved:
