@@ -72,8 +72,7 @@ def test_llama_8b_is_what_was_measured_without_a_policy(plain: Estimate) -> None
     ("optimizer", "peak", "moment"),
     [
         ("adamw", 74.85, "optimizer step"),
-        ("adamw-loop", 61.85, "optimizer step"),
-        ("adamw-fused", 60.0, "backward of model.embed_tokens"),
+        *slow(("adamw-loop", 61.85, "optimizer step"), ("adamw-fused", 60.0, "backward of model.embed_tokens")),
     ],
 )
 def test_llama_8b_is_what_was_measured_with_every_layer_checkpointed(optimizer: str, peak: float, moment: str) -> None:
@@ -126,6 +125,7 @@ def test_advice_is_what_an_estimate_with_it_says(plain: Estimate) -> None:
     assert saves["the optimizer's states and step on the CPU or NVMe"] == 4 * COUNT
 
 
+@pytest.mark.slow
 def test_small_models_at_long_sequence_and_large_ones_get_different_advice() -> None:
     small = recompute.estimate(llama_8b(num_hidden_layers=4, hidden_size=2048, vocab_size=32000), seq_len=65536)
     large = recompute.estimate(llama_8b(num_hidden_layers=40, hidden_size=5120), seq_len=512)
@@ -196,6 +196,7 @@ def test_shards_at_the_optimizers_step(sharding: str, divided: int) -> None:
     assert found.moments["optimizer step"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_are_divided_as_they_come_under_zero_2() -> None:
     options: dict[str, Any] = {"devices": 8, "policy": "full", "optimizer": "adamw-fused"}
     one, two = estimate(sharding="zero1", **options), estimate(sharding="zero2", **options)

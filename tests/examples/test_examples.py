@@ -53,6 +53,7 @@ def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         assert int(after.replace(",", "")) < int(before.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_estimate_against_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -165,6 +165,7 @@ def test_the_whole_in_python(tiny: Path) -> None:
     assert recompute.verify(model, batch, policy=found.policy).bitwise
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_gpu_that_is_not_here(tiny: Path) -> None:
     code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "H200", "--json")
     assert code == 0, told
@@ -173,6 +174,7 @@ def test_a_plan_for_a_gpu_that_is_not_here(tiny: Path) -> None:
     assert "the profile is calculated for a device, not measured on one" in document["note"]
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_was_calculated_for(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "plan.yaml"
     shared = ("--gpu", "h200", "--sharding", "fsdp", "--devices", 2, "--dtype", "bf16", "--frontier", "--out", out)
@@ -184,6 +186,7 @@ def test_a_plan_says_what_it_was_calculated_for(tiny: Path, tmp_path: Path) -> N
     assert "without what devices tell each other" in printed
 
 
+@pytest.mark.slow
 def test_progress_is_told_on_stderr_in_lines(tiny: Path) -> None:
     code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "rtx4090")
     assert code == 0, told
