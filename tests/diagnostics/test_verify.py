@@ -221,19 +221,19 @@ def test_everything_is_left_as_it_was(
     versions, values = [tensor._version for tensor in tensors], [tensor.clone() for tensor in tensors]
     before, states, environment = snapshot(model), random_states(model), dict(os.environ)
 
-    def verify() -> verify.Verification:
+    def verified() -> verify.Verification:
         loss = None if error is not AttributeError else lambda output: output.missing
         return recompute.verify(model, batch, policy=rules({"match": "layer", "action": "checkpoint"}), loss=loss)
 
     if error is None:
-        found = verify()
+        found = verified()
         assert found.bitwise
         assert found.dropped_tensors > 0  # though it is not in training
     else:
         if error is GradientMismatch:
             monkeypatch.setattr(verify, "same_bits", lambda one, other: False)
         with pytest.raises(error):
-            verify()
+            verified()
     assert snapshot(model) == before
     assert random_states(model) == states
     assert [tensor._version for tensor in tensors] == versions
@@ -278,7 +278,7 @@ for policy in (TAPED, CHECKPOINTED):
 
 
 def test_the_debug_switch_watches_a_whole_process() -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
     environment = {**os.environ, "RECOMPUTE_VERIFY": "1", "PYTHONPATH": path}
     command = [sys.executable, "-W", "ignore", "-c", LIAR]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
