@@ -155,6 +155,7 @@ def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
         model(**batch).loss.backward()
 
 
+@pytest.mark.slow
 def test_the_whole_in_python(tiny: Path) -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     model, batch = build(str(tiny), sequence_length=64, batch_size=1, **options)

@@ -12,7 +12,6 @@ import models
 import pytest
 import tiny
 import torch
-from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -111,7 +110,8 @@ def test_regions_that_run_alike_are_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["frozen", *slow("wider", "bias")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wider", "frozen", "bias"])
 def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
     model, ids, loss = decoder_and_loss()
     layer: Any = model.layers[2]
