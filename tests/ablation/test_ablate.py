@@ -159,6 +159,7 @@ def test_a_loss_of_the_callers_own_and_a_dtype() -> None:
     assert "bfloat16" in found.results["config"]["model"]
 
 
+@pytest.mark.slow
 def test_random_states_are_left_alone_and_a_model_that_was_trained_is_not_seen_again() -> None:
     state = torch.get_rng_state()
     first, second = (ablate(mlp, policies=["elementwise"]) for _ in range(2))

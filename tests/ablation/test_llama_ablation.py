@@ -162,6 +162,7 @@ def test_a_lost_gradient_does_not_match(tmp_path: Path, monkeypatch: pytest.Monk
     assert row.losses_match is False
 
 
+@pytest.mark.slow
 def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out_of_memory(model: nn.Module, policy: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
@@ -180,6 +181,7 @@ def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path: Path, monk
     assert rows["torch-checkpoint"].grads_match
 
 
+@pytest.mark.slow
 def test_without_a_baseline_the_others_are_measured_and_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +202,7 @@ def test_without_a_baseline_the_others_are_measured_and_not_compared(
         assert rows[policy].grads_match is rows[policy].losses_match is rows[policy].grad_tolerance is None
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_its_rows_and_says_so(tmp_path: Path) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
         if (what, done) == ("torch-selective, sequence 64", 1):
@@ -257,6 +260,7 @@ def test_bfloat16_model_keeps_its_rotary_table_in_float32() -> None:
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_tolerance_is_earned_from_bfloat16(tmp_path: Path) -> None:
     row = run(tmp_path, policies=("kernel",), dtype="bfloat16")["kernel"]
     assert row.error is None
@@ -400,6 +404,7 @@ def test_on_cuda_exact_policies_match_bitwise_and_launching_is_timed(tmp_path: P
         assert row.losses_match or policy in ("kernel", "auto")
 
 
+@pytest.mark.slow
 def test_each_policy_also_runs_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = "aot_eager_decomp_partition"  # inductor's cut between forward and backward, without its code
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_default
 from tiny import (
     TinyDecoderLayer,
     TinyRMSNorm,
@@ -122,8 +123,8 @@ def test_state_dicts_go_both_ways() -> None:
     assert_same(list(other.state_dict().values()), list(plain.state_dict().values()))
 
 
-@pytest.mark.parametrize("second", PRESETS[1:])
-@pytest.mark.parametrize("first", PRESETS[1:])
+@pytest.mark.parametrize("second", by_default(PRESETS[1:], "hook", "auto"))
+@pytest.mark.parametrize("first", by_default(PRESETS[1:], "full", "kernel"))
 def test_a_model_under_a_policy_refuses_another(first: str, second: str) -> None:
     model = decoder()
     handle = recompute.apply(model, first)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_default, slow
 from tiny import TinyDecoderLayer, assert_same, decoder, rule, rules, train
 from torch import nn
 
@@ -38,8 +39,8 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("preset", ["full", "hook", "kernel", "elementwise", "auto"])
+@pytest.mark.parametrize("how", by_default(list(COPIES), "deepcopy", "torch.save", "pickle 2"))
+@pytest.mark.parametrize("preset", ["full", "kernel", *slow("hook", "elementwise", "auto")])
 def test_copies_are_of_the_model_without_the_policy(how: str, preset: str) -> None:
     model, plain = decoder(), decoder()
     handle = recompute.apply(model, preset)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_default
 from tiny import (
     HIDDEN,
     TOKENS,
@@ -108,7 +109,7 @@ def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attache
     ids=["another tensor", "in place"],
 )
 @pytest.mark.parametrize("name", ["layers.0.input_layernorm", "layers.1.mlp.gate_proj", "norm", "layers.1"])
-@pytest.mark.parametrize("preset", POLICIES)
+@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_hooks_that_change_an_output_are_heeded(preset: str, name: str, hook: Callable[..., Any]) -> None:
     model, plain = decoder(), decoder()
     for each in (model, plain):
@@ -159,7 +160,7 @@ class Adapter(nn.Module):
 
 @pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("preset", POLICIES)
+@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_adapters_are_respected(preset: str, when: str, projection: str) -> None:
     def adapt(model: TinyDecoder) -> None:
         torch.manual_seed(3)
@@ -349,7 +350,7 @@ def test_parts_in_eval_mode_are_left_alone() -> None:
     assert handle.stats().frames == 2
 
 
-@pytest.mark.parametrize("preset", POLICIES)
+@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_a_module_used_twice_in_one_forward(preset: str) -> None:
     model, plain = decoder(), decoder()
     for each in (model, plain):
@@ -362,7 +363,7 @@ def test_a_module_used_twice_in_one_forward(preset: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("preset", POLICIES)
+@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_arguments_by_name(preset: str) -> None:
     model, plain = decoder(), decoder()
     recompute.apply(model, preset)
@@ -375,7 +376,7 @@ def test_arguments_by_name(preset: str) -> None:
     torch.testing.assert_close(found, gradients(lambda x: same(hidden_states=x), x))
 
 
-@pytest.mark.parametrize("preset", POLICIES)
+@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_an_error_in_forward_leaves_nothing_behind(preset: str) -> None:
     model = decoder()
     recompute.apply(model, preset)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from tiny import TinyMLP, TinyRMSNorm, assert_same, decoder, rule, rules, snapshot, train
 from torch import Tensor, nn
 
@@ -114,11 +115,8 @@ def test_layers_of_one_rule_may_be_for_the_longer_of_two_stacks() -> None:
         ("attn", "attention"),
         ("attenion", "attention"),
         ("conv", "convolution"),
-        ("gem", "gemm"),
-        ("gemms", "gemm"),
-        ("collectives", "collective"),
         ("mm", "aten.mm"),
-        ("bmm", "aten.bmm"),
+        *slow(("gem", "gemm"), ("gemms", "gemm"), ("collectives", "collective"), ("bmm", "aten.bmm")),
     ],
 )
 def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word: str, meant: str) -> None:
@@ -129,7 +127,7 @@ def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word: str,
 
 
 @pytest.mark.parametrize(
-    "word", ["router_logits", "logits", "attention_output", "gemma_scale", "gate", "angle", "x", "c"]
+    "word", ["router_logits", *slow("gate", "logits", "attention_output", "gemma_scale", "angle", "x", "c")]
 )
 def test_a_kept_word_that_looks_like_none_is_a_tensors_name(word: str) -> None:
     assert warned(rules(rule("block", "recompute", keep=word))) == []

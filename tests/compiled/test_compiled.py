@@ -98,7 +98,6 @@ NEIGHBOURS = {  # of which one gives to the next what comes back
     by_default(
         {**{name: POLICIES[name] for name in ("hooks", "checkpoint but attention")}, **NEIGHBOURS},
         "hooks",
-        "checkpoint but attention",
         "norms before a checkpoint",
     ),
 )
@@ -139,9 +138,8 @@ def whole(model: nn.Module) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("compiling", "first"),
     [
-        (whole, False),
         (compile_layers, True),
-        *slow((whole, True), (whole_in_place, True), (whole_in_place, False), (compile_layers, False)),
+        *slow((whole, True), (whole, False), (whole_in_place, True), (whole_in_place, False), (compile_layers, False)),
     ],
 )
 def test_before_or_after_compiling(compiling: Callable[[nn.Module], Any], first: bool) -> None:
@@ -162,6 +160,7 @@ def test_before_or_after_compiling(compiling: Callable[[nn.Module], Any], first:
     assert held(model, lambda: next_token_loss(compiled, token_ids())) < without
 
 
+@pytest.mark.slow
 def test_layers_that_are_wrapped_keep_their_paths() -> None:
     model = decoder()
     for index, layer in enumerate(model.layers):
@@ -210,7 +209,7 @@ WITH_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a 
         pytest.param("inductor", "cuda", marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+@pytest.mark.parametrize("action", ["checkpoint", *slow("recompute")])
 def test_dropout_draws_one_mask(backend: str, device: str, action: str) -> None:
     module = nn.Sequential(Drops(), Drops())
     recompute.apply(module, {"rules": [{"type": "Drops", "action": action}]})
@@ -223,7 +222,7 @@ def test_dropout_draws_one_mask(backend: str, device: str, action: str) -> None:
         assert torch.equal(y == 0, gradient == 0)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("dropout", [0.25, *slow(0.0)])
 def test_attentions_dropout_is_drawn_once(dropout: float) -> None:
     torch.manual_seed(0)
     model, plain = decoder(dropout=dropout), compile_layers(decoder(dropout=dropout))
@@ -398,7 +397,7 @@ def test_sizes_that_a_graph_is_not_bound_to_have_a_price_too() -> None:
 HOOKS = {"action": "recompute", "via": "hook"}
 
 
-@pytest.mark.parametrize("compiling", [whole, whole_in_place])
+@pytest.mark.parametrize("compiling", [whole, *slow(whole_in_place)])
 def test_a_head_that_makes_logits_in_compiled_code_says_so(compiling: Callable[[nn.Module], Any]) -> None:
     model = decoder(layers=1)
     recompute.apply(model, rules(rule(LAYER), {"match": "lm_head", "action": "recompute", "via": "kernel"}))
@@ -428,10 +427,11 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize(("around", "inside"), NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("nested", by_default(NESTED, "gemms again around", "a price inside"))
 def test_rules_inside_of_rules_mean_what_they_mean_in_eager_code(
-    around: dict[str, Any], inside: dict[str, Any]
+    nested: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
+    around, inside = nested
     policy = rules(
         rule("TinyMLP", **HOOKS, **inside), rule(LAYER, **(around if "action" in around else HOOKS | around))
     )
@@ -482,7 +482,8 @@ def test_layers_of_hugging_face_compile_under_a_preset(name: str, preset: str) -
 
 
 @pytest.mark.parametrize(
-    "policy", ["elementwise", rules(rule("*Layer", "recompute", via="kernel"))], ids=["hooks", "kernels"]
+    "policy",
+    by_default({"hooks": "elementwise", "kernels": rules(rule("*Layer", "recompute", via="kernel"))}, "kernels"),
 )
 def test_layers_of_stacked_experts_are_one_graph(policy: Any) -> None:
     plain, model = models.make("mixtral"), models.make("mixtral")

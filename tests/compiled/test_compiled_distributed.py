@@ -14,6 +14,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> SEEN:
     return seen_by_two(tmp_path_factory.mktemp("processes"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "none"])
 def test_compiled_layers_that_are_shared_out(seen: SEEN, way: str, name: str) -> None:

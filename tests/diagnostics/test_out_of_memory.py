@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from tiny import HIDDEN, INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -73,7 +74,7 @@ def peak_of(model: nn.Module, policy: Any) -> int:
     return timeline.peak_nbytes
 
 
-@pytest.mark.parametrize(("policy", "helps"), [(None, {"layers.*", "layers.*.mlp"}), ("hook", {"layers.*"})])
+@pytest.mark.parametrize(("policy", "helps"), [(None, {"layers.*", "layers.*.mlp"}), *slow(("hook", {"layers.*"}))])
 def test_it_says_who_holds_what_and_what_each_rule_frees(
     policy: str | None, helps: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,6 +102,7 @@ def test_it_says_who_holds_what_and_what_each_rule_frees(
     assert freed == sorted(freed, reverse=True)
 
 
+@pytest.mark.slow
 def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog: pytest.LogCaptureFixture) -> None:
     model = decoder()
 

@@ -24,6 +24,7 @@ import pytest
 import torch
 from engine_testing import (
     HIDDEN,
+    POLICIES,
     TOKENS,
     Holder,
     Layer,
@@ -43,6 +44,7 @@ from engine_testing import (
     tokens,
     weak,
 )
+from tiers import by_default
 from tiny import counted_ops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -506,7 +508,7 @@ def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls() ->
     assert a_module <= 24
 
 
-@every_policy
+@pytest.mark.parametrize("rules", by_default(POLICIES, "both"))
 def test_10_a_region_that_is_never_captured_costs_what_its_second_run_did_in_the_end(rules: dict[str, Any]) -> None:
     model, x = Stack(), tokens()
     recompute.apply(model, rules)

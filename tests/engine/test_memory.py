@@ -15,6 +15,7 @@ from engine_testing import (
     CPU,
     HIDDEN,
     ROW_NBYTES,
+    SETTINGS,
     TOKENS,
     Census,
     Projections,
@@ -26,6 +27,7 @@ from engine_testing import (
     every_policy_of_a_stack,
     every_rule,
     every_setting,
+    governing,
     holding,
     loss_of,
     no_garbage_collection,
@@ -34,6 +36,7 @@ from engine_testing import (
     tokens,
     weak,
 )
+from tiers import by_default
 from tiny import counted_ops
 from torch import Tensor, nn
 
@@ -114,7 +117,7 @@ def test_a_retained_backward_leaves_no_more_held_than_before_it(rules: dict[str,
 # Many steps
 
 
-@every_rule
+@pytest.mark.parametrize("rules", by_default({name: governing(each) for name, each in SETTINGS.items()}, "recompute"))
 def test_memory_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
     model = Stack(count=1)
     recompute.apply(model, rules)

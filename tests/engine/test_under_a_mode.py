@@ -100,6 +100,7 @@ def sampled() -> list[Any]:
     return known + random.Random(0).sample([info for info in infos if info not in known], 30)
 
 
+@pytest.mark.slow
 def test_a_sample_of_torchs_ops_under_autocast_and_other_modes() -> None:
     different = []
     for info in sampled():

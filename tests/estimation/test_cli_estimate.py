@@ -57,6 +57,7 @@ def test_sweep_prints_a_table_and_writes_a_plot(config: Path, tmp_path: Path) ->
     assert [each["seq_len"] for each in json.loads(output)] == [8, 16, 32, 64] * 3
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_whether_it_fits(config: Path) -> None:
     code, output = printed("--model", config, "--seq-len", 32, "--gpu", "h100", "--gpu-memory", "80MiB")
     assert code == 0, output

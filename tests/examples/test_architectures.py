@@ -58,6 +58,7 @@ def test_three_architectures_are_bitwise_and_a_second_run_goes_on(tmp_path: Path
         assert f"\n| {name} " in table
 
 
+@pytest.mark.slow
 def test_what_does_not_end_is_a_row(tmp_path: Path) -> None:
     record, output = sweep(tmp_path, "--only", "llama", "--seconds", "0")
     assert record["rows"]["llama"]["not built"] == "no end within 0 s"

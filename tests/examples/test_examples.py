@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiers import by_default, slow
+from tiers import slow
 
 from recompute import load_policy
 from recompute.policy.loading import preset_path
@@ -53,6 +53,7 @@ def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         assert int(after.replace(",", "")) < int(before.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_estimate_against_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -131,7 +132,8 @@ def run_distributed(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", by_default(DISTRIBUTED, "fsdp2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTRIBUTED)
 def test_distributed(name: str, tmp_path: Path) -> None:
     done = run_distributed(name, "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr

@@ -77,6 +77,7 @@ def test_layers_alone_train_the_same_under_each_exact_way(script: dict[str, Any]
     assert without == 3  # of embedding, last norm and head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_what_liger_puts_into_transformers_acts_on_its_own_model_alone(
     in_turn: bool, script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -106,6 +107,7 @@ def test_what_liger_puts_into_transformers_acts_on_its_own_model_alone(
     assert modeling_llama.apply_rotary_pos_emb is plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_where_none_fails_others_are_measured_and_compared_with_nothing(in_turn: bool, script: dict[str, Any]) -> None:
     base: Any = script["Trial"]

@@ -113,6 +113,7 @@ def test_a_dtensor_can_be_pinned(two_processes: TwoProcesses) -> None:
         assert pinned > plain
 
 
+@pytest.mark.slow
 def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_processes: TwoProcesses) -> None:
     (policy, profile), (other_policy, other_profile) = two_processes.run(plans_of_this_rank, True)
     assert policy == other_policy
@@ -123,7 +124,8 @@ def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_
     assert held[0] < held[1] == held[2]
 
 
-@pytest.mark.parametrize("how", ["fsdp", *slow("ddp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes: TwoProcesses, how: str) -> None:
     first, second = two_processes.run(verified, how)
     assert first.own_peaks[0] < first.budget_nbytes < second.own_peaks[0]  # alone, rank 0 would have been content

@@ -303,6 +303,7 @@ def files(folder: Path, *, but: tuple[str, ...] = ()) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in but}
 
 
+@pytest.mark.slow
 def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_path: Path) -> None:
     def run(resume: Path | None, *callbacks: Any) -> Path:
         """Always in one folder, whose name is in the files."""

@@ -87,6 +87,7 @@ def test_errors_at_real_sizes_are_no_larger_than_eagers(
     assert_as_good_as_eager(make_inputs(min(rows, 2**26 // hidden), hidden, "cuda", dtype, has_residual), casting)
 
 
+@pytest.mark.slow
 def test_rows_wider_than_a_program_holds(device: str):
     assert_as_good_as_eager(make_inputs(2, 33_000, device), "llama")
 

@@ -73,6 +73,7 @@ def test_a_gpu_of_another_kind_is_told_about(monkeypatch: pytest.MonkeyPatch, ca
     launch._tell_settings.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is published for Linux only")
 @pytest.mark.parametrize("name", GPUS)
 def test_settings_fit_gpus_on_which_they_were_not_measured(name: str):

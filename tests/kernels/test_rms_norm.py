@@ -86,6 +86,7 @@ def test_one_column(rows: int, casting: str, device: str):
         assert ((value - truth).abs() <= 8 * FLOAT32_ROUNDING * scale).all()
 
 
+@pytest.mark.slow
 def test_rows_wider_than_a_program_holds(device: str):
     x, weight = make(2, 33_000, device=device), make(33_000, device=device, seed=1)
     assert_as_good_as_the_formula(x, weight, "llama")

@@ -155,6 +155,7 @@ def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
         model(**batch).loss.backward()
 
 
+@pytest.mark.slow
 def test_the_whole_in_python(tiny: Path) -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     model, batch = build(str(tiny), sequence_length=64, batch_size=1, **options)
@@ -165,6 +166,7 @@ def test_the_whole_in_python(tiny: Path) -> None:
     assert recompute.verify(model, batch, policy=found.policy).bitwise
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_gpu_that_is_not_here(tiny: Path) -> None:
     code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "H200", "--json")
     assert code == 0, told
@@ -173,6 +175,7 @@ def test_a_plan_for_a_gpu_that_is_not_here(tiny: Path) -> None:
     assert "the profile is calculated for a device, not measured on one" in document["note"]
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_was_calculated_for(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "plan.yaml"
     shared = ("--gpu", "h200", "--sharding", "fsdp", "--devices", 2, "--dtype", "bf16", "--frontier", "--out", out)
@@ -184,6 +187,7 @@ def test_a_plan_says_what_it_was_calculated_for(tiny: Path, tmp_path: Path) -> N
     assert "without what devices tell each other" in printed
 
 
+@pytest.mark.slow
 def test_progress_is_told_on_stderr_in_lines(tiny: Path) -> None:
     code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "rtx4090")
     assert code == 0, told

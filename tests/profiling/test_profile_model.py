@@ -12,7 +12,6 @@ import models
 import pytest
 import tiny
 import torch
-from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -84,7 +83,8 @@ def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> N
         assert predicted_peak(profile, choices) == measured_peak(profile, model, ids, choices, loss)
 
 
-@pytest.mark.parametrize("kernels", [True, *slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [True, False])
 def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
     model = models.make("llama", num_hidden_layers=5)
     model.config.use_cache = False
@@ -110,7 +110,8 @@ def test_regions_that_run_alike_are_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["frozen", *slow("wider", "bias")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wider", "frozen", "bias"])
 def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
     model, ids, loss = decoder_and_loss()
     layer: Any = model.layers[2]
@@ -160,6 +161,7 @@ def test_a_profile_is_what_it_is_after_a_round_trip(tmp_path: Path) -> None:
     assert Profile.load(tmp_path / "profile.json") == profile
 
 
+@pytest.mark.slow
 def test_static_bytes_are_parameters_states_and_batch() -> None:
     model, ids, _ = decoder_and_loss(2)
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -213,6 +215,7 @@ def test_gradients_that_are_no_numbers_change_no_weight() -> None:
     assert_same_state(state_of(model), before)
 
 
+@pytest.mark.slow
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     profiled(2, progress=lambda *now: told.append(now))
@@ -221,6 +224,7 @@ def test_progress_is_told() -> None:
     assert told[-1][1] == told[-1][2] == len(done)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = measure_regions._RegionMeasurer._measure
 
@@ -258,6 +262,7 @@ class Shared(nn.Module):
         return self.once(self.twice(self.twice(x)))
 
 
+@pytest.mark.slow
 def test_a_layer_that_runs_twice_is_part_of_what_is_around_it() -> None:
     with pytest.warns(PolicyWarning, match="twice runs 2 times in a forward"):
         profile = recompute.profile(Shared(), torch.ones(2, 6, tiny.HIDDEN), steps=1)

@@ -7,6 +7,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from tiers import slow
 from torch import Tensor, nn
 
 import recompute
@@ -76,7 +77,7 @@ def test_where_few_do_not_show_it_all_runs(kinds: str) -> None:
     assert find_repeated(Net(kinds)) == []
 
 
-@pytest.mark.parametrize("kinds", ["a" * 11, "baaaaaaaaaa", "ab" * 7])
+@pytest.mark.parametrize("kinds", ["ab" * 7, *slow("a" * 11, "baaaaaaaaaa")])
 def test_the_profile_is_that_of_all_layers(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, whole = profiled(Net(kinds)), profiled_whole(Net(kinds), monkeypatch)
     assert found.places == whole.places
@@ -109,6 +110,7 @@ def test_deeper_models_run_no_more_layers(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["all", "counted"])
 def test_a_model_whose_other_parts_see_how_many_layers_there_are_runs_whole(
     way: str, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +126,7 @@ def test_single_layers_that_are_named_are_those_that_run(monkeypatch: pytest.Mon
     assert found == profiled_whole(Net("a" * 12), monkeypatch, match=match)
 
 
+@pytest.mark.slow
 def test_the_model_is_left_whole() -> None:
     with torch.device("meta"):
         model = models.make("llama", torch.bfloat16, num_hidden_layers=9)

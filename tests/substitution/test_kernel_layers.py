@@ -11,6 +11,7 @@ import torch
 import transformers
 from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, SHAPE, VOCABULARY, held
 from models import LAYERS_BY_KERNELS as POLICY
+from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,7 +85,7 @@ def test_from_the_second_run_on_what_a_norm_feeds_is_one_node() -> None:
     assert backward.counts["rms_norm_forward"] == 1  # the last norm's output, for the loss
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Mixtral", *slow("Qwen2Moe", "Qwen3Moe")])
 def test_experts_are_gated_linear_units_in_one_kernel(name: str) -> None:
     model, plain = make(name), make(name)
     handle = recompute.apply(model, POLICY)
@@ -260,6 +261,7 @@ def test_softcapped_logits_are_capped_in_the_loss() -> None:
     torch.testing.assert_close(gradients(model), gradients(plain))
 
 
+@pytest.mark.slow
 def test_a_layer_compiles_with_kernels_in_its_place() -> None:
     model, plain = make(), make()
     recompute.apply(model, POLICY)

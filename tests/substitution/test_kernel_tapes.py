@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_kernels_alone(name: str, dtype: torch.dtype)
         assert_same(three_steps(name, policy(**options), dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", by_default(OPTIONS, "gemm", "everything"))
 def test_gradients_under_autocast_are_those_of_the_kernels_alone(options: dict[str, Any]) -> None:
     outcomes = []
     for given in (policy(), policy(**options)):
@@ -287,7 +287,7 @@ def test_what_is_kept_by_name_is_not_made_again() -> None:
     assert reruns[False] == reruns[True] + 1  # attention's output projection
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", by_default(OPTIONS, "gemm", "everything"))
 def test_further_backwards_and_second_derivatives(options: dict[str, Any]) -> None:
     outcomes = []
     for given in (policy(), policy(**options)):
