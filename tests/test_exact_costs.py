@@ -21,6 +21,7 @@ def each_layer(**rule: Any) -> dict[str, Any]:
 
 
 RECOMPUTE = {"action": "recompute", "via": "hook"}
+MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 FORWARD_FLOPS = 104_448
 """Of the matrix products of both layers."""
 
@@ -73,7 +74,7 @@ class CountWork(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
-        if op.overloadpacket in flop_registry:
+        if op.overloadpacket in MATRIX_PRODUCTS:
             self.flops += flop_registry[op.overloadpacket](*args, **(kwargs or {}), out_val=result)
         self.attentions += op.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return result

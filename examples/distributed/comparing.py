@@ -126,6 +126,7 @@ class Run:
             "held_bytes": held_nbytes,
             "peak_bytes": peak_nbytes,
             "step_ms": 1e3 * statistics.median(times[2:]),
+            "captured": [] if self.handle is None else _captured(self.handle.explain()),
         }
 
     def _memory(self) -> tuple[int, int]:
@@ -148,6 +149,11 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
+
+
+def _captured(explanation: str) -> list[str]:
+    """Of ``explain()`` the lines which say how many regions run as captured code, and why others do not."""
+    return [line for line in explanation.splitlines() if "run as captured code" in line]
 
 
 def _sum_of_bits(tensor: torch.Tensor | None) -> int:
@@ -250,6 +256,8 @@ def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str], compared: st
         print(f"{what}         {before:.1f} MiB, {after:.1f} MiB ({after / before:.2f}x)")
     print(f"a step       {without['step_ms']:.1f} ms, {under['step_ms']:.1f} ms")
     print(f"collectives  {without['collectives']}, {under['collectives']}")
+    for line in under["captured"]:
+        print(f"captured     {line}")
     print("wrong: " + "; ".join(wrong) if wrong else f"{compared} and collectives are equal on all ranks")
 
 

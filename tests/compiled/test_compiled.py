@@ -205,7 +205,7 @@ WITH_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a 
     ("backend", "device"),
     [
         (BACKEND, "cpu"),
-        pytest.param("inductor", "cpu", marks=WITH_COMPILER),
+        pytest.param("inductor", "cpu", marks=[WITH_COMPILER, pytest.mark.slow]),
         pytest.param("inductor", "cuda", marks=pytest.mark.gpu),
     ],
 )

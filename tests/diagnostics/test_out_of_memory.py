@@ -139,6 +139,7 @@ def test_the_batch_is_the_last_one_in_training(caplog: pytest.LogCaptureFixture)
     assert re.search(rf"\* +1 +{128 * HIDDEN * 4 / 1024:.1f} KiB", report)
 
 
+@pytest.mark.slow
 def test_what_is_around_the_model_is_seen_through(caplog: pytest.LogCaptureFixture) -> None:
     model = decoder()
     hook = model.layers[0].register_forward_hook(run_out_of_real_memory)

@@ -10,6 +10,7 @@ import models
 import pytest
 import transformers
 from test_cli import recompute
+from tiers import slow
 from typer.testing import CliRunner
 
 from recompute.cli import app
@@ -71,7 +72,7 @@ def test_the_exit_code_says_whether_it_fits(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "optimizer", "sharding"), [("bf16", "adam", "FSDP"), ("FP32", "AdamW_fused", "zero-3")]
+    ("dtype", "optimizer", "sharding"), [("bf16", "adam", "FSDP"), *slow(("FP32", "AdamW_fused", "zero-3"))]
 )
 def test_what_people_type_is_understood(config: Path, dtype: str, optimizer: str, sharding: str) -> None:
     flags = ("--dtype", dtype, "--optimizer", optimizer, "--sharding", sharding, "--devices", 2, "--seq-len", 16)

@@ -18,6 +18,7 @@ device: cpu
 """
 
 
+@pytest.mark.slow
 def test_plans_hold_and_are_set_beside_uniform_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,6 +136,7 @@ def test_layers_that_alternate_are_told_apart() -> None:
     assert [place.region for place in profile.places] == [0, 1, 2, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_every_choice_is_unique_and_the_rule_of_a_policy() -> None:
     profile = profiled(kernels=True)
     for region in profile.regions:
