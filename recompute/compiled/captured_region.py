@@ -31,6 +31,7 @@ from recompute.compiled.recording import Recording
 from recompute.engine.checkpoint.reachable_objects import walk_references
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
+from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import is_verifying, local
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import RegionStatistics, top_hooks, unpack_saved
@@ -86,7 +87,9 @@ class CapturedRegion:
         self._checkpoint = checkpoint
         self._frames = 0
         self.recording: Recording | None = None
-        """The calls of the last frame's forward, if a graph is to be taken of the next one."""
+        """The calls of the last frame's forward, if a graph is to be taken of the next one …"""
+        self._recorded_under: Numerics | None = None
+        """… under these settings of torch."""
         self._cache = cache
         self._cached: CachedGraphs | None = None
         self._own_graphs: GuardedGraphs | None = None
@@ -200,10 +203,13 @@ class CapturedRegion:
         if cached.draws:
             self.deoptimize(_DRAWS)
             return MISSED
+        if self.recording is not None and self._recorded_under is not None and not self._recorded_under.are_in_force():
+            self.recording = None  # other settings may choose other ops, as those of attention do
         graphs = self._own_graphs or cached.graphs
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
             self._unused = 0
+            self.recording = None  # it is of the frame before this one
         elif self.recording is not None and not cached.has_failed and self._unused < MAX_UNUSED_GRAPHS:
             self._unused += 1
             if graphs is cached.graphs and len(graphs.graphs) >= MAX_SHARED_GRAPHS:
@@ -271,6 +277,7 @@ class CapturedRegion:
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
         inner = [runner.statistics for runner in runners_in(function, args)]
         before = [each.eager_nbytes for each in inner]
+        self._recorded_under = Numerics()
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:

@@ -82,9 +82,8 @@ def meaning_of(rule: Rule) -> Meaning:
     if rule.action == "checkpoint" and not keep:
         note = "its Python runs again from its inputs"
         return Meaning(Mechanism.CHECKPOINT, note, REPEATABLE, price=0.0, capture=rule.capture)
-    if (
-        rule.action == "checkpoint"
-    ):  # holds the fewest bytes, whatever it costs to run again, as torch's checkpoint does
+    if rule.action == "checkpoint":
+        # As torch's checkpoint: the fewest bytes, whatever it costs to run again.
         return Meaning(Mechanism.TAPE, _note(rule), REPEATABLE, keep, price=0.0, capture=rule.capture)
     return Meaning(
         Mechanism.TAPE,

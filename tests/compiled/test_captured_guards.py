@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import ROWS, SIZE, Around, Step, Twins, body, fresh, rule, tokens, train
+from capture_testing import ROWS, SIZE, Around, Layers, Step, Twins, body, fresh, rule, tokens, train
 from engine_testing import loss_of
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
@@ -322,3 +322,39 @@ def test_python_state_that_every_call_changes(forward: Callable[..., Any], step:
     assert (twins.under.inside.seen, twins.under.inside.count) == (twins.plain.inside.seen, twins.plain.inside.count)
     assert twins.runs_code(step) == 0
     assert twins.why_not
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(0, 1)[None] for project in (self.q, self.k, self.v))
+        return x + F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+
+
+@contextmanager
+def another_attention() -> Iterator[None]:
+    """Deterministic algorithms choose another backend on CUDA; here it is switched."""
+    with deterministic():
+        torch.backends.cuda.enable_flash_sdp(False)  # the CPU's attention asks for it, too
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
+
+
+@pytest.mark.parametrize("in_force", ["for some frames", "for the frame that is recorded"])
+def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_force: str) -> None:
+    model = Layers(5)
+    for layer in model.layers:
+        layer.mixer = Attention()
+    twins, step = Twins(model, rule("layers.*")), train(tokens())
+    with another_attention():
+        if in_force == "for some frames":
+            twins.settle(step)
+        else:
+            while all(region.recording is None for region in twins.regions):
+                twins.step(step)
+    twins.settle(step)
