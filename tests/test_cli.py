@@ -59,6 +59,7 @@ def test_ablate_prints_a_table_and_writes_three_files(config: Path, tmp_path: Pa
     assert saved(out)["rows"][2]["losses"] == saved(out)["rows"][0]["losses"]
 
 
+@pytest.mark.slow
 def test_options_replace_what_the_config_says(config: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be, " * 10)

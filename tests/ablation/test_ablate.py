@@ -85,6 +85,7 @@ def ablate(*arguments: Any, **options: Any) -> Ablation:
 CHECKPOINT = {"name": "again", "rules": [{"match": ["blocks.*", "stages.*"], "action": "checkpoint"}]}
 
 
+@pytest.mark.slow
 def test_an_mlp_and_its_peers() -> None:
     found = ablate(mlp, policies=["none", "elementwise", CHECKPOINT], peers=["torch-checkpoint", "torch-selective"])
     assert [row.policy for row in found.rows] == [

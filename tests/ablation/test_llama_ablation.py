@@ -348,6 +348,7 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path, monk
     assert row.error == "AblationError: the peer liger needs the package liger-kernel: pip install liger-kernel"
 
 
+@pytest.mark.slow
 def test_what_a_peer_replaces_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Liger(types.ModuleType):
         @staticmethod
@@ -373,6 +374,7 @@ def test_compiled_layers_stay_within_rounding_and_hold_less_under_a_checkpoint(t
     assert held["torch-compile-selective"] < min(held["torch-selective"], held["torch-compile"])
 
 
+@pytest.mark.slow
 def test_a_step_of_the_layers_alone_trains_nothing_and_has_no_logits(
     tmp_path: Path, rows: dict[str, AblationRow]
 ) -> None:

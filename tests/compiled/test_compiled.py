@@ -503,6 +503,7 @@ def test_layers_of_stacked_experts_are_one_graph(policy: Any) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 def test_a_cache_that_a_layer_writes_to_is_refused_or_written_once() -> None:
     model, plain = models.make("llama"), models.make("llama")
     recompute.apply(model, "full")

@@ -277,6 +277,7 @@ for policy in (TAPED, CHECKPOINTED):
 """
 
 
+@pytest.mark.slow
 def test_the_debug_switch_watches_a_whole_process() -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
     environment = {**os.environ, "RECOMPUTE_VERIFY": "1", "PYTHONPATH": path}

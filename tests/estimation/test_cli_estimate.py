@@ -36,6 +36,7 @@ def test_prints_tables(config: Path) -> None:
     assert "Peak: " in output
 
 
+@pytest.mark.slow
 def test_json_is_one_object_of_what_was_asked_for(config: Path) -> None:
     flags = ("--seq-len", 32, "--batch-size", 2, "--optimizer", "sgd", "--sharding", "zero1", "--devices", 2, "--json")
     code, output = printed("--model", config, *flags)
@@ -71,6 +72,7 @@ def test_the_exit_code_says_whether_it_fits(config: Path) -> None:
     assert fit["peak_nbytes"] > fit["capacity_nbytes"] == 64 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "sharding"), [("bf16", "adam", "FSDP"), *slow(("FP32", "AdamW_fused", "zero-3"))]
 )

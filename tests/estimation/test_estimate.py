@@ -68,6 +68,7 @@ def test_llama_8b_is_what_was_measured_without_a_policy(plain: Estimate) -> None
     assert plain.dominates == "optimizer states"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "peak", "moment"),
     [
@@ -83,6 +84,7 @@ def test_llama_8b_is_what_was_measured_with_every_layer_checkpointed(optimizer: 
     assert backward / GIB == pytest.approx(60.0, rel=0.002)
 
 
+@pytest.mark.slow
 def test_a_layer_holds_the_closed_form_and_linearly_so(plain: Estimate) -> None:
     assert CLOSED_FORM * LENGTH == 784.5 * 2**20
     assert plain.activation_bytes_per_layer == (CLOSED_FORM + ROOTS) * LENGTH + FLASH
@@ -209,6 +211,7 @@ def test_gradients_are_divided_as_they_come_under_zero_2() -> None:
     assert one.moments[last] - two.moments[last] == pytest.approx(2 * COUNT * 7 / 8, rel=0.08)
 
 
+@pytest.mark.slow
 def test_autocast_holds_weights_in_both_dtypes_and_mixed_does_not() -> None:
     config = llama_8b(num_hidden_layers=2)
     pure, autocast, mixed, wide = (
@@ -253,6 +256,7 @@ def test_encoders_of_torch_call_attention_past_modes() -> None:
     assert found.activation_bytes < 4 * 1000 * 1000 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_dropout_saves_a_mask_of_bools_as_on_cuda(p: float) -> None:
     """One byte an element, also where a function of torch's calls dropout; the CPU saves factors in the input's dtype.

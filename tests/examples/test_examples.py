@@ -223,6 +223,7 @@ def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -
     assert "wrong: held_bytes are not saved" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["elementwise", *slow("full", "kernel")])
 def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--policy", policy, "--backend", "aot_eager_decomp_partition")

@@ -52,6 +52,7 @@ def test_fsdp_with_gradient_accumulation_without_synchronization(
     assert_trains_as_without(two_processes, "full", how, rules, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
 @pytest.mark.parametrize(
     "how", ["ddp", "fsdp", *slow("ddp, static graph", "ddp, unused parameters", "fsdp, weights stay gathered")]

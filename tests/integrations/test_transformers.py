@@ -84,6 +84,7 @@ def test_memory_falls_and_not_a_bit_changes(way: str, precision: dict[str, Any],
     assert_same_weights(found, plain)
 
 
+@pytest.mark.slow
 def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
     plain = trained(tmp_path)
     found = trained(tmp_path, RecomputeCallback("elementwise"))
@@ -111,6 +112,7 @@ def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
     assert logged(found, "recompute_dropped_nbytes") == []  # the compiler alone knows
 
 
+@pytest.mark.slow
 def test_a_cache_is_refused_where_its_writers_are_compiled(tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     with pytest.raises(UnsupportedError, match=r"torch_compile=True: .* keeps a key/value cache.*Set use"):
@@ -154,6 +156,7 @@ def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> 
     assert not trainer.model._forward_pre_hooks
 
 
+@pytest.mark.slow
 @each_precision
 def test_the_model_is_afterwards_what_it_was(precision: dict[str, Any], tmp_path: Path) -> None:
     llama = model()
@@ -347,6 +350,7 @@ def test_what_is_saved_under_a_policy_loads_without_this_package(tmp_path: Path)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.slow
 def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
     class Notes(TrainerCallback):
         notes: set[str]
@@ -385,6 +389,7 @@ def test_adapters_train_as_without_under_the_paths_of_the_model(precision: dict[
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_adapters_train_without_logits_unless_the_head_has_one(tmp_path: Path) -> None:
     plain = trained(tmp_path, RecomputeCallback("elementwise"), of=lora(vocabulary=MANY))
     found = trained(tmp_path, RecomputeCallback("elementwise", logits=False), of=lora(vocabulary=MANY))

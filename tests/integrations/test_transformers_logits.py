@@ -86,6 +86,7 @@ class Whole(Trainer):
         return super().compute_loss(model, inputs, *given, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast"))
 def test_token_accuracy_is_that_of_the_logits(precision: dict[str, Any], tmp_path: Path) -> None:
     steps = 6
@@ -157,6 +158,7 @@ class Asks(Trainer):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("logits", "kind"), [(None, LazyLogits), (False, LazyLogits), (True, torch.Tensor)])
 @pytest.mark.parametrize("policy", [HEAD, {"rules": [*HEAD["rules"], {"match": "model", "action": "keep"}]}])  # type: ignore[misc]
 def test_the_switch_goes_before_the_policy(policy: Any, logits: Any, kind: type, tmp_path: Path) -> None:

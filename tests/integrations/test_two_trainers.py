@@ -16,6 +16,7 @@ def test_ddp(tmp_path: Path) -> None:
     assert in_two_processes("two_trainers.py", str(tmp_path)).count("two trainers agree") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", by_default(["fsdp2", "zero2", "zero3"], "fsdp2"))
 def test_sharded(way: str, tmp_path: Path) -> None:
     """Losses and norms of gradients as without, and less held."""

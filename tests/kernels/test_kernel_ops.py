@@ -408,6 +408,7 @@ def test_ops_pass_opcheck(case: Case, device: str):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.slow
 @each_case
 def test_compiled_results_are_the_eager_ones(case: Case, device: str):
     inputs = make_inputs(case, device)

@@ -72,6 +72,7 @@ def named(profile: Profile, *names: str) -> list[Choice]:
     ]
 
 
+@pytest.mark.slow
 def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> None:
     model, ids, loss = decoder_and_loss(6)
     profile = recompute.profile(model, ids, loss=loss, steps=1)

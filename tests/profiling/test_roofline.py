@@ -51,6 +51,7 @@ def test_an_op_takes_its_arithmetic_or_its_traffic() -> None:
     assert whole == pytest.approx(4 * 8 * 8192**2 * 128 / FLOPS) == 2 * causal
 
 
+@pytest.mark.slow
 def test_it_says_what_it_is_and_offers_what_the_device_has() -> None:
     profile = profiled()
     assert profile.source == "roofline"

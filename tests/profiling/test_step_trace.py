@@ -9,6 +9,7 @@ import models
 import pytest
 import tiny
 import torch
+from tiers import slow
 from tiny import HIDDEN, TOKENS, decoder, next_token_loss, rule, rules, token_ids
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -96,7 +97,7 @@ def test_gradients_are_left_behind_where_their_parameters_are() -> None:
     assert embedding == model.embed_tokens.weight.nbytes - loss
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["none", "checkpoint", "hook", "mixed", *slow("kernel")])
 def test_a_layer_holds_what_autograd_saves_in_it(name: str) -> None:
     policy = POLICIES[name]
     spans = tiny_step(policy, memory=counters.memory_trace(CPU))

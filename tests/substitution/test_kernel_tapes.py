@@ -61,9 +61,7 @@ def three_steps(name: str, given: dict[str, Any], **options: Any) -> list[list[T
 @pytest.mark.parametrize("dtype", by_default({"float32": torch.float32, "bfloat16": torch.bfloat16}, "bfloat16"))
 @pytest.mark.parametrize(
     "name",
-    by_default(
-        ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe"], "llama", "gemma3", "mixtral"
-    ),
+    by_default(["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe"], "llama"),
 )
 def test_gradients_are_those_of_the_kernels_alone(name: str, dtype: torch.dtype) -> None:
     expected = three_steps(name, policy(), dtype=dtype)
@@ -135,6 +133,7 @@ def test_backward_runs_six_of_seven_gemms_again() -> None:
     assert norms == norms_again == 2 * LAYERS  # q, k and v are one node with the norm
 
 
+@pytest.mark.slow
 def test_the_frontier_of_a_layer_is_what_rules_with_its_prices_give() -> None:
     model = models.make("llama")
     handle = recompute.apply(model, policy(rerun=EVERYTHING))
