@@ -91,7 +91,7 @@ class CapturedRegion:
         self._recorded_under: Numerics | None = None
         """… under these settings of torch."""
         self._cache = cache
-        self._cached: CachedGraphs | None = None
+        self._shared_graphs: CachedGraphs | None = None
         self._own_graphs: GuardedGraphs | None = None
         """Graphs of this region alone, if none of those that it shares fits."""
         self._plans: dict[int, tuple[SavePlan, int]] = {}
@@ -139,7 +139,7 @@ class CapturedRegion:
     @property
     def was_tried(self) -> bool:
         """Whether its frames were alike, so that it was to be captured."""
-        return self._cached is not None or bool(self._refusal or self._not_recorded)
+        return self._shared_graphs is not None or bool(self._refusal or self._not_recorded)
 
     @property
     def is_captured(self) -> bool:
@@ -149,7 +149,7 @@ class CapturedRegion:
     def deoptimize(self, reason: str) -> None:
         """Run by the tape, or as a checkpoint, from now on."""
         self._refusal = self._refusal or reason
-        self._cache = self._cached = self._own_graphs = None
+        self._cache = self._shared_graphs = self._own_graphs = None
 
     def count_replay(self, program: Program, is_differentiated: bool) -> None:
         """A backward of a program was not as it was recorded, so that forward ran again.
@@ -175,21 +175,21 @@ class CapturedRegion:
         """Why it is not captured, though that was tried; "" if it is."""
         if reason := self._refusal or self._not_recorded:
             return reason
-        if self.is_captured or self._cached is None:
+        if self.is_captured or self._shared_graphs is None:
             return ""
         failures = [graph.failure for graph in self._graphs() if graph.failure]
-        return failures[-1] if failures else self._cached.failure or "it has not run backward since"
+        return failures[-1] if failures else self._shared_graphs.failure or "it has not run backward since"
 
     def _graphs(self) -> list[CapturedGraph]:
-        own, cached = self._own_graphs, self._cached
-        return [*(own.graphs if own else ()), *(cached.graphs.graphs if cached else ())]
+        own, shared = self._own_graphs, self._shared_graphs
+        return [*(own.graphs if own else ()), *(shared.graphs.graphs if shared else ())]
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
         """``function(*args, **kwargs)``; ``variant`` as for a ``TapeRegion``."""
-        cached = self._cached  # which another thread may let go of
-        if cached is None or not is_undisturbed():
+        shared = self._shared_graphs  # which another thread may let go of
+        if shared is None or not is_undisturbed():
             return self._by_tape(function, args, kwargs, variant)
-        result = self._by_graph(cached, function, args, kwargs)
+        result = self._by_graph(shared, function, args, kwargs)
         if result is MISSED:
             self._misses += not waits_for_another()
             if self._misses >= MAX_MISSES:
@@ -199,21 +199,21 @@ class CapturedRegion:
         self._misses = 0
         return result
 
-    def _by_graph(self, cached: CachedGraphs, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if cached.draws:
+    def _by_graph(self, shared: CachedGraphs, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if shared.draws:
             self.deoptimize(_DRAWS)
             return MISSED
         if self.recording is not None and self._recorded_under is not None and not self._recorded_under.are_in_force():
             self.recording = None  # other settings may choose other ops, as those of attention do
-        graphs = self._own_graphs or cached.graphs
+        graphs = self._own_graphs or shared.graphs
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
             self._unused = 0
             self.recording = None  # it is of the frame before this one
-        elif self.recording is not None and not cached.has_failed and self._unused < MAX_UNUSED_GRAPHS:
+        elif self.recording is not None and not shared.has_failed and self._unused < MAX_UNUSED_GRAPHS:
             self._unused += 1
-            if graphs is cached.graphs and len(graphs.graphs) >= MAX_SHARED_GRAPHS:
-                graphs = self._own_graphs = GuardedGraphs(cached)
+            if graphs is shared.graphs and len(graphs.graphs) >= MAX_SHARED_GRAPHS:
+                graphs = self._own_graphs = GuardedGraphs(shared)
             if len(graphs.graphs) < MAX_GRAPHS:
                 result = graphs.trace(self, function, args, kwargs)
         return result
@@ -295,9 +295,9 @@ class CapturedRegion:
             if self.recording is None:
                 self._recordings = MAX_GRAPHS
                 return result
-            if self._cached is None:
+            if self._shared_graphs is None:
                 function = getattr(function, "__func__", function)
-                self._cached = cache.graphs_of(function, self.tape.op_policy)
+                self._shared_graphs = cache.graphs_of(function, self.tape.op_policy)
         return result
 
 
