@@ -97,9 +97,14 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     convert = interpreter._convert_float
 
-    def convert_rounding_to_nearest(data: Any, source: Any, target: Any, mode: Any) -> Any:
-        if str(source) == "fp32" and str(target) == "bf16":  # as GPUs do; the interpreter cuts bits off
-            return torch.tensor(data).bfloat16().view(torch.int16).numpy().view("uint16")
+    # Conversions that the interpreter gets wrong: it cuts bits off for bfloat16, scales bfloat16's subnormal numbers,
+    # and in fp8 carries into the wrong bit and makes a number of NaN. PyTorch converts as GPUs do.
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
+
+    def convert_as_gpus_do(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if str(source) in dtypes and str(target) in dtypes:
+            converted = torch.tensor(data).view(dtypes[str(source)]).to(dtypes[str(target)])
+            return converted.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.itemsize]).numpy()
         return convert(data, source, target, mode)
 
     patch_tensor = interpreter._patch_lang_tensor
@@ -109,5 +114,5 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(launch, "uses_triton", uses_triton)
-    monkeypatch.setattr(interpreter, "_convert_float", convert_rounding_to_nearest)
+    monkeypatch.setattr(interpreter, "_convert_float", convert_as_gpus_do)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_its_index)

@@ -1,0 +1,460 @@
+"""Blockwise quantization: how far values come back from where they were, special values, layouts, sizes and devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_testing import DTYPES, each_dtype, make
+from torch import Tensor
+
+from recompute.errors import KernelError
+from recompute.kernels import launch
+from recompute.kernels.blockwise_8bit import (
+    FORMATS,
+    dequantize_blockwise,
+    dequantize_blockwise_reference,
+    dequantize_op,
+    native_format,
+    quantize_blockwise,
+    quantize_blockwise_reference,
+    quantize_blockwise_with_error,
+    quantize_op,
+)
+
+INFINITY, NAN = float("inf"), float("nan")
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}
+"""The least subnormal number of each dtype."""
+
+each_format = pytest.mark.parametrize("format", FORMATS)
+draws = hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+
+
+@st.composite
+def tensors(draw: Callable[..., Any]) -> tuple[Tensor, int]:
+    """A tensor of one dimension and a block size: values of all magnitudes side by side, special ones among them."""
+    dtype = draw(st.sampled_from(DTYPES))
+    block = draw(st.sampled_from([1, 2, 16, 128]))
+    numel = draw(st.integers(0, 4 * block + 1))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    low, high = sorted(draw(st.tuples(st.integers(-150, 128), st.integers(-150, 128))))
+    exponents = low + (high - low) * torch.rand(numel, generator=generator, dtype=torch.float64)
+    x = (torch.randn(numel, generator=generator, dtype=torch.float64) * exponents.exp2()).to(dtype)
+    largest = torch.finfo(dtype).max
+    drawn = draw(st.lists(st.floats(width=32) | st.sampled_from([largest, -largest, 448.0, 464.0, 127.0, 0.5])))
+    for value in drawn if numel else ():
+        x[draw(st.integers(0, numel - 1))] = value
+    return x, block
+
+
+def bits(x: Tensor) -> Tensor:
+    """What tells any two values apart, zeros by their signs. There is one NaN."""
+    x = torch.where(x.isnan(), torch.nan, x) if x.dtype in DTYPES else x
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+def same(left: Any, right: Any) -> bool:
+    return all(
+        a is None is b
+        or (a.dtype is b.dtype and a.stride() == b.stride() and torch.equal(bits(a), bits(b.to(a.device))))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def absmax_of_each(x: Tensor, block: int) -> Tensor:
+    """For each element of a flat tensor the largest finite magnitude of its block, in float64."""
+    finite = x.double().abs()
+    finite = torch.where(finite < INFINITY, finite, 0.0)
+    return torch.cat([part.amax().expand(len(part)) for part in finite.split(block)]) if len(x) else finite
+
+
+def bound(x: Tensor, y: Tensor, scales: Tensor, block: int, format: str) -> Tensor:
+    """How far y may be from x: what the docstring of the file promises."""
+    scale = scales.double().repeat_interleave(block)[: x.numel()]
+    if format == "fp8":
+        allowed = torch.maximum(2**-4 * x.double().abs(), 2**-10 * scale)
+    else:
+        absmax = absmax_of_each(x, block)
+        coarse = torch.maximum((1 + 2**-14) * absmax / 254, torch.tensor(2.0**-127))
+        allowed = coarse + ROUNDING[x.dtype] * y.double().abs()
+    return allowed + SMALLEST[x.dtype] / 2
+
+
+@draws
+@each_format
+@given(drawn=tensors())
+def test_values_come_back_within_the_bound(drawn: tuple[Tensor, int], format: str, device: str):
+    x, block = drawn[0].to(device), drawn[1]
+    codes, scales, error = quantize_blockwise_with_error(x, block, format)
+    y = dequantize_blockwise(codes, scales, x.dtype, block)
+    finite = x.isfinite()
+    assert torch.equal(y.isfinite(), finite)
+    assert torch.equal(y.isnan(), ~finite)
+    x, y, scales = (tensor.cpu() for tensor in (x, y, scales))
+    distance = torch.where(finite.cpu(), (y.double() - x.double()).abs(), 0.0)
+    assert (distance <= bound(x, y, scales, block, format))[finite.cpu()].all()
+    absmax = absmax_of_each(x, block)
+    worst = (distance / torch.where(absmax > 0, absmax, 1.0)).amax().item() if len(x) else 0.0
+    assert error.shape == ()
+    assert error.item() == pytest.approx(worst, rel=1e-6, abs=2**-140)
+
+
+@draws
+@each_format
+@given(drawn=tensors())
+def test_no_way_to_run_it_changes_a_bit(drawn: tuple[Tensor, int], format: str, device: str):
+    x, block = drawn
+    found = quantize_blockwise_with_error(x.to(device), block, format)
+    expected = quantize_blockwise_reference(x, block, format, True)
+    assert same(found, expected)
+    for dtype in DTYPES:
+        y = dequantize_blockwise(*found[:2], dtype, block)
+        assert same([y], [dequantize_blockwise_reference(*expected[:2], dtype, block)])
+    assert same(quantize_blockwise(x.to(device), block, format), found[:2])
+
+
+@draws
+@given(drawn=tensors())
+def test_what_came_back_from_fp8_is_compressed_without_a_further_error(drawn: tuple[Tensor, int], device: str):
+    x, block = drawn[0].to(device), drawn[1]
+    y = dequantize_blockwise(*quantize_blockwise(x, block, "fp8"), x.dtype, block)
+    y = torch.where(y.abs() < 2 ** (10 - 126), 0.0, y)  # which the least scale, or the dtype, rounds once more
+    codes, scales, error = quantize_blockwise_with_error(y, block, "fp8")
+    assert error == 0
+    assert torch.equal(dequantize_blockwise(codes, scales, y.dtype, block).nan_to_num(7), y.nan_to_num(7))
+
+
+ALL_CODES = {
+    "fp8": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+    "int8": torch.arange(-127.0, 128.0),
+}
+
+
+@each_format
+@each_dtype
+def test_a_code_is_the_nearest_one(dtype: torch.dtype, format: str, device: str):
+    x = make(40, 16, dtype=dtype, device=device) * 2.0 ** make(40, 1, seed=1, device=device).mul(3).round()
+    x = x.to(dtype)
+    codes, scales = quantize_blockwise(x, 16, format)
+    values = ALL_CODES[format].double()
+    values = values[values.isfinite()].to(device)
+    scaled = x.double() / scales.double()[:, None]
+    nearest = (scaled[..., None] - values).abs().amin(-1)
+    distance = (scaled - codes.double()).abs()
+    assert (distance <= nearest * (1 + 1e-5) + 1e-5 * (format == "int8")).all()
+
+
+@pytest.mark.parametrize(
+    ("absmax", "scale"),
+    [
+        (448.0, 1.0),
+        (449.0, 2.0),
+        (896.0, 2.0),
+        (224.0, 0.5),
+        (225.0, 1.0),
+        (1.0, 2.0**-8),
+        (0.0, 2.0**-126),
+        (2.0**-149, 2.0**-126),
+        (3.4e38, 2.0**120),
+    ],
+)
+def test_the_scale_of_fp8_is_the_least_power_of_2_that_serves(absmax: float, scale: float, device: str):
+    for sign in (1, -1):
+        _, scales = quantize_blockwise(torch.tensor([0.0, sign * absmax], device=device), 2, "fp8")
+        assert scales.tolist() == [scale]
+
+
+def test_a_value_halfway_goes_to_the_even_code(device: str):
+    x = torch.tensor([448.0, 17.0, 19.0, 2**-10, 3 * 2**-10, 1.0, 0.0, -17.0], device=device)
+    assert dequantize_blockwise(*quantize_blockwise(x, 8, "fp8"), x.dtype, 8).tolist() == (
+        [448.0, 16.0, 20.0, 0.0, 2**-8, 1.0, 0.0, -16.0]
+    )
+    x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.0], device=device)
+    assert quantize_blockwise(x, 8, "int8")[0].tolist() == [127, 0, 2, 2, 0, -2, -2, 3]
+
+
+@each_format
+@each_dtype
+def test_every_value_of_16_bits_comes_back_near(dtype: torch.dtype, format: str, device: str):
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = (x if dtype is not torch.float16 else x.view(dtype)).to(device, dtype)
+    for block in (1, 256):
+        codes, scales = quantize_blockwise(x, block, format)
+        y = dequantize_blockwise(codes, scales, dtype, block)
+        finite = x.isfinite()
+        assert torch.equal(y.isfinite(), finite)
+        allowed = bound(*(tensor.cpu() for tensor in (x, y, scales)), block, format)
+        assert ((y.double() - x.double()).abs().cpu() <= allowed)[finite.cpu()].all()
+
+
+@each_format
+def test_nan_and_infinity_come_back_as_nan_and_harm_no_neighbour(format: str, device: str):
+    x = torch.tensor([1.0, NAN, -2.0, INFINITY, 0.5, -INFINITY, -NAN, 0.0], device=device)
+    codes, scales, error = quantize_blockwise_with_error(x, 8, format)
+    y = dequantize_blockwise(codes, scales, x.dtype, 8)
+    kept = [0, 2, 4, 7]
+    assert y.isnan().nonzero().flatten().tolist() == [1, 3, 5, 6]
+    alone = torch.where(x.isfinite(), x, 0.0)
+    assert torch.equal(y[kept], dequantize_blockwise(*quantize_blockwise(alone, 8, format), x.dtype, 8)[kept])
+    assert error == quantize_blockwise_with_error(alone, 8, format)[2]
+    nothing = torch.tensor([NAN, INFINITY], device=device)
+    codes, scales, error = quantize_blockwise_with_error(nothing, 2, format)
+    assert dequantize_blockwise(codes, scales, x.dtype, 2).isnan().all()
+    assert scales.isfinite().all()
+    assert error == 0
+
+
+@each_format
+@each_dtype
+def test_zeros_come_back_as_zeros(dtype: torch.dtype, format: str, device: str):
+    x = torch.zeros(300, dtype=dtype, device=device)
+    x[299] = 1.0
+    codes, scales, error = quantize_blockwise_with_error(x, 128, format)
+    assert scales.isfinite().all()
+    assert error == 0 or format == "int8"
+    assert not dequantize_blockwise(codes, scales, dtype, 128)[:299].any()
+
+
+@each_format
+@each_dtype
+def test_the_largest_values_stay_finite(dtype: torch.dtype, format: str, device: str):
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype, device=device)
+    x = torch.stack([largest, -largest, largest / 2, largest * 0.97, largest * 0.9])
+    y = dequantize_blockwise(*quantize_blockwise(x, 8, format), dtype, 8)
+    assert y.isfinite().all()
+    assert ((y.double() - x.double()).abs() <= 2**-4 * x.double().abs()).all()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 2),
+    "unaligned": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    "part of a storage": lambda x: torch.stack([x, x])[1],
+    "every second column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "half of a packed projection": lambda x: torch.cat([x, x], -1).chunk(2, -1)[1],
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+    "overlapping": lambda x: x.flatten().as_strided((4, 5), (2, 1)),
+    "one number": lambda x: x[0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_format
+def test_codes_lie_as_the_values_do(layout: str, format: str, device: str):
+    x = LAYOUTS[layout](make(3, 5, 7, device=device, dtype=torch.bfloat16))
+    before = x.clone()
+    like = torch.empty_like(x)
+    codes, scales = quantize_blockwise(x, 16, format)
+    y = dequantize_blockwise(codes, scales, x.dtype, 16)
+    assert (codes.shape, codes.stride()) == (x.shape, like.stride())
+    assert (y.shape, y.stride()) == (x.shape, like.stride())
+    if layout in ("contiguous", "transposed", "unaligned", "part of a storage", "one number"):
+        assert codes.stride() == x.stride()
+    flat = like.copy_(x).as_strided((x.numel(),), (1,))
+    expected, expected_scales = quantize_blockwise(flat, 16, format)
+    assert same([codes.as_strided((x.numel(),), (1,)), scales], [expected, expected_scales])
+    assert same([y.as_strided((x.numel(),), (1,))], [dequantize_blockwise(expected, expected_scales, x.dtype, 16)])
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((0,), 128),
+        ((3, 0, 2), 1),
+        ((), 128),
+        ((1,), 1),
+        ((5, 127), 128),
+        ((4096,), 128),
+        ((4097,), 4096),
+        ((33, 300), 64),
+    ],
+)
+@each_format
+def test_any_shape(shape: tuple[int, ...], block: int, format: str, device: str):
+    x = make(*shape, device=device)
+    codes, scales, error = quantize_blockwise_with_error(x, block, format)
+    assert codes.shape == x.shape
+    assert codes.dtype is FORMATS[format]
+    assert scales.shape == (math.ceil(x.numel() / block),)
+    y = dequantize_blockwise(codes, scales, x.dtype, block)
+    assert (y - x).abs().sum() <= 2**-4 * x.abs().sum()
+    assert 0 <= error <= 2**-4
+    assert same((codes, scales, error), quantize_blockwise_reference(x, block, format, True))
+
+
+def test_it_takes_about_half_of_the_bytes():
+    x = make(64, 128, dtype=torch.bfloat16)
+    for format in FORMATS:
+        held = sum(tensor.untyped_storage().nbytes() for tensor in quantize_blockwise(x, format=format))
+        assert held / x.nbytes == (1 + 4 / 128) / 2 <= 0.53
+
+
+def test_no_gradient_flows(device: str):
+    x = make(4, 128, device=device).requires_grad_()
+    found = quantize_blockwise_with_error(x)
+    assert not any(tensor.requires_grad for tensor in found)
+    assert not dequantize_blockwise(*found[:2], x.dtype).requires_grad
+
+
+def test_one_launch_a_call(device: str, monkeypatch: pytest.MonkeyPatch):
+    launched = []
+    plain = launch.run
+    monkeypatch.setattr(launch, "run", lambda *args, **settings: launched.append(args) or plain(*args, **settings))
+    x = make(4, 128, device=device)
+    codes, scales, _ = quantize_blockwise_with_error(x)
+    dequantize_blockwise(codes, scales, x.dtype)
+    assert len(launched) == (2 if launch.uses_triton(x) else 0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+@each_format
+def test_ops_pass_opcheck(layout: str, format: str, device: str):
+    x = LAYOUTS[layout](make(3, 5, 7, device=device, dtype=torch.bfloat16))
+    # The check of schemas multiplies every result, which torch's CPU does not do with fp8.
+    utilities = ("test_faketensor",) if format == "fp8" else ("test_schema", "test_faketensor")
+    check = functools.partial(torch.library.opcheck, test_utils=utilities)
+    check(torch.ops.recompute.quantize_blockwise.default, (x, 16, format, True))
+    codes, scales = quantize_blockwise(x, 16, format)
+    check(torch.ops.recompute.dequantize_blockwise.default, (codes, scales, x.dtype, 16))
+
+
+def test_compiled_results_are_the_eager_ones(device: str):
+    def there_and_back(x: Tensor) -> Tensor:
+        codes, scales, error = quantize_op(x, 64, None, True)
+        return dequantize_op(codes, scales, x.dtype, 64) * 2 + error
+
+    x = make(5, 50, device=device)
+    torch.compiler.reset()
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), there_and_back(x))
+
+
+@each_dtype
+@each_format
+def test_meta_tensors_give_shapes_and_dtypes(dtype: torch.dtype, format: str):
+    x = make(3, 5, 7, dtype=dtype).transpose(0, 1)
+    real, metas = (quantize_blockwise_with_error(each, 16, format) for each in (x, x.to("meta")))
+    backs = [dequantize_blockwise(*each[:2], dtype, 16) for each in (real, metas)]
+    for meta, value in zip((*metas, backs[1]), (*real, backs[0]), strict=True):
+        assert meta.is_meta
+        assert (meta.shape, meta.dtype, meta.stride()) == (value.shape, value.dtype, value.stride())
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "format"),
+    [
+        ("cpu", None, None, "fp8"),
+        ("meta", None, None, "fp8"),
+        ("cuda:0", (9, 0), None, "fp8"),
+        ("cuda:0", (8, 9), None, "fp8"),
+        ("cuda:0", (8, 6), None, "int8"),
+        ("cuda:0", (9, 4), "6.4", "int8"),
+        ("cuda:0", None, None, "fp8"),
+        ("mps", None, None, "int8"),
+    ],
+)
+def test_the_device_decides_on_the_format(
+    device: str, capability: tuple[int, int] | None, hip: str | None, format: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert native_format.__wrapped__(torch.device(device)) == format
+
+
+def test_without_a_format_it_is_the_devices(device: str):
+    x = make(2, 64, device=device)
+    for format in FORMATS:
+        assert quantize_blockwise(x, 64, format)[0].dtype is FORMATS[format]
+    assert quantize_blockwise(x, 64)[0].dtype is FORMATS[native_format(x.device)]
+
+
+def codes_and_scales(**changes: Any) -> tuple[Tensor, Tensor]:
+    codes, scales = quantize_blockwise(torch.ones(4, 64), 128)
+    return changes.get("codes", codes), changes.get("scales", scales)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: quantize_blockwise(torch.ones(2).double()), "quantize_blockwise: x is torch.float64; expected one of"),
+        (lambda: quantize_blockwise_with_error(torch.ones(2, dtype=torch.int64)), "x is torch.int64"),
+        (lambda: quantize_blockwise(torch.ones(2), 96), "block is 96; expected a power of 2 from 1 to 4096"),
+        (lambda: quantize_blockwise(torch.ones(2), 8192), "block is 8192"),
+        (lambda: quantize_blockwise(torch.ones(2), 0), "block is 0"),
+        (lambda: quantize_blockwise(torch.ones(2), format="fp4"), "unknown format 'fp4'; expected one of fp8, int8"),
+        (
+            lambda: dequantize_blockwise(*codes_and_scales(), torch.float64),
+            "dequantize_blockwise: dtype is torch.float64",
+        ),
+        (
+            lambda: dequantize_blockwise(*codes_and_scales(codes=torch.ones(4, 64)), torch.float32),
+            "codes are torch.float32; expected one of torch.float8_e4m3fn, torch.int8",
+        ),
+        (
+            lambda: dequantize_blockwise(*codes_and_scales(), torch.float32, 64),
+            "scales are torch.float32 of shape (2,); expected float32 (4,), contiguous, for 256 codes in blocks of 64",
+        ),
+        (
+            lambda: dequantize_blockwise(*codes_and_scales(scales=torch.ones(2, device="meta")), torch.float32),
+            "codes are on cpu and scales on meta",
+        ),
+        (
+            lambda: dequantize_blockwise(codes_and_scales()[0][:, ::2], torch.ones(1), torch.float32),
+            "codes of shape (4, 32) have strides (64, 2); expected dense memory",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(function: Callable[[], Any], message: str):
+    with pytest.raises(KernelError, match=re.escape(message)):
+        function()
+
+
+def test_fp8_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("recompute.kernels.blockwise_8bit.native_format", lambda device: "int8")
+    codes, scales = quantize_blockwise(torch.ones(2))
+    assert codes.dtype is torch.int8
+    with pytest.raises(KernelError, match=re.escape("fp8 on cpu, which does not convert to it")):
+        quantize_blockwise(torch.ones(2), format="fp8")
+    with pytest.raises(KernelError, match=re.escape("dequantize_blockwise: fp8 on cpu")):
+        dequantize_blockwise(codes.to(torch.float8_e4m3fn), scales, torch.float32)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait():
+    x = make(64, 128, device="cuda", dtype=torch.bfloat16)
+    there_and_back = [quantize_blockwise_with_error(x), dequantize_blockwise(*quantize_blockwise(x), x.dtype)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        codes, scales, _ = quantize_blockwise_with_error(x)
+        y = dequantize_blockwise(codes, scales, x.dtype)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(y, there_and_back[1])
+
+
+@pytest.mark.gpu
+@each_format
+def test_more_than_2_to_the_31_elements(format: str):
+    numel = 2**31 + 133
+    x = torch.zeros(numel, device="cuda", dtype=torch.bfloat16)
+    first = numel // 128 * 128
+    x[first - 256 :] = make(numel - first + 256)
+    codes, scales, error = quantize_blockwise_with_error(x, format=format)
+    end = x[first - 256 :].clone()
+    expected = quantize_blockwise_with_error(end, format=format)
+    assert same((codes[first - 256 :], scales[first // 128 - 2 :], error), expected)
+    assert not codes[: first - 256].view(torch.int8).any()
+    y = dequantize_blockwise(codes, scales, x.dtype)
+    assert torch.equal(y[first - 256 :], dequantize_blockwise(*expected[:2], x.dtype))
