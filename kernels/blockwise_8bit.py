@@ -111,12 +111,14 @@ def _dequantize_kernel(codes, scales, y, N, BLOCK: tl.constexpr, BLOCKS: tl.cons
     tl.store(y + offsets, decoded(c, s, y.dtype.element_ty).to(y.dtype.element_ty), mask=mask)
 
 
-TILE = 4096
-"""Elements a program."""
-LARGEST_BLOCK = TILE
-SETTINGS = {"num_warps": 4}
+LARGEST_BLOCK = 4096
+QUANTIZE_TILE = 4096
+"""Elements a program, of which fewer make more updates of the one error."""
 # Without fused multiply-adds, so that a kernel rounds where the reference does, and gives the same bits.
 QUANTIZE_SETTINGS = {"num_warps": 4, "enable_fp_fusion": False}
+DEQUANTIZE_TILE = 1024
+"""Elements a program, or one block if that is more: 8 a thread, the codes in one load, values of 16 bits in one store."""
+DEQUANTIZE_SETTINGS = {"num_warps": 4}
 
 
 def quantize_blockwise(x: Tensor, block: int = 128, format: str | None = None) -> tuple[Tensor, Tensor]:
@@ -263,8 +265,8 @@ def _quantize(
         error.zero_()
     if codes.stride() != x.stride():  # not dense
         x = x.clone()
-    constants = {"TOP": _largest_exponent(x.dtype), "BLOCK": block, "BLOCKS": TILE // block}
-    programs = -(-x.numel() // TILE)
+    constants = {"TOP": _largest_exponent(x.dtype), "BLOCK": block, "BLOCKS": QUANTIZE_TILE // block}
+    programs = -(-x.numel() // QUANTIZE_TILE)
     launch.run(_quantize_kernel, programs, x, codes, scales, error, x.numel(), **constants, **QUANTIZE_SETTINGS)
     return codes, scales, error
 
@@ -273,9 +275,9 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int) -
     if not launch.uses_triton(scales):
         return dequantize_blockwise_reference(codes, scales, dtype, block)
     y = _dequantize_outputs(codes, scales, dtype, block)
-    constants = {"BLOCK": block, "BLOCKS": TILE // block}
-    programs = -(-y.numel() // TILE)
-    launch.run(_dequantize_kernel, programs, codes, scales, y, y.numel(), **constants, **SETTINGS)
+    blocks = max(DEQUANTIZE_TILE // block, 1)
+    programs, constants = -(-y.numel() // (blocks * block)), {"BLOCK": block, "BLOCKS": blocks}
+    launch.run(_dequantize_kernel, programs, codes, scales, y, y.numel(), **constants, **DEQUANTIZE_SETTINGS)
     return y
 
 

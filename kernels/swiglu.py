@@ -35,7 +35,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 @jit
-def _shares(gate, ACTIVATION: tl.constexpr):
+def shares(gate, ACTIVATION: tl.constexpr):
     """The share of gate that the activation lets through, and 1 minus that share."""
     # Forward and backward must get the same bits. A sum with a product in it is a fused multiply-add by name here, so
     # that none is left for a compiler to fuse in one kernel and not in the other.
@@ -50,7 +50,7 @@ def _shares(gate, ACTIVATION: tl.constexpr):
 
 
 @jit
-def _slope(gate, share, rest, ACTIVATION: tl.constexpr):
+def slope(gate, share, rest, ACTIVATION: tl.constexpr):
     """d(gate · share) / d(gate)."""
     if ACTIVATION == "gelu":
         return tl.fma(gate, tl.exp(gate * gate * -0.5) * 0.3989422804014327, share)
@@ -84,7 +84,7 @@ def _forward_kernel(
     row, columns, mask = _tile(N, blocks, BLOCK)
     g = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    share, _ = _shares(g, ACTIVATION)
+    share, _ = shares(g, ACTIVATION)
     p = g * share * u
     tl.store(product + row * N + columns, p.to(product.dtype.element_ty), mask=mask)
 
@@ -110,10 +110,10 @@ def _backward_kernel(
     g = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
     dp = tl.load(dproduct + row * N + columns, mask=mask, other=0.0).to(tl.float32)
-    share, rest = _shares(g, ACTIVATION)
+    share, rest = shares(g, ACTIVATION)
     active = g * share
     if dgate is not None:
-        dg = dp * u * _slope(g, share, rest, ACTIVATION)
+        dg = dp * u * slope(g, share, rest, ACTIVATION)
         tl.store(dgate + row * gradient_stride + columns, dg.to(dgate.dtype.element_ty), mask=mask)
     if dup is not None:
         du = dp * active

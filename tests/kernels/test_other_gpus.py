@@ -22,15 +22,17 @@ COMPILE = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from recompute.kernels import rms_norm_kernels
+from recompute.kernels import blockwise_8bit, rms_norm_kernels, swiglu_from_codes
 
 capability, shared = int(sys.argv[1]), int(sys.argv[2])
 rms_norm_kernels._shared_memory = lambda device: shared
 device = torch.device("cpu")
 
+OPTIONS = "num_warps", "num_stages", "enable_fp_fusion"
+
 def fits(kernel, arguments, constants):
     '''arguments: a Triton type, or a constant, for each parameter in order.'''
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    options = {name: constants.pop(name) for name in OPTIONS if name in constants}
     names = kernel.arg_names
     given = dict(zip(names, [*arguments, *("constexpr" for _ in names[len(arguments):])], strict=True))
     signature = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in given.items()}
@@ -53,6 +55,12 @@ for hidden in (128, 5120, 65536):
     kernel = rms_norm_kernels._wide_forward_kernel if tiles.wide else rms_norm_kernels._forward_kernel
     rows = {} if tiles.wide else {"ROWS": tiles.rows}
     fits(kernel, [X, X, X, X, X, F, *["i32"] * 5, "fp32"], {"CASTING": "llama", **rows, **tiles.constants})
+CODES, BLOCKS = "*fp8e4nv" if capability >= 89 else "*i8", {"BLOCK": 128, "BLOCKS": 32}
+fits(blockwise_8bit._quantize_kernel, [X, CODES, F, F, "i64"],
+     {"TOP": 254, **BLOCKS, **blockwise_8bit.QUANTIZE_SETTINGS})
+fits(blockwise_8bit._dequantize_kernel, [CODES, F, X, "i64"], {**BLOCKS, **blockwise_8bit.DEQUANTIZE_SETTINGS})
+fits(swiglu_from_codes._kernel, [X, CODES, F, CODES, F, X, X, X, "i64", "i32"],
+     {"ACTIVATION": "silu", "PACKED": False, **BLOCKS, **swiglu_from_codes.SETTINGS})
 """
 
 
@@ -81,4 +89,4 @@ def test_settings_fit_gpus_on_which_they_were_not_measured(name: str):
     command = [sys.executable, "-c", COMPILE, *map(str, GPUS[name])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("_kernel") == 10
+    assert result.stdout.count("_kernel") == 13
