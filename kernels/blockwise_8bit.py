@@ -113,11 +113,11 @@ def _dequantize_kernel(codes, scales, y, N, BLOCK: tl.constexpr, BLOCKS: tl.cons
 
 LARGEST_BLOCK = 4096
 QUANTIZE_TILE = 4096
-"""Elements a program, of which fewer make more updates of the one error."""
+"""Elements a program. Smaller tiles would make more programs, each of which updates the one error."""
 # Without fused multiply-adds, so that a kernel rounds where the reference does, and gives the same bits.
 QUANTIZE_SETTINGS = {"num_warps": 4, "enable_fp_fusion": False}
 DEQUANTIZE_TILE = 1024
-"""Elements a program, or one block if that is more: 8 a thread, the codes in one load, values of 16 bits in one store."""
+"""Elements a program, or one block if that is more: 8 a thread, which then stores 16 bytes of 16-bit values at once."""
 DEQUANTIZE_SETTINGS = {"num_warps": 4}
 
 
