@@ -21,7 +21,7 @@ def check_effect(
     name: of the class of the model. rules: what ``assign`` returned.
     """
     unmatched = unmatched_rules(policy, modules, rules)
-    if strict and not rules and means_to_drop(policy):
+    if strict and not rules and has_effect(policy):
         raise NoEffectError(
             f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, or "
             "allow this: recompute.apply(model, policy, strict=False)"
@@ -34,9 +34,9 @@ def check_effect(
         warn(f"policy {policy.name}: {listed([f'rules[{index}]' for index in indices])}: keep: {message}")
 
 
-def means_to_drop(policy: Policy) -> bool:
-    """Whether any rule is to drop something: a policy that only keeps does nothing on purpose."""
-    return any(meaning_of(rule).drops for rule in policy.rules)
+def has_effect(policy: Policy) -> bool:
+    """Whether any rule is to drop or to offload something: a policy that only keeps does nothing on purpose."""
+    return any(meaning_of(rule).has_effect for rule in policy.rules)
 
 
 def listed(names: Sequence[str]) -> str:

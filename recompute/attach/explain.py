@@ -46,6 +46,10 @@ class Stats:
     """Bytes of these. What kernels do not save in the first place is not among them."""
     kept_nbytes: int = 0
     """Bytes held for backward: saved and not dropped, held so that others come back, or saved by kernels."""
+    offloaded_tensors: int = 0
+    """Storages that were copied off the device."""
+    offloaded_nbytes: int = 0
+    """Bytes of these. They are among those kept, but for what is given to a checkpoint."""
     regenerations: int = 0
     """Times that backward ran something again: an op of a tape, a checkpoint, what a kernel recorded."""
     regenerated_nbytes: int = 0
