@@ -17,7 +17,8 @@ from recompute.compiled.program import Counts, Program
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import Recipe, RecipeGroup, nbytes_of, open_book
+from recompute.engine.recipe_book import open_book
+from recompute.engine.recipes import Recipe, RecipeGroup, nbytes_of
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import KeptTensor, PackedTensor, RegionStatistics, checked, pack_through, top_hooks
 from recompute.engine.tape.op_arguments import copied

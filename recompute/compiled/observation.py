@@ -16,9 +16,9 @@ from recompute.compiled.recording import Departure, NotCapturable, Recording, Us
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import PackedTensor
 from recompute.engine.tape.recorder import Tape, TapeRegion
+from recompute.engine.thread_state import local
 
 Edge = tuple[int, int] | None
 """Where a gradient goes: a node of the region and which of its inputs; or (-1, the position of what is given)."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from recompute.engine.modes import hidden_from_any_modes
-from recompute.engine.recipes import local, open_book
+from recompute.engine.recipe_book import open_book
+from recompute.engine.thread_state import local
 from recompute.policy.rules import is_tensor_name
 
 _LIBRARY = torch.library.Library("recompute", "FRAGMENT")

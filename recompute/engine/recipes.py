@@ -1,29 +1,25 @@
-"""How a dropped tensor comes back: recipes, the handles autograd holds in their stead, and the book of recipes."""
+"""How a dropped tensor comes back: the handles that autograd holds in its place, and the recipes behind them."""
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
-from recompute.engine.modes import are_modes_hidden, has_foreign_modes, hidden_from_modes, shown_to_modes
+from recompute.engine.modes import are_modes_hidden, shown_to_modes
 from recompute.engine.numerics import Numerics, default_dtype
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
-    DroppedOutput,
     KeptTensor,
     PackedByOuterHook,
     PackedTensor,
@@ -31,13 +27,11 @@ from recompute.engine.saved_tensors import (
     checked,
     describe,
     fetch,
-    is_inside_checkpoint,
-    pack_tensor,
     packed_in,
     seen_as,
-    storage_key,
     version_of,
 )
+from recompute.engine.thread_state import in_backward, is_fake, local, sharing_values
 from recompute.errors import RegenerationError
 
 
@@ -110,38 +104,6 @@ class Handle(PackedTensor):
         return value
 
 
-_verifying = os.environ.get("RECOMPUTE_VERIFY", "0") not in ("", "0")
-
-
-@contextmanager
-def verifying() -> Iterator[None]:
-    """Compare every regenerated tensor, bit for bit, with the dropped one, which is held for that: a debug switch.
-
-    Holds for what forward drops inside; setting ``RECOMPUTE_VERIFY=1`` in the environment does it for the process.
-    A difference raises ``RegenerationError`` that names the module and the op.
-    """
-    global _verifying
-    before, _verifying = _verifying, True
-    try:
-        yield
-    finally:
-        _verifying = before
-
-
-def is_verifying() -> bool:
-    return _verifying
-
-
-def count_different(value: Tensor, original: Tensor) -> int:
-    """How many elements of two tensors of one shape and dtype differ in any bit."""
-    if isinstance(value, FakeTensor):
-        return 0
-    found, expected = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (value, original))
-    if torch.equal(found, expected):
-        return 0
-    return int((found != expected).view(-1, value.element_size()).any(1).sum())
-
-
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 _ExcludeKeys = torch._C._ExcludeDispatchKeyGuard
 
@@ -153,11 +115,6 @@ def _is_plain_eager() -> bool:
         or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
-
-
-def is_fake() -> bool:
-    """Whether tensors have no values here, nor random numbers."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 class RecipeGroup:
@@ -417,166 +374,3 @@ class OuterUnpackRecipe(Recipe):
             plain = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=tensor.dtype, device=tensor.device)
             tensor = plain.copy_(tensor)
         return {0: KeptTensor(tensor, self.statistics.name)}
-
-
-@dataclass(slots=True)
-class _Entry:
-    storage: StorageWeakRef
-    recipe: Recipe
-    number: int
-    version: int
-    layout: Layout
-    dropped_outputs: list[DroppedOutput]
-    """What was dropped of the same frame's outputs."""
-    counted: bool
-
-
-@dataclass
-class RecipeBook:
-    """The recipes of one scope's tensors, by storage (invariant 3).
-
-    A key is the address of a StorageImpl; the entry's weak reference keeps that address from being reused.
-    """
-
-    numerics: Numerics = field(default_factory=Numerics)
-    """torch's settings in the scope."""
-    entries: dict[int, _Entry] = field(default_factory=dict)
-    entered: int = 0
-    """How many there have been."""
-
-    def enter(
-        self, output: Tensor, recipe: Recipe, number: int, whole: Layout | None = None, *, counted: bool = False
-    ) -> None:
-        """whole: the layout of what the recipe gives back, if ``output`` is a view of that."""
-        if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
-            self.entered += 1
-            reference = StorageWeakRef(output.untyped_storage())
-            layout, dropped_outputs = whole or Layout.of(output), recipe.statistics.dropped_outputs
-            self.entries[key] = _Entry(reference, recipe, number, version_of(output), layout, dropped_outputs, counted)
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a recipe gives back the memory that ``tensor`` is a view of."""
-        entry = self.entries.get(tensor.untyped_storage()._cdata)
-        return entry is not None and version_of(tensor) == entry.version
-
-    def handle(self, tensor: Tensor) -> Handle | None:
-        """A handle for ``tensor``, or None where no recipe gives just these bytes back."""
-        key = storage_key(tensor)
-        entry = None if key is None else self.entries.get(key)
-        if entry is None or version_of(tensor) != entry.version:  # unknown, or mutated since (invariant 5)
-            return None
-        if not tensor.untyped_storage().resizable():  # as of what became an array, which may have been written to
-            return None
-        view = Layout.of(tensor)
-        if view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg():  # the bytes, read otherwise
-            return None
-        if not entry.counted and not local.packing_for_recipe:
-            self._count(entry, tensor)
-        return entry.recipe.handle(entry.number, None if view == entry.layout else (view, entry.layout))
-
-    def is_given_to_a_kernel(self, tensor: Tensor, *, is_eager: bool) -> bool:
-        """Whether a recipe gives back ``tensor``, which a kernel is about to save. is_eager: as for ``_count``."""
-        if not self.knows(tensor):
-            return False
-        entry = self.entries[tensor.untyped_storage()._cdata]
-        if not entry.counted and not is_eager:
-            self._count(entry, tensor, is_eager=False)
-        return True
-
-    def _count(self, entry: _Entry, tensor: Tensor, *, is_eager: bool = True) -> None:
-        """is_eager: whether it is saved without the policy, too."""
-        entry.counted = True
-        statistics, nbytes = entry.recipe.statistics, tensor.untyped_storage().nbytes()
-        statistics.dropped_tensors += 1
-        statistics.dropped_nbytes += nbytes
-        statistics.eager_nbytes += nbytes if is_eager else 0
-        entry.dropped_outputs.append(DroppedOutput(entry.recipe.name, entry.layout, nbytes))
-
-    def forget(self, tensor: Tensor) -> None:
-        if (key := storage_key(tensor)) is not None:
-            self.entries.pop(key, None)
-
-
-class _ThreadState(threading.local):
-    """What this thread's forward is inside of."""
-
-    def __init__(self) -> None:
-        self.books: list[RecipeBook | None] = []
-        """Of the scopes that are open, the innermost last. None: nothing is recorded there."""
-        self.statistics = RegionStatistics("an op outside of any region")
-        """Of the region that is credited with the recipes of ops that know themselves."""
-        self.active_frames: list[Any] = []
-        """The tapes, checkpoint frames and replays that are running, the innermost last."""
-        self.regenerating = 0
-        """How many recipes are running, one inside of the other."""
-        self.sharing: set[RecipeGroup] | None = None
-        """The groups of recipes that have run inside of ``sharing_values``; None outside of it."""
-        self.packing_for_recipe = False
-        """Whether a tensor is packed for a recipe, and not because autograd saves it."""
-        self.simulates_cuda = False
-        """Whether fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU."""
-
-
-local = _ThreadState()
-
-
-@contextmanager
-def sharing_values() -> Iterator[None]:
-    """The span in which values that are asked for outside of a backward are shared by all who ask, as in a backward.
-
-    Without one each question is a span of its own.
-    """
-    sharing: set[RecipeGroup] = set()
-    before, local.sharing = local.sharing, sharing
-    try:
-        yield
-    finally:
-        local.sharing = before
-        for group in sharing:
-            group.release()
-
-
-@contextmanager
-def packing_for_recipe() -> Iterator[None]:
-    """While tensors are held for recipes, which autograd itself may not have saved: that drops nothing."""
-    before, local.packing_for_recipe = local.packing_for_recipe, True
-    try:
-        yield
-    finally:
-        local.packing_for_recipe = before
-
-
-def open_book() -> RecipeBook | None:
-    if torch.compiler.is_compiling():  # a scope that is open meanwhile is for eager code
-        return None
-    return local.books[-1] if local.books else None
-
-
-def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> None:
-    """Tell the enclosing policy scope that ``regenerate(*inputs)`` gives ``output`` back, bit for bit.
-
-    For ops that know themselves. ``regenerate`` runs without gradients in backward, on tensors bitwise equal to
-    ``inputs`` (other values are passed as they are); its result must have the layout and dtype of ``output`` and
-    depend on nothing else. Does nothing where no scope is open or gradients are off, nor under a checkpoint, which
-    drops everything and counts what is held, nor where a mode of others has made another output of it.
-    """
-    book = open_book()
-    if book is not None and torch.is_grad_enabled() and not is_inside_checkpoint():
-        if has_foreign_modes() and not _reproduces(output, regenerate, inputs):
-            return
-        with packing_for_recipe():
-            args = tuple(
-                pack_tensor(value, local.statistics.name) if isinstance(value, Tensor) else value for value in inputs
-            )
-        name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
-        book.enter(output, OpRecipe(local.statistics, regenerate, args, name=name, group=RecipeGroup(book.numerics)), 0)
-
-
-def _reproduces(output: Tensor, regenerate: Callable[..., Tensor], inputs: Sequence[Any]) -> bool:
-    with hidden_from_modes(), torch.no_grad():
-        value = regenerate(*inputs)
-        return Layout.of(value) == Layout.of(output) and not count_different(value, output)
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.recipes import RecipeBook, local, open_book
+from recompute.engine.recipe_book import RecipeBook, open_book
 from recompute.engine.saved_tensors import (
     Hooks,
     PackedDTensor,
@@ -22,6 +22,7 @@ from recompute.engine.saved_tensors import (
     top_hooks,
     unpack_saved,
 )
+from recompute.engine.thread_state import local
 from recompute.errors import warn
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks

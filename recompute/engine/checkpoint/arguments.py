@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
-from recompute.engine.recipes import count_different
+from recompute.engine.bit_comparison import count_different
 from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import (
     Hooks,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
 from recompute.engine.checkpoint.learned_facts import LearnedFacts
 from recompute.engine.checkpoint.module_state import AutocastState, ModuleState
@@ -32,14 +33,7 @@ from recompute.engine.modes import (
     hidden_from_modes,
 )
 from recompute.engine.parameter_memory import may_hold_memory
-from recompute.engine.recipes import (
-    Handle,
-    Recipe,
-    count_different,
-    is_fake,
-    is_verifying,
-    local,
-)
+from recompute.engine.recipes import Handle, Recipe
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import (
     KeptTensor,
@@ -55,6 +49,7 @@ from recompute.engine.saved_tensors import (
     unpack_saved,
     version_of,
 )
+from recompute.engine.thread_state import is_fake, local
 from recompute.errors import RegenerationError, warn
 
 T = TypeVar("T")

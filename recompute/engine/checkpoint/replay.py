@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import KeptTensor, PackedDTensor, PackedTensor, describe, storage_key, unpack_saved
+from recompute.engine.thread_state import local
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recompute.engine.recipes import local
+from recompute.engine.thread_state import local
 
 _ARRAYS: tuple[tuple[Any, str], ...] = (
     (Tensor, "numpy"),  # which ``__array__`` and ``np.asarray`` call

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import OpFacts, seconds
@@ -32,7 +33,8 @@ from recompute.engine.cut.save_plan import (
 )
 from recompute.engine.modes import runs_hidden_from_modes
 from recompute.engine.parameter_memory import is_managed_elsewhere
-from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, is_verifying, open_book, sharing_values
+from recompute.engine.recipe_book import open_book
+from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedTensor,
@@ -56,6 +58,7 @@ from recompute.engine.tape.recorded_call import (
     record_call,
     writable,
 )
+from recompute.engine.thread_state import sharing_values
 
 RELEASED = "it reads a weight that was gathered for a part of the module, and is not held to its end"
 

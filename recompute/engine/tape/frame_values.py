@@ -12,10 +12,11 @@ from torch import Tensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan, ValueFacts
 from recompute.engine.dtensors import has_layout, local_of
-from recompute.engine.recipes import RecipeBook, local
+from recompute.engine.recipe_book import RecipeBook
 from recompute.engine.saved_tensors import ParameterReference, version_of
 from recompute.engine.tape.exposed_memory import is_exposed
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, not_regenerable, parameter_of
+from recompute.engine.thread_state import local
 
 
 class PlanMismatch(Exception):

@@ -11,7 +11,7 @@ from torch import Tensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import is_defined
 from recompute.engine.cut.save_plan import SavePlan, ValueRef
-from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, RecipeGroup, packing_for_recipe
+from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, RecipeGroup
 from recompute.engine.saved_tensors import (
     Hooks,
     KeptShard,
@@ -28,6 +28,7 @@ from recompute.engine.saved_tensors import (
 from recompute.engine.tape.frame_values import FrameValues, without_graph
 from recompute.engine.tape.op_arguments import copied
 from recompute.engine.tape.recorded_call import RecordedCall
+from recompute.engine.thread_state import packing_for_recipe
 
 PackKept = Callable[[ValueRef], PackedTensor]
 """Gives what stands for a value that is kept."""

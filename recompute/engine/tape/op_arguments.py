@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.recipes import in_backward
 from recompute.engine.rng import RngState
+from recompute.engine.thread_state import in_backward
 
 PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 LISTS = frozenset((list, tuple))

@@ -25,7 +25,6 @@ from recompute.engine.modes import (
     put_beneath,
     put_on_top,
 )
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import (
     PackedDTensor,
     PackedTensor,
@@ -40,6 +39,7 @@ from recompute.engine.tape.exposed_memory import expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, is_unobserved, tensors_in
+from recompute.engine.thread_state import local
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
