@@ -27,8 +27,9 @@ class _Entry:
     version: int
     layout: Layout
     dropped_outputs: list[DroppedOutput]
-    """What was dropped of the same frame's outputs."""
+    """The outputs of the same frame that were dropped."""
     counted: bool
+    """Whether the statistics have it."""
 
 
 @dataclass
@@ -47,7 +48,10 @@ class RecipeBook:
     def enter(
         self, output: Tensor, recipe: Recipe, number: int, whole: Layout | None = None, *, counted: bool = False
     ) -> None:
-        """whole: the layout of what the recipe gives back, if ``output`` is a view of that."""
+        """whole: the layout of what the recipe gives back, if ``output`` is a view of that.
+
+        counted: whether the statistics have it already.
+        """
         if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
             self.entered += 1
             reference = StorageWeakRef(output.untyped_storage())
@@ -65,10 +69,12 @@ class RecipeBook:
         entry = None if key is None else self.entries.get(key)
         if entry is None or version_of(tensor) != entry.version:  # unknown, or mutated since (invariant 5)
             return None
-        if not tensor.untyped_storage().resizable():  # as of what became an array, which may have been written to
+        if not tensor.untyped_storage().resizable():  # it became an array, which may have been written to
             return None
         view = Layout.of(tensor)
-        if view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg():  # the bytes, read otherwise
+        if (
+            view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg()
+        ):  # it reads the bytes in another way
             return None
         if not entry.counted and not local.packing_for_recipe:
             self._count(entry, tensor)
@@ -84,7 +90,7 @@ class RecipeBook:
         return True
 
     def _count(self, entry: _Entry, tensor: Tensor, *, is_eager: bool = True) -> None:
-        """is_eager: whether it is saved without the policy, too."""
+        """Add it to the statistics. is_eager: whether it is saved without the policy, too."""
         entry.counted = True
         statistics, nbytes = entry.recipe.statistics, tensor.untyped_storage().nbytes()
         statistics.dropped_tensors += 1
@@ -107,10 +113,12 @@ def open_book() -> RecipeBook | None:
 def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> None:
     """Tell the enclosing policy scope that ``regenerate(*inputs)`` gives ``output`` back, bit for bit.
 
-    For ops that know themselves. ``regenerate`` runs without gradients in backward, on tensors bitwise equal to
-    ``inputs`` (other values are passed as they are); its result must have the layout and dtype of ``output`` and
-    depend on nothing else. Does nothing where no scope is open or gradients are off, nor under a checkpoint, which
-    drops everything and counts what is held, nor where a mode of others has made another output of it.
+    For ops that know how their output comes back, as kernels do. In backward ``regenerate`` runs without gradients, on
+    tensors bitwise equal to ``inputs``; other values are passed as they are. Its result must have the layout and dtype
+    of ``output`` and depend on nothing else.
+
+    Does nothing where no scope is open, gradients are off, or a foreign mode has changed the output. Nor does it under
+    a checkpoint, which drops everything and counts what is held.
     """
     book = open_book()
     if book is not None and torch.is_grad_enabled() and not is_inside_checkpoint():

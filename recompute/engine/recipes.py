@@ -47,12 +47,12 @@ class ValueSource(Protocol):
 class Handle(PackedTensor):
     """What autograd holds in the place of a saved tensor: a value of its ``source``, by its number there.
 
-    ``tensor``, at ``version``, is the saved tensor itself, as long as it has not been dropped; ``kept`` is what holds
-    it, if it has been decided to keep it. ``view`` is how the tensor saw the value, and how the value is seen whole;
-    None where these are the same.
+    ``tensor``, at ``version``, is the saved tensor itself, until it is dropped or kept. ``kept`` holds it if it is
+    kept. ``view`` is the layout through which the tensor saw the value, and the layout that sees all of it; None if
+    these are the same.
 
-    A handle of a tape's frame has that as its source until the frame ends, and then a recipe. The handle itself holds
-    the recipe, and the frame does not: so what the recipe holds is freed as soon as backward has passed by.
+    The source of a tape's handle is the frame until that ends, and then a recipe. The handle holds the recipe, and the
+    frame does not. So what the recipe holds is freed as soon as backward has passed the node that holds the handle.
     """
 
     __slots__ = ("__weakref__", "is_ready", "kept", "number", "source", "tensor", "version", "view")
@@ -66,16 +66,16 @@ class Handle(PackedTensor):
         self.version = 0 if tensor is None else version_of(tensor)
         self.kept: PackedTensor | None = None
         self.view = view
-        self.is_ready = False  # the recipe has a value that this handle has not had yet
+        self.is_ready = False  # whether the recipe has a value for this handle that it has not taken yet
 
     def another(self, view: tuple[Layout, Layout]) -> Handle:
-        """Another handle of the same dropped value. ``view``: how it sees what this one sees, and what that is."""
+        """Another handle of the same dropped value. view: its layout, and that of this handle's tensor."""
         assert isinstance(self.source, Recipe)
         layout, whole = view
         return self.source.handle(self.number, (layout, whole if self.view is None else self.view[1]))
 
     def keep(self, kept: PackedTensor) -> None:
-        """Not to drop the tensor."""
+        """Keep the tensor, which ``kept`` holds from now on."""
         self.kept = kept
         self.tensor = None
 
@@ -109,7 +109,7 @@ _ExcludeKeys = torch._C._ExcludeDispatchKeyGuard
 
 
 def _is_plain_eager() -> bool:
-    """Whether an op that is called now does what it says and no more, as in most backwards."""
+    """Whether an op that is called now runs without gradients, autocast and transforms, as in most backwards."""
     return not (
         torch.is_grad_enabled()
         or torch._C._is_any_autocast_enabled()
@@ -118,9 +118,9 @@ def _is_plain_eager() -> bool:
 
 
 class RecipeGroup:
-    """The recipes of one frame. They share a lock, as each device has its thread in backward (invariant 9).
+    """The recipes of one frame. They share a lock, because backward has a thread for each device (invariant 9).
 
-    They also share one callback at the end of a backward, which frees what nobody came for.
+    They also share one callback at the end of a backward, which frees the values that nobody has taken.
 
     numerics: torch's settings in that frame, under which its ops run again.
     """
@@ -132,10 +132,10 @@ class RecipeGroup:
         self.numerics = Numerics() if numerics is None else numerics
         self._filled: list[weakref.ref[Recipe]] = []
         self._task = -1
-        self._is_alike = (-1, False)  # in which backward, and whether its settings are those of the frame
+        self._is_alike = (-1, False)  # the last backward that asked, and its answer
 
     def is_alike(self) -> bool:
-        """Whether torch's settings are those of the frame: asked once a backward."""
+        """Whether torch's settings are those of the frame. They are compared once in each backward."""
         task = torch._C._current_graph_task_id()
         known, alike = self._is_alike
         if known != task or task == -1:
@@ -144,7 +144,7 @@ class RecipeGroup:
         return alike
 
     def filled(self, recipe: Recipe) -> None:
-        """Have the recipe's values freed when the backward, or the span of ``sharing_values``, that runs ends."""
+        """Have the recipe's values freed at the end of this backward, or of this span of ``sharing_values``."""
         self._filled.append(weakref.ref(recipe))
         task = torch._C._current_graph_task_id()
         if task == -1:
@@ -156,7 +156,7 @@ class RecipeGroup:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := release()) and method())
 
     def release(self) -> None:
-        """Free the values that nobody came for."""
+        """Free the values that nobody has taken."""
         with self.lock:
             filled, self._filled, self._task = self._filled, [], -1
             for reference in filled:
@@ -167,9 +167,9 @@ class RecipeGroup:
 class Recipe(ABC):
     """Regenerates a group of values, each known by a number, and shares them among the handles that stand for them.
 
-    The first handle that asks makes the recipe run; every other live handle then finds its value ready. A value is
-    freed when the last handle that stands for it has had it, at the latest when the backward pass ends, or the span of
-    ``sharing_values``. A second backward pass runs the recipe again.
+    The first handle that asks makes the recipe run. Every other live handle then finds its value ready. A value is
+    freed when the last handle that stands for it has taken it, at the latest at the end of the backward pass or of the
+    span of ``sharing_values``. A second backward pass runs the recipe again.
     """
 
     __slots__ = ("__weakref__", "_is_shared", "_values", "group", "handles", "name", "statistics")
@@ -183,7 +183,7 @@ class Recipe(ABC):
         self.group = group or RecipeGroup()
 
     def handle(self, number: int, view: tuple[Layout, Layout] | None = None) -> Handle:
-        """A new handle, of a value that is dropped."""
+        """A new handle of a value that is dropped."""
         handle = Handle(self, number, None, view)
         self.handles.append(weakref.ref(handle))
         return handle
@@ -194,7 +194,7 @@ class Recipe(ABC):
         return [handle for handle in alive if handle.tensor is None and handle.kept is None]
 
     def take(self, handle: Handle) -> Tensor:
-        if not in_backward() and local.sharing is None:  # somebody looks at a saved tensor
+        if not in_backward() and local.sharing is None:  # somebody looks at a saved tensor outside of backward
             with sharing_values():
                 return self.take(handle)
         with self.group.lock:
@@ -207,12 +207,12 @@ class Recipe(ABC):
             return saved.get()
 
     def _is_awaited(self, number: int) -> bool:
-        """Whether a handle has not had the value yet that it stands for."""
+        """Whether some handle of this value has yet to take it."""
         handles = (ref() for ref in self.handles)
         return any(handle is not None and handle.is_ready and handle.number == number for handle in handles)
 
     def _fill_all(self) -> None:
-        """Run this, after the recipes it builds on: by a stack, as a chain of ops may be longer than Python's."""
+        """Run this after the recipes that it needs: by a list of its own, as a chain may be longer than Python's stack."""
         stopwatch = None if local.regenerating else self.statistics.stopwatch
         started = None if stopwatch is None else stopwatch.start()
         pending = [(self, self.missing_inputs())]
@@ -231,7 +231,7 @@ class Recipe(ABC):
         return iter(())
 
     def release(self) -> None:
-        """Free the values that nobody came for."""
+        """Free the values that nobody has taken."""
         self._values = {}
         for handle in self.dropped():
             handle.is_ready = False
@@ -269,10 +269,10 @@ class OpRecipe(Recipe):
     args, kwargs: as the function takes them, with a ``PackedTensor`` in the place of each tensor.
     dtype: the default dtype that it ran under, where that was not the frame's.
     rng: the states of the random generators that it draws from.
-    writes: which arguments the function changes in place (positions or keywords): it is given copies, which are the
-    outputs 0, 1, … then. ``None`` for a function that changes none.
-    slots: which of its outputs each value is that it gives back, by the values' numbers; None: output n is value n.
-    originals: values that it gave in forward, by their numbers, to compare with.
+    writes: the arguments that the function changes in place (positions or keywords), and the layouts through which it
+    does. It is passed copies, which then count as outputs 0, 1, …. ``None`` for a function that changes none.
+    slots: for each value that it gives back, by number, which of its outputs that is. None: output n is value n.
+    originals: the values that it gave in forward, by their numbers, to compare with.
     """
 
     __slots__ = ("_args", "_dtype", "_function", "_kwargs", "_originals", "_rng", "_slots", "_writes")
@@ -314,7 +314,7 @@ class OpRecipe(Recipe):
             with (
                 _ExcludeKeys(_AUTOCAST),
                 torch.no_grad(),
-                temporarily_clear_interpreter_stack(),  # a batched backward still wants the one forward
+                temporarily_clear_interpreter_stack(),  # a batched backward still needs one plain forward
                 self._rng.replayed() if self._rng else nullcontext(),
                 self.group.numerics.replayed(),
                 default_dtype(self._dtype) if self._dtype else nullcontext(),
@@ -336,13 +336,13 @@ class OpRecipe(Recipe):
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(list(self._args)), fetch(self._kwargs)
         if are_modes_hidden():
-            with self._undrawn(), shown_to_modes():  # to modes that count, say; what they make of it counts for nothing
+            with self._undrawn(), shown_to_modes():  # let modes see it that count, say; their result is not used
                 self._call(list(args), dict(kwargs))
         return self._call(args, kwargs)
 
     @staticmethod
     def _undrawn() -> AbstractContextManager[None]:
-        """Random generators are afterwards where they were."""
+        """The span after which random generators are where they were."""
         return nullcontext() if is_fake() else RngState().replayed()
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> Sequence[Tensor]:
@@ -359,7 +359,7 @@ class OpRecipe(Recipe):
 
 
 class OuterUnpackRecipe(Recipe):
-    """A tensor that saved-tensor hooks of others hold, which may unpack it only once for all who want it."""
+    """A tensor that saved-tensor hooks of others hold. They are asked for it once, for all handles that want it."""
 
     __slots__ = ("_saved", "layout")
 

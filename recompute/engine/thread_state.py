@@ -19,17 +19,17 @@ class _ThreadState(threading.local):
         self.books: list[Any] = []
         """The ``RecipeBook`` of each scope that is open, the innermost last. None: nothing is recorded there."""
         self.statistics = RegionStatistics("an op outside of any region")
-        """Of the region that is credited with the recipes of ops that know themselves."""
+        """Of the region that the recipes of ``recipe_book.record`` are counted for."""
         self.active_frames: list[Any] = []
         """The tapes, checkpoint frames and replays that are running, the innermost last."""
         self.regenerating = 0
-        """How many recipes are running, one inside of the other."""
+        """How many recipes are running, one inside of the other. Tapes take no op for a step then."""
         self.sharing: set[Any] | None = None
         """The ``RecipeGroup`` of each recipe that has run inside of ``sharing_values``; None outside of it."""
         self.packing_for_recipe = False
         """Whether a tensor is packed for a recipe, and not because autograd saves it."""
         self.simulates_cuda = False
-        """Whether fake CPU tensors stand for CUDA's: backward of fake CUDA tensors needs a GPU."""
+        """Whether fake CPU tensors stand for CUDA's, because backward of fake CUDA tensors needs a GPU."""
 
 
 local = _ThreadState()
@@ -37,9 +37,9 @@ local = _ThreadState()
 
 @contextmanager
 def sharing_values() -> Iterator[None]:
-    """The span in which values that are asked for outside of a backward are shared by all who ask, as in a backward.
+    """The span in which all who ask for a value outside of a backward share it, as in a backward.
 
-    Without one each question is a span of its own.
+    Outside of such a span, each time that somebody asks is a span of its own.
     """
     sharing: set[Any] = set()
     before, local.sharing = local.sharing, sharing
@@ -53,7 +53,7 @@ def sharing_values() -> Iterator[None]:
 
 @contextmanager
 def packing_for_recipe() -> Iterator[None]:
-    """While tensors are held for recipes, which autograd itself may not have saved: that drops nothing."""
+    """The span in which tensors are packed for recipes. Autograd may not have saved them, so they are no savings."""
     before, local.packing_for_recipe = local.packing_for_recipe, True
     try:
         yield

@@ -31,7 +31,7 @@ from recompute.engine.tape.recorded_call import RecordedCall
 from recompute.engine.thread_state import packing_for_recipe
 
 PackKept = Callable[[ValueRef], PackedTensor]
-"""Gives what stands for a value that is kept."""
+"""Returns what is held for a value that is kept."""
 
 
 class KeptValues:
@@ -56,7 +56,7 @@ class KeptValues:
         self._copies: dict[int, KeptTensor] = {}
 
     def for_backward(self, ref: ValueRef) -> PackedTensor:
-        """What stands for a value that autograd itself saved."""
+        """What is held for a value that autograd itself saved."""
         number, layout = ref
         if number in self._values.parameters:
             memory = self._values.held[number].untyped_storage()
@@ -64,19 +64,19 @@ class KeptValues:
         whole = self._plan.facts[number].layout
         packed = self._packed.get(ref) or self._packed.get(ValueRef(number, whole)) or self._pack(number, whole)
         if isinstance(packed, OuterUnpackRecipe):
-            if packed.layout != layout:  # of a storage, hooks of others have but what they saw
+            if packed.layout != layout:  # hooks of others hold only the view that they were given
                 packed = self._pack(number, layout)
                 assert isinstance(packed, OuterUnpackRecipe)
             return packed.handle(0)
-        if isinstance(packed, Handle):  # each that asks has its own
+        if isinstance(packed, Handle):  # whoever asks gets a handle of their own
             return packed.another((layout, whole))
         return packed if layout == whole else PackedView(packed, layout)
 
     def for_rerun(self, ref: ValueRef) -> PackedTensor:
-        """What stands for a value that a step reads which runs again: a copy, where that is cheap.
+        """What is held for a step that runs again and reads this value: a copy, if that is cheap.
 
         So a buffer may change between forward and backward, as in plain PyTorch. What autograd itself saved is not
-        copied: it is refused if it has changed, as in plain PyTorch too.
+        copied: it is refused if it has changed, also as in plain PyTorch.
         """
         number, layout = ref
         if number not in self._plan.copyable or self._values.held[number].requires_grad:
@@ -107,7 +107,7 @@ class KeptValues:
 
 
 def has_only_our_hooks(hooks: Any) -> bool:
-    """Whether these hooks are a scope of ours, or there are none, and there are none of others around them."""
+    """Whether neither these hooks nor any around them are somebody else's."""
     while hooks is not None and hooks[1] is unpack_saved:
         hooks = hooks[0].__self__.outer
     return hooks is None
@@ -122,9 +122,10 @@ def make_recipes(
     dtype: torch.dtype,
     originals: Mapping[int, Tensor] | None,
 ) -> dict[int, OpRecipe]:
-    """For each step of a plan that runs again, and has been taken, how: from the frame's own arguments.
+    """The recipe of each step that the plan runs again, as far as it has been taken. They take the frame's arguments.
 
-    calls: by their steps. dtype: the default one of the frame. originals: values to compare with, if that is wanted.
+    calls: by the numbers of their steps. dtype: the default one of the frame. originals: values to compare with, if
+    that is wanted.
     """
     recipes: dict[int, OpRecipe] = {}
     for index in plan.rerun:
@@ -150,7 +151,7 @@ def make_recipes(
 
 
 def _with_packed(value: Any, plan: SavePlan, pack: PackKept, recipes: dict[int, OpRecipe]) -> Any:
-    """An argument with what stands for a tensor in the place of each ``ValueRef``."""
+    """An argument with a ``PackedTensor`` in the place of each ``ValueRef``."""
     if isinstance(value, list):
         return [_with_packed(item, plan, pack, recipes) for item in value]
     if type(value) is not ValueRef:
