@@ -61,10 +61,10 @@ class CapturedFrame:
         *,
         is_checkpoint: bool = False,
     ):
-        """graph: what the program was made of, on the same inputs: it serves where the program cannot.
+        """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
-        on_replay: called where it does, with the program, and whether backward is differentiated in its turn.
-        is_checkpoint: it is counted as a checkpoint is.
+        on_replay: called when it does, with the program, and whether backward is differentiated in its turn.
+        is_checkpoint: whether the statistics count this as a checkpoint.
         """
         self._is_checkpoint = is_checkpoint
         self._on_replay = on_replay
@@ -75,10 +75,10 @@ class CapturedFrame:
         self._given: Sequence[Tensor] = given
         self._rng: RngState | None = None
         self.saved: list[Tensor] = []
-        """What autograd is to save, as of other nodes: with its graph, and through the hooks in force."""
+        """What autograd is to save, as it does for other nodes: with its graph, and through the hooks in force."""
 
     def run(self) -> tuple[Any, ...]:
-        """Forward; the outputs."""
+        """Run forward; returns the outputs."""
         program, given, statistics = self._program, self._given, self.statistics
         if program.draws:
             self._rng = _generators(given, statistics.name)
@@ -91,14 +91,17 @@ class CapturedFrame:
                 self.saved.append(tensor)
                 held.append(None)
                 continue
-            if how == "memory":  # of a parameter, though its ``data`` be replaced, as autograd holds that of a view
+            if how == "memory":  # of a parameter, even if its ``data`` is replaced: autograd holds a view's so
                 tensor = tensor.detach()
             elif how == "copy":
                 tensor = copied(tensor)
             held.append((tensor, tensor._version))
         self._held = held
         self._others: list[tuple[Any, State]] = [
-            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # a State, without a call
+            (
+                tensor if lives else weakref.ref(tensor),
+                (tensor._version, tensor.data_ptr()),
+            )  # ``state_of``, without the call
             for position, lives in program.others
             for tensor in (given[position],)
         ]
@@ -114,7 +117,7 @@ class CapturedFrame:
         return outputs
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The contributions to the gradients of the program's edges. saved: as autograd gives it back."""
+        """The contributions to the gradients of the program's edges. saved: what autograd had saved."""
         if self._kept is None:
             raise RuntimeError(_FREED)
         program, statistics = self._program, self.statistics
@@ -164,7 +167,7 @@ class CapturedFrame:
         ]
 
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same by autograd, for what the program does not know: the graph runs again on the region's inputs."""
+        """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
         program = self._program
         self._on_replay(program, torch.is_grad_enabled())
         inputs = Given(self.statistics.name)
@@ -188,7 +191,7 @@ class CapturedFrame:
 
 
 class _Outputs(Recipe):
-    """The outputs of a frame that others have saved. What it needs it holds by itself: a frame may be gone before."""
+    """The outputs of a frame that others have saved. It holds what it needs, because the frame may be gone before."""
 
     __slots__ = ("_held", "_kept", "_program", "_states")
 
@@ -222,7 +225,7 @@ class _Outputs(Recipe):
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
         self.statistics.regenerations += (
             program.regenerate_reruns - 1
-        )  # a recipe counts one, and the bytes that it gives
+        )  # the recipe itself counts one, and the bytes that it gives
         self.statistics.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
         return given_back
 
@@ -245,7 +248,7 @@ def _generators(given: Sequence[Tensor], name: str) -> RngState:
 
 
 class CapturedFunction(torch.autograd.Function):
-    """The node."""
+    """The node of autograd's graph that stands for a captured region."""
 
     @staticmethod
     def forward(ctx: Any, frame: CapturedFrame, fixed: Sequence[int], *edges: Tensor) -> Any:

@@ -212,7 +212,7 @@ class Recipe(ABC):
         return any(handle is not None and handle.is_ready and handle.number == number for handle in handles)
 
     def _fill_all(self) -> None:
-        """Run this after the recipes that it needs: by a list of its own, as a chain may be longer than Python's stack."""
+        """Run this after the recipes that it needs. It does not recurse: a chain may be longer than Python's stack."""
         stopwatch = None if local.regenerating else self.statistics.stopwatch
         started = None if stopwatch is None else stopwatch.start()
         pending = [(self, self.missing_inputs())]
