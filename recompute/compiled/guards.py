@@ -92,7 +92,7 @@ MISSED = object()
 
 @contextmanager
 def _called_as_they_are(functions: Iterable[Any]) -> Iterator[None]:
-    """The span in which the frontend does not trace into these functions, nor into those of our kernels."""
+    """The span in which the frontend does not trace into these, nor into the autograd Functions of our kernels."""
     import torch._dynamo.trace_rules as rules
 
     allowed = rules._allowed_callable_ids

@@ -46,7 +46,7 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch, without_graph
-from recompute.engine.tape.kept_values import KeptValues, PackKept, has_only_our_hooks, make_recipes
+from recompute.engine.tape.kept_values import KeptValues, PackKept, has_only_our_hooks, make_recipes, resolve_handles
 from recompute.engine.tape.op_arguments import NotRegenerable, at, is_plain, parameter_of, tensors_in
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
@@ -447,7 +447,9 @@ class TapeFrame:
             plan = self._decide(results)
             kept = KeptValues(self._values, plan, self.statistics, self.outer, self._group)
             recipes = self._make_recipes(plan, pack or kept.for_rerun)
-            self._resolve_handles(plan, recipes, pack or kept.for_backward)
+            for saved in self._with_graphs:
+                saved.tensor = saved.tensor.detach()
+            resolve_handles(self._handles, plan, recipes, pack or kept.for_backward, self.statistics)
             self.statistics.dropped_outputs = []
             for number in plan.outputs.intersection(results):
                 assert self._book is not None
@@ -518,29 +520,6 @@ class TapeFrame:
     def _make_recipes(self, plan: SavePlan, pack: PackKept) -> dict[int, OpRecipe]:
         originals = self._values.originals
         return make_recipes(self._calls, plan, pack, self.statistics, self._group, self._dtype, originals)
-
-    def _resolve_handles(self, plan: SavePlan, recipes: dict[int, OpRecipe], pack: PackKept) -> None:
-        """Give each handle what holds its value, or what gives it back."""
-        for kept in self._with_graphs:
-            kept.tensor = kept.tensor.detach()
-        for reference in self._handles:
-            handle = reference()
-            if handle is None:
-                continue
-            number = handle.number
-            if number in plan.overwritten:  # to be refused if autograd minds
-                assert handle.tensor is not None
-                handle.keep(KeptTensor(handle.tensor.detach(), self.statistics.name, handle.version))
-            elif number in plan.kept:
-                layout = plan.facts[number].layout if handle.view is None else handle.view[0]
-                handle.keep(pack(ValueRef(number, layout)))
-            else:
-                handle.drop_for(recipes[plan.origin(number)])
-        statistics = self.statistics
-        statistics.dropped_tensors += len(plan.dropped)
-        statistics.dropped_nbytes += plan.dropped_nbytes
-        statistics.kept_nbytes += plan.kept_nbytes
-        statistics.eager_nbytes += plan.eager_nbytes
 
     def _clear(self) -> None:
         """Let go of everything: autograd holds the pack hook, and so this, as long as the graph lives (invariant 8)."""

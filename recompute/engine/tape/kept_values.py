@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -148,6 +149,33 @@ def make_recipes(
             originals=compared,
         )
     return recipes
+
+
+def resolve_handles(
+    handles: Iterable[weakref.ref[Handle]],
+    plan: SavePlan,
+    recipes: Mapping[int, OpRecipe],
+    pack: PackKept,
+    statistics: RegionStatistics,
+) -> None:
+    """Give each handle of a frame what holds its value, or the recipe that gives it back."""
+    for reference in handles:
+        handle = reference()
+        if handle is None:
+            continue
+        number = handle.number
+        if number in plan.overwritten:  # to be refused if autograd minds
+            assert handle.tensor is not None
+            handle.keep(KeptTensor(handle.tensor.detach(), statistics.name, handle.version))
+        elif number in plan.kept:
+            layout = plan.facts[number].layout if handle.view is None else handle.view[0]
+            handle.keep(pack(ValueRef(number, layout)))
+        else:
+            handle.drop_for(recipes[plan.origin(number)])
+    statistics.dropped_tensors += len(plan.dropped)
+    statistics.dropped_nbytes += plan.dropped_nbytes
+    statistics.kept_nbytes += plan.kept_nbytes
+    statistics.eager_nbytes += plan.eager_nbytes
 
 
 def _with_packed(value: Any, plan: SavePlan, pack: PackKept, recipes: dict[int, OpRecipe]) -> Any:
