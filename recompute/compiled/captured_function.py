@@ -91,7 +91,9 @@ class CapturedFrame:
                 self.saved.append(tensor)
                 held.append(None)
                 continue
-            if how == "memory":  # of a parameter, even if its ``data`` is replaced: autograd holds a view's so
+            if (
+                how == "memory"
+            ):  # hold a parameter's memory, as autograd does for a view, in case its ``data`` is replaced
                 tensor = tensor.detach()
             elif how == "copy":
                 tensor = copied(tensor)

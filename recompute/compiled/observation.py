@@ -94,7 +94,7 @@ class _BackwardOps(TorchDispatchMode):
 
     def __init__(self, seen: Observation):
         super().__init__()
-        self._seen = weakref.ref(seen)  # that holds this, so this may not hold it
+        self._seen = weakref.ref(seen)  # weakly, because that holds this
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -56,7 +56,7 @@ class DroppedOutput(NamedTuple):
 
 
 class PackedTensor:
-    """What stands for a tensor until backward wants it."""
+    """What is held in the place of a tensor until backward wants it."""
 
     __slots__ = ()
 

@@ -19,7 +19,7 @@ class _ThreadState(threading.local):
         self.books: list[Any] = []
         """The ``RecipeBook`` of each scope that is open, the innermost last. None: nothing is recorded there."""
         self.statistics = RegionStatistics("an op outside of any region")
-        """Of the region that the recipes of ``recipe_book.record`` are counted for."""
+        """The statistics of the region for which the recipes of ``recipe_book.record`` are counted."""
         self.active_frames: list[Any] = []
         """The tapes, checkpoint frames and replays that are running, the innermost last."""
         self.regenerating = 0

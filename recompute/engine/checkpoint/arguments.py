@@ -77,7 +77,7 @@ class _HeldTensor:
         tensor = tensor.detach()
         if self.requires_grad:
             tensor.requires_grad_()
-        if self.attributes:  # of a subclass, whose ``detach`` may not know of them
+        if self.attributes:  # it is of a subclass, whose ``detach`` may not copy them
             vars(tensor).update({**self.attributes, **vars(tensor)})
         return tensor
 

@@ -102,7 +102,7 @@ def walk_references(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 _PRIMITIVE = (int, float, complex, str, bytes, type(None), Tensor)
-_MANY = 1000  # of a longer container, such as a vocabulary, the rest is left alone
+_MANY = 1000  # the rest of a longer container, such as a vocabulary, is left alone
 _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]))
 
 

@@ -254,7 +254,7 @@ class CheckpointFrame(Recipe):
             warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
             del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
-        savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
+        savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # others hold inputs (invariant 7)
         self.statistics.dropped_tensors += len(savings)
         self.statistics.dropped_nbytes += sum(savings)
         self.statistics.eager_nbytes += sum(savings)

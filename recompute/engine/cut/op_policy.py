@@ -29,7 +29,7 @@ class OpPolicy:
         self._keep = keep
         self.price = price
         self.decisions: dict[Any, Decision] = {}
-        """Of the ops that a tape has met; see ``decide``."""
+        """The decisions on the ops that a tape has met; see ``decide``."""
 
     def decide(self, op: Any) -> Decision:
         """Decide on an op that a tape meets for the first time, and remember that in ``decisions``."""

@@ -476,7 +476,7 @@ class TapeFrame:
                 step if step.reason or released.isdisjoint(step.inputs) else step._replace(reason=RELEASED)
                 for step in self._steps
             ]
-        if self._is_deoptimized:  # of its beginning it knows only what the plan needed
+        if self._is_deoptimized:  # it knows of its beginning only what the plan needed
             self._plan_cache.forget(self._guard)
             return self._solve_for_what_is_left(results)
         overwritten = values.overwritten

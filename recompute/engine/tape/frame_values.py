@@ -34,7 +34,7 @@ class FrameValues:
         self.name = name
         self._book = book
         self.facts: list[ValueFacts] = []
-        """Of the values that no plan has numbered."""
+        """The facts of the values, by number, if no plan has numbered them."""
         self.current: dict[int, int] = {}
         """The number of the value in each storage, by the address of the StorageImpl."""
         self._references: list[Any] = []
