@@ -91,19 +91,15 @@ class CapturedFrame:
                 self.saved.append(tensor)
                 held.append(None)
                 continue
-            if (
-                how == "memory"
-            ):  # hold a parameter's memory, as autograd does for a view, in case its ``data`` is replaced
+            # The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
+            if how == "memory":
                 tensor = tensor.detach()
             elif how == "copy":
                 tensor = copied(tensor)
             held.append((tensor, tensor._version))
         self._held = held
         self._others: list[tuple[Any, State]] = [
-            (
-                tensor if lives else weakref.ref(tensor),
-                (tensor._version, tensor.data_ptr()),
-            )  # ``state_of``, without the call
+            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # ``state_of``, inlined
             for position, lives in program.others
             for tensor in (given[position],)
         ]
@@ -225,9 +221,8 @@ class _Outputs(Recipe):
             held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
             values = program.regenerate(held, kept, self._states)
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
-        self.statistics.regenerations += (
-            program.regenerate_reruns - 1
-        )  # the recipe itself counts one, and the bytes that it gives
+        # The recipe itself counts one regeneration, and the bytes that it gives.
+        self.statistics.regenerations += program.regenerate_reruns - 1
         self.statistics.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
         return given_back
 

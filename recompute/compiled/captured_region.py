@@ -205,7 +205,7 @@ class CapturedRegion:
             self.deoptimize(_DRAWS)
             return MISSED
         if self.recording is not None and self._recorded_under is not None and not self._recorded_under.are_in_force():
-            self.recording = None  # under other settings there may be other ops, as those of attention
+            self.recording = None  # other settings may lead to other ops, as those of attention do
         graphs = self._own_graphs or shared.graphs
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:

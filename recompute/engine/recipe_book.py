@@ -72,9 +72,7 @@ class RecipeBook:
         if not tensor.untyped_storage().resizable():  # it became an array, which may have been written to
             return None
         view = Layout.of(tensor)
-        if (
-            view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg()
-        ):  # it reads the bytes in another way
+        if view.dtype is not entry.layout.dtype or tensor.is_conj() or tensor.is_neg():  # the bytes mean other numbers
             return None
         if not entry.counted and not local.packing_for_recipe:
             self._count(entry, tensor)

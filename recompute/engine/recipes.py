@@ -370,9 +370,7 @@ class OuterUnpackRecipe(Recipe):
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         tensor = self._saved.get()
-        if (
-            tensor.stride() != self.layout.stride and 0 not in self.layout.stride
-        ):  # save_on_cpu, say, gives back other strides
+        if tensor.stride() != self.layout.stride and 0 not in self.layout.stride:  # from save_on_cpu, say
             plain = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=tensor.dtype, device=tensor.device)
             tensor = plain.copy_(tensor)
         return {0: KeptTensor(tensor, self.statistics.name)}

@@ -37,8 +37,8 @@ def base_of(module: nn.Module) -> type[nn.Module]:
 class LearnedBuffers:
     """What a region's frames have found out about its buffers, for later frames.
 
-    Buffers are known by their numbers. What changes them depends on training, so the training flags of the modules are
-    the keys.
+    Buffers are numbered. The keys are the training flags of the modules, because forward may change other buffers in
+    training.
     """
 
     __slots__ = ("changing", "copies")
@@ -254,8 +254,8 @@ def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     copied = attributes.copy()
     copied["_parameters"] = copied["_buffers"] = copied["_modules"] = None
     has_parts = not _PARTS.isdisjoint(map(type, copied.values()))
-    # torch's own ``_parameters`` is a dict. A library may have put an object there that does something, such as gather
-    # weights. A copy of it might gather them into a place of its own, so the object itself is used.
+    # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
+    # copy of that might gather them into a place of its own, so the object itself is used.
     parameters = attributes["_parameters"]
     copied["_parameters"] = parameters.copy() if type(parameters) is dict else parameters
     copied["_buffers"] = attributes["_buffers"].copy()

@@ -392,9 +392,8 @@ class TapeFrame:
         for reference in self._handles:
             if (handle := reference()) is not None and handle.number == number:
                 assert handle.tensor is not None
-                if (
-                    handle.tensor.untyped_storage()._cdata != storage._cdata
-                ):  # it came back to other memory than others write to
+                # Deoptimizing may have brought the value back, in other memory than others are going to write to.
+                if handle.tensor.untyped_storage()._cdata != storage._cdata:
                     handle.tensor = seen_as(without_graph(tensor), layout if handle.view is None else handle.view[0])
                     handle.version = version_of(handle.tensor)
         made = values.add(tensor, layout, step=self._count, alive=parameter is not None, parameter=parameter)

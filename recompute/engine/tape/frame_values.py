@@ -66,9 +66,7 @@ class FrameValues:
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
             raise not_regenerable(tensor)
         number = self.current.get(tensor.untyped_storage()._cdata)
-        if number is None or (
-            number not in self.parameters and parameter_of(tensor) is not None
-        ):  # it was just gathered
+        if number is None or (number not in self.parameters and parameter_of(tensor) is not None):  # just gathered
             return self._add_given(tensor, plan, foreseen)
         version = version_of(tensor)
         known = self.versions[number]
