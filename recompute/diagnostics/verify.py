@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
-from recompute.attach.check_effect import listed, has_effect
+from recompute.attach.check_effect import has_effect, listed
 from recompute.compiled.unwrap import uncompiled
 from recompute.diagnostics.comparing_runs import (
     Widened,
@@ -22,7 +22,7 @@ from recompute.diagnostics.comparing_runs import (
     same_bits,
     wider_dtype,
 )
-from recompute.engine.recipes import count_different, verifying
+from recompute.engine.bit_comparison import count_different, verifying
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import describe
 from recompute.errors import GradientMismatch, NoEffectError, UnsupportedError
