@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from tabulate import tabulate
@@ -79,11 +79,8 @@ def _totals(counted: Sequence[RegionStatistics]) -> dict[str, int]:
 
 
 _BYTES = {"eager_nbytes": "eager", "dropped_nbytes": "dropped", "kept_nbytes": "kept"}
-_HEADERS = (
-    *("module", "count", "class", "rule", "in backward", "forwards"),
-    *(f"{what} a forward" for what in _BYTES.values()),
-    *(f"{what} in all" for what in _BYTES.values()),
-)
+_OFFLOADED = {"offloaded_nbytes": "offloaded"}
+_HEADERS = ("module", "count", "class", "rule", "in backward", "forwards")
 _LEGEND = (
     "Bytes. eager: what a module holds for backward without the policy. a forward: of one module. in all: of all "
     "forwards of all modules, as stats() counts."
@@ -100,20 +97,22 @@ def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
         rule = "-" if index is None else f"rules[{index}]: {policy.rules[index].action}"
         key = pattern, type(attachment.module).__name__, rule, attachment.runner.note
         groups.setdefault(key, []).append(attachment.runner.statistics)
+    every = [statistics for counted in groups.values() for statistics in counted]
+    columns = _BYTES | _OFFLOADED if any(statistics.offloaded_nbytes for statistics in every) else _BYTES
     rows = []
     details = []
     for (pattern, type_name, rule, note), counted in groups.items():
-        rows.append((pattern, f"{len(counted):,}", type_name, rule, note, *_counts(_totals(counted))))
+        rows.append((pattern, f"{len(counted):,}", type_name, rule, note, *_counts(_totals(counted), columns)))
         details += _details(f"{pattern} ({type_name})", counted)
-    every = [statistics for counted in groups.values() for statistics in counted]
     if any(statistics.frames for statistics in every):
-        numbers = _counts(_totals(every))
-        each_is_the_same = [""] * len(_BYTES)
+        numbers = _counts(_totals(every), columns)
+        each_is_the_same = [""] * len(columns)
         rows.append(
-            ("total", f"{len(every):,}", "", "", "", numbers[0], *each_is_the_same, *numbers[1 + len(_BYTES) :])
+            ("total", f"{len(every):,}", "", "", "", numbers[0], *each_is_the_same, *numbers[1 + len(columns) :])
         )
-    align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(_BYTES)))
-    table = tabulate(rows, _HEADERS, disable_numparse=True, colalign=align if rows else None)
+    align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(columns)))
+    of_bytes = [f"{what} {span}" for span in ("a forward", "in all") for what in columns.values()]
+    table = tabulate(rows, (*_HEADERS, *of_bytes), disable_numparse=True, colalign=align if rows else None)
     return "\n\n".join([f"policy {policy.name}\n{table}\n{_LEGEND}", *_captures(attachments), *details])
 
 
@@ -137,13 +136,13 @@ def _captures(attachments: Iterable[Attachment]) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
-def _counts(totals: Mapping[str, int]) -> list[str]:
+def _counts(totals: Mapping[str, int], columns: Collection[str]) -> list[str]:
     """Forwards, the bytes of one on average, and those of all; nothing of what has not run."""
     frames = totals["frames"]
     if not frames:
-        return [""] * (1 + 2 * len(_BYTES))
-    each = [f"{totals[name] / frames:,.0f}" for name in _BYTES]
-    return [f"{frames:,}", *each, *(f"{totals[name]:,}" for name in _BYTES)]
+        return [""] * (1 + 2 * len(columns))
+    each = [f"{totals[name] / frames:,.0f}" for name in columns]
+    return [f"{frames:,}", *each, *(f"{totals[name]:,}" for name in columns)]
 
 
 def _details(title: str, counted: Sequence[RegionStatistics]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ import pytest
 import torch
 from engine_testing import (
     Boom,
-    ExpWith,
     Stack,
     assert_same,
     assert_step_as_without,
@@ -21,7 +21,6 @@ from engine_testing import (
     holding,
     loss_of,
     outcome,
-    replica_of,
     tokens,
     weak,
 )
@@ -73,11 +72,11 @@ ACTIVATION = 32 * WIDTH * 4
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Every copy that is started: which way, and its bytes."""
     found: list[tuple[str, int]] = []
-    copy = offload._copy
+    original = offload._copy
 
     def spy(target: Tensor, source: Tensor, *, out_of_device: bool, after: Any) -> Any:
         found.append(("out" if out_of_device else "back", source.nbytes))
-        return copy(target, source, out_of_device=out_of_device, after=after)
+        return original(target, source, out_of_device=out_of_device, after=after)
 
     monkeypatch.setattr(offload, "_copy", spy)
     return found
@@ -88,14 +87,14 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 @every_way
 def test_a_step_is_bitwise_that_of_plain_pytorch(way: dict[str, Any]) -> None:
-    assert_step_as_without(Stack(), rules(**way), tokens())
+    assert_step_as_without(Stack(), rules(**way), tokens(), drops=way["action"] != "offload")
 
 
 @every_way
 def test_captured_code_offloads_what_it_keeps(way: dict[str, Any], copies: list[tuple[str, int]]) -> None:
     """Steps after the seventh run as straight code, where the rule captures."""
     model, x = Layers(), batch()
-    plain = replica_of(model)
+    plain = copy.deepcopy(model)
     with recompute.apply(model, rules(**way)) as handle:
         for _ in range(9):
             before, step = handle.stats(), len(copies)
@@ -171,7 +170,7 @@ def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
 
 def test_second_backwards_and_partial_ones_find_what_they_need() -> None:
     model, x = Layers(), batch()
-    plain = replica_of(model)
+    plain = copy.deepcopy(model)
     recompute.apply(model, rules())
 
     def run(model: nn.Module) -> Any:
@@ -188,7 +187,7 @@ def test_second_backwards_and_partial_ones_find_what_they_need() -> None:
 
 def test_forwards_may_pile_up_before_their_backwards_in_any_order() -> None:
     model = Layers()
-    plain = replica_of(model)
+    plain = copy.deepcopy(model)
     recompute.apply(model, rules())
 
     def run(model: nn.Module) -> list[Any]:
@@ -240,8 +239,8 @@ def _frames_of(loss: Tensor) -> list[Any]:
 
 def _came_back(frames: list[Any]) -> list[int]:
     """The frames of which something is on its way back, or there and not yet used."""
-    copies = [[copy for reference in frame._copies if (copy := reference()) is not None] for frame in frames]
-    found = [any(copy._came_back is not None for copy in each) for each in copies]
+    copies = [[known for reference in frame._copies if (known := reference()) is not None] for frame in frames]
+    found = [any(known._came_back is not None for known in each) for each in copies]
     return [index for index in reversed(range(len(frames))) if found[index]]
 
 
@@ -257,9 +256,9 @@ def test_a_share_of_the_bytes_travels_and_the_largest_go_first(copies: list[tupl
     first = len(copies)
     model(x).backward()
     sizes = [nbytes for which, nbytes in copies[first:] if which == "out"]
-    assert set(sizes) == {ACTIVATION}
-    held = [nbytes for nbytes in _saved_by(holding(forward), x)]
-    assert 0.5 * sum(held) - ACTIVATION < sum(sizes) <= 0.5 * sum(held)
+    half = 0.5 * sum(_saved_by(holding(forward), x))
+    assert sizes.count(ACTIVATION) == half // ACTIVATION > 0
+    assert sum(sizes) <= half
 
 
 def _saved_by(model: nn.Module, x: Tensor) -> list[int]:
@@ -342,7 +341,7 @@ def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it()
     with pytest.raises(HostMemoryError, match=r"in layers\.1 \(Sequential\): 2\.0 KiB more .* max_host_bytes higher"):
         model(batch())
     handle.remove()
-    plain = replica_of(model)
+    plain = copy.deepcopy(model)
     assert_same(outcome(model, batch()), outcome(plain, batch()))
     assert not offload._copies._known
 
@@ -384,12 +383,10 @@ def test_a_tensor_that_changes_after_it_was_saved_is_refused() -> None:
 
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 def test_inside_of_a_region_that_drops_that_regions_rule_decides(action: str, copies: list[tuple[str, int]]) -> None:
-    outer = {"match": "layers", "action": action, **({"via": "hook"} if action == "recompute" else {})}
+    outer = {"match": "inside", "action": action, **({"via": "hook"} if action == "recompute" else {})}
     model = holding(lambda self, x: self.layers(x), layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-    policy = {
-        "rules": [{**outer, "match": "inside"}, {"match": "inside.layers.*", "action": "offload", "min_bytes": 0}]
-    }
-    assert_step_as_without(model, policy, tokens())
+    policy = {"rules": [outer, *rules("inside.layers.*")["rules"]]}
+    assert_step_as_without(model, policy, tokens(), drops=action == "checkpoint")
     assert copies == []
 
 
@@ -414,21 +411,22 @@ def test_compiled_code_is_refused_by_name() -> None:
 
 def test_an_error_in_forward_leaves_nothing_behind() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        hidden = ExpWith.apply(x * 1.0, torch.exp) if False else (x * 1.0).exp()
+        hidden = (x * 1.0).exp()
         if self.fails:  # type: ignore[attr-defined]
             raise Boom
         return hidden.sin()
 
     model = holding(forward)
     model.inside.fails = True  # type: ignore[assignment]
-    plain = replica_of(model)
+    plain = copy.deepcopy(model)
     recompute.apply(model, rules("inside"))
     with pytest.raises(Boom):
         model(tokens())
     assert not offload._copies._known
     for each in (model, plain):
         each.inside.fails = False  # type: ignore[union-attr]
-    assert_same(outcome(model, tokens()), outcome(plain, tokens()))
+    x = tokens()
+    assert_same(outcome(model, x), outcome(plain, x))
 
 
 # On disk
@@ -461,14 +459,14 @@ def test_a_directory_without_room_is_refused(tmp_path: Path, monkeypatch: pytest
 @contextlib.contextmanager
 def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: Callable[[], int]) -> Iterator[None]:
     """Copies that start late, so that what does not wait for them reads what is not there yet."""
-    copy = offload._copy
+    original = offload._copy
 
     def late(target: Tensor, source: Tensor, *, out_of_device: bool, after: Any) -> Any:
         device = source.device if out_of_device else target.device
         streams = offload._streams.setdefault(device, offload._Streams(device))
         with torch.cuda.stream(streams.out if out_of_device else streams.back):
             torch.cuda._sleep(cycles())
-        return copy(target, source, out_of_device=out_of_device, after=after)
+        return original(target, source, out_of_device=out_of_device, after=after)
 
     with monkeypatch.context() as patch:
         patch.setattr(offload, "_copy", late)
@@ -480,7 +478,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: Callable[[], int]) -> I
 def test_streams_that_lag_behind_change_no_bit(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     model = Layers(6).to(device)
-    plain = replica_of(model)
+    plain = copy.deepcopy(model)
     x = torch.randn(4096, WIDTH, device=device, requires_grad=True)
     delays = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, 0, 2_000_000, (), generator=delays)
