@@ -73,6 +73,6 @@ _FORMULAS: dict[Any, Callable[[Any, Any], int]] = {
 }
 
 WORKSPACE_NBYTES = 2 * 32 * 2**20
-"""The bytes of cuBLAS's workspaces on Hopper, from its first product on. Each thread that calls cuBLAS has one, so there
-is one for forward and one for backward. On other devices each has 8.1 MiB (``getChosenWorkspaceSize`` in
+"""The bytes of cuBLAS's workspaces on Hopper, from its first product on. Each thread that calls cuBLAS has one, so that
+there is one for forward and one for backward. On other devices each has 8.1 MiB (``getChosenWorkspaceSize`` in
 ATen/cuda/CublasHandlePool.cpp)."""

@@ -49,7 +49,10 @@ class LazyTensor(Tensor):
         compute: Callable[[], Tensor],
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """operands: the tensors that ``compute`` reads. The result has the first one's device and, by default, dtype."""
+        """operands: the tensors that ``compute`` reads. The result has the device of the first one.
+
+        dtype: by default that of the first operand.
+        """
         given = [each for each in operands if each is not None]
         like = given[0]
         mode = mode_of(like.device)
