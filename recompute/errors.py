@@ -60,6 +60,10 @@ class RngError(RecomputeError, RuntimeError):
     """The state of a random number generator could not be captured."""
 
 
+class HostMemoryError(RecomputeError, MemoryError):
+    """More is to be offloaded than a rule allows, or than there is room for."""
+
+
 class ModelError(RecomputeError):
     """There is no such model as is described, or it cannot be run without data of its own."""
 

@@ -33,6 +33,7 @@ FOLDERS = (
     "substitution",
     "compiled",
     "kernels",
+    "engine.host",
     "engine.checkpoint",
     "engine.tape",
     "engine",

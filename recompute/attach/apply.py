@@ -32,8 +32,8 @@ def apply(model: nn.Module, policy: PolicyLike = "elementwise", *, strict: bool 
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
     any gradient.
-    strict: whether to refuse a policy that governs no module of ``model`` at all. A policy in which no rule drops
-        anything (only ``keep``, or no rules) is never refused.
+    strict: whether to refuse a policy that governs no module of ``model`` at all. A policy in which no rule drops or
+        offloads anything (only ``keep``, or no rules) is never refused.
 
     Returns a handle with ``explain()``, ``stats()`` and ``remove()``, which is also a context manager that removes the
     policy at its end.

@@ -26,7 +26,7 @@ def check_effect(
     strict: False to warn where an error would be raised.
     """
     unmatched = unmatched_rules(policy, modules, rules)
-    if strict and not rules and means_to_drop(policy):
+    if strict and not rules and has_effect(policy):
         raise NoEffectError(
             f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, or "
             "allow this: recompute.apply(model, policy, strict=False)"
@@ -39,9 +39,9 @@ def check_effect(
         warn(f"policy {policy.name}: {listed([f'rules[{index}]' for index in indices])}: keep: {message}")
 
 
-def means_to_drop(policy: Policy) -> bool:
-    """Whether any rule is to drop something. A policy in which none is does nothing on purpose."""
-    return any(meaning_of(rule).drops for rule in policy.rules)
+def has_effect(policy: Policy) -> bool:
+    """Whether any rule is to drop or offload something. A policy in which none is does nothing on purpose."""
+    return any(meaning_of(rule).has_effect for rule in policy.rules)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from recompute.attach.apply import PolicyLike, apply
 from recompute.attach.attachments import attach, attachments_of, deepcopy_without_policy, reduce_without_policy
 from recompute.attach.check_effect import check_effect
-from recompute.attach.runners import FunctionCheckpointRunner, TapeRunner
+from recompute.attach.runners import FunctionCheckpointRunner, OffloadRunner, TapeRunner
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
@@ -118,14 +118,17 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     meaning = meaning_of(policy.rules[index])
     if meaning.kernels is Kernels.EVERYWHERE:
         raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
-    if not meaning.drops:
+    if not meaning.has_effect:
         return function
     statistics = RegionStatistics(name)
-    runner: Runner
+    runner: Runner | None = None
     if meaning.mechanism is Mechanism.TAPE:
         runner = TapeRunner(statistics, meaning, CaptureCache())
-    else:
+    elif meaning.mechanism is Mechanism.CHECKPOINT:
         runner = FunctionCheckpointRunner(statistics, meaning)
+    if meaning.offloading is not None:
+        runner = OffloadRunner(statistics, meaning, runner)
+    assert runner is not None, "a rule with an effect has a runner"
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,10 @@ class Stats:
     """Bytes of these. What kernels do not save in the first place is not among them."""
     kept_nbytes: int = 0
     """Bytes held for backward: saved tensors that are not dropped, what recipes read, and what kernels save."""
+    offloaded_tensors: int = 0
+    """Storages that were copied off the device."""
+    offloaded_nbytes: int = 0
+    """Bytes of these. They are among those kept, except for the inputs of a checkpoint."""
     regenerations: int = 0
     """Times that backward ran something again: an op of a tape, a checkpoint, or what a kernel recorded."""
     regenerated_nbytes: int = 0

@@ -14,11 +14,12 @@ from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.runner import Forward, Runner
-from recompute.compiled.under_torch_compile import compiled_region
+from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.reachable_objects import references_of_function, references_of_modules
 from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
+from recompute.engine.host.offload import OffloadRegion
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
@@ -173,6 +174,34 @@ class TapeRunner(Runner):
         if self.inner is None:
             return self._compiled_region.run(forward, args, kwargs)
         return self._compiled_region.run(self.inner.run, (module, forward, args, kwargs), {})
+
+    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.inner is None:
+            return forward(*args, **kwargs)
+        return self.inner.run_plain(module, forward, args, kwargs)
+
+
+class OffloadRunner(Runner):
+    """Takes what is held for backward off the device, and back ahead of use: under every other runner, or none.
+
+    inner: drops what need not be held.
+    """
+
+    def __init__(self, statistics: RegionStatistics, meaning: Meaning, inner: Runner | None):
+        assert meaning.offloading is not None
+        self.statistics = statistics
+        self.note = meaning.note
+        self.inner = None if isinstance(inner, PlainRunner) else inner
+        self._region = OffloadRegion(statistics, meaning.offloading)
+
+    def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.inner is None:
+            return self._region.run(forward, args, kwargs, counts=True)
+        return self._region.run(self.inner.run, (module, forward, args, kwargs), {}, counts=False)
+
+    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        refuse_offloading()
+        return forward(*args, **kwargs)
 
     def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:

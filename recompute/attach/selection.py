@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from recompute.attach.runners import CheckpointRunner, KeepRunner, PlainRunner, TapeRunner
+from recompute.attach.runners import CheckpointRunner, KeepRunner, OffloadRunner, PlainRunner, TapeRunner
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.compiled.under_torch_compile import compiled_region
@@ -31,8 +31,24 @@ def choose_runners(
     cache: what the modules under one policy share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
+    runners = _runners(path, module, statistics, meaning, governed, cache)
+    if meaning.offloading is None:
+        yield from runners
+        return
+    for inside, part, runner in runners:
+        yield inside, part, OffloadRunner(statistics, meaning, runner) if part is module else runner
+
+
+def _runners(
+    path: str,
+    module: nn.Module,
+    statistics: RegionStatistics,
+    meaning: Meaning,
+    governed: Collection[str],
+    cache: CaptureCache,
+) -> Iterator[tuple[str, nn.Module, Runner]]:
     if meaning.mechanism is Mechanism.KEEP:
-        yield path, module, KeepRunner(statistics, meaning)
+        yield path, module, KeepRunner(statistics, meaning) if meaning.offloading is None else PlainRunner(statistics)
     elif meaning.mechanism is Mechanism.CHECKPOINT:
         yield path, module, CheckpointRunner(statistics, module, meaning, cache)
     elif meaning.kernels is Kernels.NEVER:

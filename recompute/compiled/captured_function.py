@@ -17,9 +17,18 @@ from recompute.compiled.program import Counts, Program
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import Recipe, RecipeGroup, nbytes_of, open_book
+from recompute.engine.recipes import Handle, Recipe, RecipeGroup, nbytes_of, open_book
 from recompute.engine.rng import RngState
-from recompute.engine.saved_tensors import KeptTensor, PackedTensor, RegionStatistics, checked, pack_through, top_hooks
+from recompute.engine.saved_tensors import (
+    KeptTensor,
+    PackedTensor,
+    RegionStatistics,
+    are_held_as_they_are,
+    checked,
+    fetch,
+    pack_through,
+    top_hooks,
+)
 from recompute.engine.tape.op_arguments import copied
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -33,6 +42,7 @@ class CapturedFrame:
     """One run of a program, and what it holds for backward."""
 
     __slots__ = (
+        "_are_packed",
         "_given",
         "_graph",
         "_held",
@@ -83,6 +93,9 @@ class CapturedFrame:
             self._rng = _generators(given, statistics.name)
         outputs, self._kept, self._states = program.forward(statistics.name, *given)
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
+        self._are_packed = bool(self._kept) and not are_held_as_they_are(hooks := top_hooks())
+        if self._are_packed:
+            self._kept = [pack_through(hooks, tensor.detach(), statistics.name) for tensor in self._kept]
         held: list[Versioned | None] = []
         for position, how in program.held:
             tensor = given[position]
@@ -119,12 +132,14 @@ class CapturedFrame:
         program, statistics = self._program, self.statistics
         if not self._is_as_recorded(gradients):
             return self._replay(saved, gradients)
-        for index, version in zip(program.shown, self._versions, strict=True):
-            checked(self._kept[index], version, statistics.name)
         kept, held = self._kept, self._values(saved)
-        if _keeps_graph():
-            kept = list(kept)
+        if self._are_packed:  # and what packs them checks their versions
+            kept = fetch(kept)
         else:
+            for index, version in zip(program.shown, self._versions, strict=True):
+                checked(kept[index], version, statistics.name)
+            kept = list(kept) if _keeps_graph() else kept
+        if not _keeps_graph():
             self._free()
         statistics.regenerations += 1 if self._is_checkpoint else program.reruns
         statistics.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
@@ -204,8 +219,14 @@ class _Outputs(Recipe):
                 self._held.append(pack_through(hooks, tensor, self.statistics.name))
             else:
                 self._held.append(KeptTensor(held[0], self.statistics.name, held[1]))
-        self._kept = [KeptTensor(frame._kept[index], self.statistics.name) for index in program.regenerate_kept]
+        self._kept = [self._again(frame._kept[index]) for index in program.regenerate_kept]
         self._states = frame._states
+
+    def _again(self, kept: Tensor | PackedTensor) -> PackedTensor:
+        """What stands for a value that the frame keeps, apart from what stands for it there."""
+        if isinstance(kept, Handle):
+            return kept.twin()
+        return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, self.statistics.name)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         program = self._program

@@ -34,7 +34,7 @@ from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import is_verifying, local
 from recompute.engine.rng import RngState, is_random_source
-from recompute.engine.saved_tensors import RegionStatistics, top_hooks, unpack_saved
+from recompute.engine.saved_tensors import RegionStatistics, has_only_our_hooks, top_hooks
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import warn
 
@@ -320,7 +320,6 @@ def is_undisturbed() -> bool:
         or _has_any_global_hook()
     ):
         return False
-    hooks = top_hooks()
-    while hooks is not None and hooks[1] is unpack_saved:
-        hooks = hooks[0].__self__.outer  # type: ignore[attr-defined]
-    return hooks is None and not torch.is_anomaly_enabled() and not torch._C._is_any_autocast_enabled()
+    return (
+        has_only_our_hooks(top_hooks()) and not torch.is_anomaly_enabled() and not torch._C._is_any_autocast_enabled()
+    )

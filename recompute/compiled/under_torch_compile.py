@@ -214,3 +214,18 @@ def refuse_first_run() -> None:
 # As torch.compiler.disable does, which would load the compiler.
 refuse_first_run._torchdynamo_disable = True  # type: ignore[attr-defined]
 refuse_first_run._torchdynamo_disable_msg = _FIRST_RUN  # type: ignore[attr-defined]
+
+
+_OFFLOADS = (
+    "a rule that offloads governs a module in compiled code, where no hook sees what is held for backward. Compile "
+    "less than that module, or give it a rule that does not offload."
+)
+
+
+def refuse_offloading() -> None:
+    """Raise in the place of what would offload in compiled code."""
+    raise UnsupportedError(_OFFLOADS)
+
+
+refuse_offloading._torchdynamo_disable = True  # type: ignore[attr-defined]
+refuse_offloading._torchdynamo_disable_msg = _OFFLOADS  # type: ignore[attr-defined]

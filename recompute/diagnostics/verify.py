@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
-from recompute.attach.check_effect import listed, means_to_drop
+from recompute.attach.check_effect import has_effect, listed
 from recompute.compiled.unwrap import uncompiled
 from recompute.diagnostics.comparing_runs import (
     Widened,
@@ -234,7 +234,7 @@ def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> Non
     kernels = [] if is_exact else [kernel_of(each.runner) for each in handle._attachments]
     if stats.dropped_tensors or any(kernel is not None and kernel.statistics.frames for kernel in kernels):
         return
-    if not means_to_drop(policy) or any(map(_is_compiled, (model, *model.modules()))):
+    if not has_effect(policy) or any(map(_is_compiled, (model, *model.modules()))):
         return
     paths = [each.path or type(model).__name__ for each in handle._attachments if each.rule is not None]
     found = "which ran and dropped nothing" if stats.frames else "none of which ran with gradients"

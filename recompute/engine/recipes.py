@@ -80,6 +80,11 @@ class Handle(PackedTensor):
         layout, whole = view
         return self.source.handle(self.number, (layout, whole if self.view is None else self.view[1]))
 
+    def twin(self) -> Handle:
+        """Another handle of the same dropped value, seen alike."""
+        assert isinstance(self.source, Recipe)
+        return self.source.handle(self.number, self.view)
+
     def keep(self, kept: PackedTensor) -> None:
         """Not to drop the tensor."""
         self.kept = kept

@@ -40,6 +40,10 @@ class RegionStatistics:
     """Times backward made it, or an op in it, run again."""
     regenerated_nbytes: int = 0
     """Bytes that came back so, with those of what had to come back on the way."""
+    offloaded_tensors: int = 0
+    """Storages that were copied off the device."""
+    offloaded_nbytes: int = 0
+    """Bytes of these. They are among those kept, but for what is given to a checkpoint."""
     stopwatch: Stopwatch | None = None
     """Times the regenerations, if that was asked for."""
     plan: SavePlan | None = None
@@ -265,6 +269,23 @@ def unpack_saved(saved: PackedTensor) -> Tensor:
 
 def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def has_only_our_hooks(hooks: Hooks | None) -> bool:
+    """Whether these hooks are a scope of ours, or there are none, and there are none of others around them."""
+    while hooks is not None and hooks[1] is unpack_saved:
+        hooks = hooks[0].__self__.outer  # type: ignore[attr-defined]
+    return hooks is None
+
+
+def are_held_as_they_are(hooks: Hooks | None) -> bool:
+    """Whether all that these hooks do to a tensor that no recipe gives back is to hold it, where it is."""
+    while hooks is not None and hooks[1] is unpack_saved:
+        scope = hooks[0].__self__  # type: ignore[attr-defined]
+        if getattr(scope, "holds_elsewhere", False):
+            return False
+        hooks = scope.outer
+    return hooks is None
 
 
 def explain_transforms(error: BaseException | None, statistics: RegionStatistics) -> None:

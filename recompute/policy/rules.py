@@ -22,10 +22,13 @@ from pydantic import (
     model_validator,
 )
 
+from recompute.errors import BudgetError
 from recompute.policy.document import dump_document, raises_policy_error
+from recompute.units import parse_budget
 
-Action = Literal["keep", "recompute", "checkpoint"]
+Action = Literal["keep", "recompute", "checkpoint", "offload"]
 Via = Literal["hook", "kernel", "auto"]
+To = Literal["host", "disk"]
 Family = Literal["gemm", "convolution", "attention", "collective"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -34,6 +37,9 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 PRICE = 1e9
 """By default, the bytes that may be held to save a second of running ops again: so few that little more than norms'
 statistics is kept for it."""
+
+MIN_BYTES = 1 << 20
+"""Smaller storages are not worth a copy of their own to the host and back, as far as no rule says otherwise."""
 
 NO_RULES: Final = "none"
 """Stands in the place of a policy's rules if the policy is to do nothing."""
@@ -47,8 +53,10 @@ _BELONGS_TO = {
     "keep": ("recompute", "checkpoint"),
     "price": ("recompute",),
     "capture": ("recompute", "checkpoint"),
+    "offload": ("recompute", "checkpoint"),
 }
-_UNBUILT_ACTIONS = ("offload", "compress")
+_OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes", "to", "path")
+_UNBUILT_ACTIONS = ("compress",)
 _VERSION = 1
 _LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
 
@@ -150,6 +158,27 @@ def _price(value: object) -> float:
     raise ValueError("expected a number from 0 up: the bytes that may be held to save a second, such as 3.2e10")
 
 
+def _fraction(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    raise ValueError("expected a share above 0 and up to 1, such as 0.5")
+
+
+def _size(value: object) -> int:
+    if value == 0 and not isinstance(value, bool):
+        return 0
+    try:
+        if isinstance(value, (int, str)) and not isinstance(value, bool):
+            return parse_budget(value)
+    except BudgetError:
+        pass
+    raise ValueError("expected a size such as '40GiB', '512MiB' or '40GB', or whole bytes")
+
+
+def _size_or_none(value: object) -> int | None:
+    return None if value is None else _size(value)
+
+
 def _rules_as_tuple(value: object) -> object:
     if value == NO_RULES:
         return ()
@@ -234,6 +263,13 @@ class Rule(BaseModel):
         again, if the rule lets it.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
+    offload: whether what ``recompute`` and ``checkpoint`` hold travels off the device, as under action "offload".
+    fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
+    min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
+    max_host_bytes: the most that this process may offload, a size; None is half of what is free where it goes, divided
+        by the processes of this machine. Beyond it forward raises ``HostMemoryError``.
+    to: "host", memory of the machine; or "disk", files without a name in the directory ``path``. These five need the
+        action "offload", or ``offload: true``.
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
     number stands for a list of one. Raises ``PolicyError``.
@@ -250,6 +286,12 @@ class Rule(BaseModel):
     keep: OneOrMore[Keepable] = ()
     price: Annotated[float, PlainValidator(_price)] = PRICE
     capture: bool = True
+    offload: bool = False
+    fraction: Annotated[float, PlainValidator(_fraction)] = 1.0
+    min_bytes: Annotated[int, PlainValidator(_size)] = MIN_BYTES
+    max_host_bytes: Annotated[int | None, PlainValidator(_size_or_none)] = None
+    to: To = "host"
+    path: str | None = None
 
     if TYPE_CHECKING:
 
@@ -265,9 +307,15 @@ class Rule(BaseModel):
             keep: str | Sequence[str] = (),
             price: float = PRICE,
             capture: bool = True,
+            offload: bool = False,
+            fraction: float = 1.0,
+            min_bytes: int | str = MIN_BYTES,
+            max_host_bytes: int | str | None = None,
+            to: To = "host",
+            path: str | None = None,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep", "price", "capture")
+    @field_validator("via", "rerun", "keep", "price", "capture", "offload")
     @classmethod
     def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)
@@ -275,6 +323,21 @@ class Rule(BaseModel):
             actions = " or ".join(map(repr, _BELONGS_TO[key]))
             raise ValueError(f"expected no {key!r} beside action {action!r}: it belongs to action {actions}")
         return value
+
+    @field_validator(*_OFFLOAD_KEYS)
+    @classmethod
+    def _beside_offloading(cls, value: Any, info: ValidationInfo) -> Any:
+        key, offloads = str(info.field_name), info.data.get("action") == "offload" or info.data.get("offload")
+        if value != cls.model_fields[key].default and not offloads:
+            raise ValueError(f"expected no {key!r} here: it belongs to action 'offload', or beside 'offload: true'")
+        return value
+
+    @field_validator("path")
+    @classmethod
+    def _of_a_disk(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.data.get("to") != "disk":
+            raise ValueError("expected no 'path' beside 'to: host': it is the directory of 'to: disk'")
+        return path
 
     @field_validator("keep")
     @classmethod
@@ -288,6 +351,8 @@ class Rule(BaseModel):
     def _selects_something(self) -> Rule:
         if not self.match and not self.type and self.layers is None:
             raise ValueError("expected at least one of match, type and layers")
+        if self.to == "disk" and self.path is None:
+            raise ValueError("expected a 'path' beside 'to: disk': the directory whose files are to hold the tensors")
         return self
 
 

@@ -37,6 +37,7 @@ from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedTensor,
     RegionStatistics,
+    are_held_as_they_are,
     pack_through,
     seen_as,
     top_hooks,
@@ -44,7 +45,7 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch, without_graph
-from recompute.engine.tape.kept_values import KeptValues, PackKept, has_only_our_hooks, make_recipes
+from recompute.engine.tape.kept_values import KeptValues, PackKept, make_recipes
 from recompute.engine.tape.op_arguments import NotRegenerable, at, is_plain, parameter_of, tensors_in
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
@@ -99,7 +100,7 @@ class TapeFrame:
         """What was kept as soon as it was saved, and has its graph until the frame ends."""
         self._stand_ins: weakref.WeakKeyDictionary[Handle, Handle] | None = None
         """What gives back the value of each handle that ``autograd.grad``, say, has asked while the frame runs."""
-        self._has_only_our_hooks = has_only_our_hooks(self.outer)
+        self._are_held_as_they_are = are_held_as_they_are(self.outer)
         self._group = RecipeGroup()
         self._dtype = torch.get_default_dtype()
 
@@ -312,7 +313,7 @@ class TapeFrame:
         plan = self.plan
         if plan is None:
             values.held.setdefault(number, tensor)
-        elif number in plan.kept and plan.facts[number].step is not None and self._has_only_our_hooks:
+        elif number in plan.kept and plan.facts[number].step is not None and self._are_held_as_they_are:
             kept = KeptTensor(tensor, self.statistics.name)
             self._with_graphs.append(kept)
             return kept

@@ -21,9 +21,9 @@ from recompute.engine.saved_tensors import (
     PackedView,
     RegionStatistics,
     VersionGuard,
+    are_held_as_they_are,
     pack_through,
     seen_as,
-    unpack_saved,
 )
 from recompute.engine.tape.frame_values import FrameValues, without_graph
 from recompute.engine.tape.op_arguments import copied
@@ -49,7 +49,7 @@ class KeptValues:
         self._plan = plan
         self._statistics = statistics
         self._outer = outer
-        self._has_only_our_hooks = has_only_our_hooks(outer)
+        self._are_held_as_they_are = are_held_as_they_are(outer)
         self._group = group
         self._packed: dict[ValueRef, PackedTensor | OuterUnpackRecipe] = {}
         self._copies: dict[int, KeptTensor] = {}
@@ -89,7 +89,7 @@ class KeptValues:
     def _pack(self, number: int, layout: Layout) -> PackedTensor | OuterUnpackRecipe:
         tensor = seen_as(self._values.held[number].detach(), layout)
         name = self._statistics.name
-        if self._has_only_our_hooks and self._plan.facts[number].step is not None:
+        if self._are_held_as_they_are and self._plan.facts[number].step is not None:
             saved: PackedTensor = KeptTensor(tensor, name)
         elif number in self._plan.demanded:
             saved = pack_through(self._outer, tensor, name)
@@ -103,13 +103,6 @@ class KeptValues:
             packed = OuterUnpackRecipe(self._statistics, saved, layout, self._group)
         self._packed[ValueRef(number, layout)] = packed
         return packed
-
-
-def has_only_our_hooks(hooks: Any) -> bool:
-    """Whether these hooks are a scope of ours, or there are none, and there are none of others around them."""
-    while hooks is not None and hooks[1] is unpack_saved:
-        hooks = hooks[0].__self__.outer
-    return hooks is None
 
 
 def make_recipes(
