@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipes import record
+from recompute.engine.recipe_book import record
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.rms_norm import (

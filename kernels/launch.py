@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipes import local
+from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 
 try:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipes import record
+from recompute.engine.recipe_book import record
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.rms_norm_kernels import launch_backward, launch_forward
@@ -153,6 +153,8 @@ def _regenerated(x: Tensor, weight: Tensor | None, rstd: Tensor, casting: str) -
     return y
 
 
+# These nine parameters stand three times because torch.library calls an op, and what allocates its outputs, with the
+# flat arguments of the schema. Making an object of them would add about 0.4 µs to each call (torch 2.13, one CPU core).
 @_in_memory_order(1)
 def _backward(
     dy: Tensor,

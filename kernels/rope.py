@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipes import open_book, record
+from recompute.engine.recipe_book import open_book, record
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl

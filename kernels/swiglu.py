@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.engine.recipes import record
+from recompute.engine.recipe_book import record
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl

@@ -17,7 +17,8 @@ from recompute.compiled.program import Counts, Program
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import Handle, Recipe, RecipeGroup, nbytes_of, open_book
+from recompute.engine.recipe_book import open_book
+from recompute.engine.recipes import Handle, Recipe, RecipeGroup, nbytes_of
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     KeptTensor,
@@ -70,10 +71,10 @@ class CapturedFrame:
         *,
         is_checkpoint: bool = False,
     ):
-        """graph: what the program was made of, on the same inputs: it serves where the program cannot.
+        """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
-        on_replay: called where it does, with the program, and whether backward is differentiated in its turn.
-        is_checkpoint: it is counted as a checkpoint is.
+        on_replay: called when it does, with the program, and whether backward is differentiated in its turn.
+        is_checkpoint: whether the statistics count this as a checkpoint.
         """
         self._is_checkpoint = is_checkpoint
         self._on_replay = on_replay
@@ -84,10 +85,10 @@ class CapturedFrame:
         self._given: Sequence[Tensor] = given
         self._rng: RngState | None = None
         self.saved: list[Tensor] = []
-        """What autograd is to save, as of other nodes: with its graph, and through the hooks in force."""
+        """What autograd is to save, as it does for other nodes: with its graph, and through the hooks in force."""
 
     def run(self) -> tuple[Any, ...]:
-        """Forward; the outputs."""
+        """Run forward; returns the outputs."""
         program, given, statistics = self._program, self._given, self.statistics
         if program.draws:
             self._rng = _generators(given, statistics.name)
@@ -103,14 +104,15 @@ class CapturedFrame:
                 self.saved.append(tensor)
                 held.append(None)
                 continue
-            if how == "memory":  # of a parameter, though its ``data`` be replaced, as autograd holds that of a view
+            # The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
+            if how == "memory":
                 tensor = tensor.detach()
             elif how == "copy":
                 tensor = copied(tensor)
             held.append((tensor, tensor._version))
         self._held = held
         self._others: list[tuple[Any, State]] = [
-            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # a State, without a call
+            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # ``state_of``, inlined
             for position, lives in program.others
             for tensor in (given[position],)
         ]
@@ -126,7 +128,7 @@ class CapturedFrame:
         return outputs
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The contributions to the gradients of the program's edges. saved: as autograd gives it back."""
+        """The contributions to the gradients of the program's edges. saved: what autograd had saved."""
         if self._kept is None:
             raise RuntimeError(_FREED)
         program, statistics = self._program, self.statistics
@@ -178,7 +180,7 @@ class CapturedFrame:
         ]
 
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same by autograd, for what the program does not know: the graph runs again on the region's inputs."""
+        """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
         program = self._program
         self._on_replay(program, torch.is_grad_enabled())
         inputs = Given(self.statistics.name)
@@ -202,7 +204,7 @@ class CapturedFrame:
 
 
 class _Outputs(Recipe):
-    """The outputs of a frame that others have saved. What it needs it holds by itself: a frame may be gone before."""
+    """The outputs of a frame that others have saved. It holds what it needs, because the frame may be gone before."""
 
     __slots__ = ("_held", "_kept", "_program", "_states")
 
@@ -240,9 +242,8 @@ class _Outputs(Recipe):
             held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
             values = program.regenerate(held, kept, self._states)
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
-        self.statistics.regenerations += (
-            program.regenerate_reruns - 1
-        )  # a recipe counts one, and the bytes that it gives
+        # The recipe itself counts one regeneration, and the bytes that it gives.
+        self.statistics.regenerations += program.regenerate_reruns - 1
         self.statistics.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
         return given_back
 
@@ -265,7 +266,7 @@ def _generators(given: Sequence[Tensor], name: str) -> RngState:
 
 
 class CapturedFunction(torch.autograd.Function):
-    """The node."""
+    """The node of autograd's graph that stands for a captured region."""
 
     @staticmethod
     def forward(ctx: Any, frame: CapturedFrame, fixed: Sequence[int], *edges: Tensor) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from recompute.engine.recipes import count_different
+from recompute.engine.bit_comparison import count_different
 
 
 def max_difference(found: Tensor, expected: Tensor) -> float:

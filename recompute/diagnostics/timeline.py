@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recompute.counters import host_seconds
-from recompute.engine.recipes import in_backward, local
+from recompute.engine.thread_state import in_backward, local
 from recompute.estimation.module_tracker import ModuleTracker, pattern_of, unit_of
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.units import humanize

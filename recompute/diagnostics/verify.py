@@ -22,7 +22,7 @@ from recompute.diagnostics.comparing_runs import (
     same_bits,
     wider_dtype,
 )
-from recompute.engine.recipes import count_different, verifying
+from recompute.engine.bit_comparison import count_different, verifying
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import describe
 from recompute.errors import GradientMismatch, NoEffectError, UnsupportedError

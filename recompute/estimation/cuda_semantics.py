@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from recompute.engine.recipes import local
+from recompute.engine.thread_state import local
 
 _aten = torch.ops.aten
 _torchs_attention = F.scaled_dot_product_attention

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from recompute.engine.recipes import is_fake
+from recompute.engine.thread_state import is_fake
 from recompute.errors import ModelError
 from recompute.estimation.fake_tensors import move
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from recompute.counters import MemoryTrace
-from recompute.engine.recipes import local
+from recompute.engine.thread_state import local
 from recompute.estimation.workspaces import workspace_nbytes
 from recompute.kernels.launch import IMPLEMENTATIONS
 

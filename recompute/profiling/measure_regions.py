@@ -18,7 +18,7 @@ from recompute.errors import ModelError, RecomputeError, warn
 from recompute.profiling.candidates import Candidate
 from recompute.profiling.cost_table import Choice, Place, RegionCosts
 from recompute.profiling.dry_run import DryRun
-from recompute.profiling.regions import RegionKind, StepLayout, discover_layout, policy_of
+from recompute.profiling.regions import RegionKind, StepLayout, discover_layout, policy_from_rules
 from recompute.profiling.step_trace import StepPart, StepTrace
 
 Progress = Callable[[str, int, int], None]
@@ -199,7 +199,7 @@ class _RegionMeasurer:
         kinds, regions = self.layout.kinds, self.layout.regions
         chosen = self._chosen(job)
         rules = self.layout.rules(chosen)
-        with apply(self.run.model, policy_of(rules)):
+        with apply(self.run.model, policy_from_rules(rules)):
             for _ in range(_WARMUP):
                 self.run.warm_up(regions)
                 self._tell()

@@ -139,7 +139,7 @@ def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], di
     others: list[tuple[str, int]] = []  # with how many regions had begun by then
     modules = dict(run.model.named_modules())
     with ExitStack() as stack:
-        stack.enter_context(apply(run.model, policy_of(dict.fromkeys(regions, rerunning_rule(HOOK)))))
+        stack.enter_context(apply(run.model, policy_from_rules(dict.fromkeys(regions, rerunning_rule(HOOK)))))
         for path, module in modules.items():
             if path in regions:
                 note: Any = partial(order.append, path)
@@ -155,7 +155,7 @@ def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], di
     return order, {path: modules[path] for path in (*norms, *heads[-1:])}
 
 
-def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
+def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
     """The policy that gives each module, by path, a rule of these fields, or none."""
     alike: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for path, fields in rules.items():
@@ -167,7 +167,7 @@ def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
 
 def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str, SavePlan]:
     """The plan of each region, under a rule by which everything may run again."""
-    with apply(run.model, policy_of(dict.fromkeys(regions, rerunning_rule(via)))) as handle:
+    with apply(run.model, policy_from_rules(dict.fromkeys(regions, rerunning_rule(via)))) as handle:
         for _ in range(2):  # a layer's kernels learn in the first forward which Linears read its norm
             run.forward()
         return {path: plan for path, plan in handle.plans().items() if path in regions}
@@ -176,7 +176,7 @@ def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str,
 def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The regions in which kernels can stand in for something."""
     rule = recomputing_rule("auto")
-    with apply(model, policy_of(dict.fromkeys(regions, rule))) as handle:
+    with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
         paths = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner)]
     found = {around for path in paths for around in (path, *_around(path))}
     return {path: module for path, module in regions.items() if path in found}

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.engine.recipes import open_book
+from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import BypassScope
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked

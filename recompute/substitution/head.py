@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.compiled.runner import Forward
-from recompute.engine.recipes import is_fake, local
+from recompute.engine.thread_state import is_fake, local
 from recompute.errors import warn
 from recompute.substitution.held_memory import HeldMemory
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear, only_argument

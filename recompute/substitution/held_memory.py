@@ -20,9 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recompute.engine.recipes import local, open_book
+from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import is_recording
+from recompute.engine.thread_state import local
 
 Compute = Callable[..., Any]
 """What a module, or the kernels in its place, compute from tensors of rows."""

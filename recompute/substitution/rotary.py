@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.engine.recipes import local
 from recompute.engine.rng import RngState
+from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.substitution.kernel_runner import CreditedTo, KernelRunner
 from recompute.substitution.module_formula import is_decorated

@@ -27,7 +27,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.host.host_memory import HostBuffer, default_limit, pool_in
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.recipes import Recipe, RecipeGroup, local
+from recompute.engine.recipes import Recipe, RecipeGroup
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedDTensor,
@@ -41,6 +41,7 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.tape.op_arguments import parameter_of
+from recompute.engine.thread_state import local
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Offloading
 
