@@ -1,7 +1,7 @@
 """What a rule asks for, in terms of the engine. This is decided here and nowhere else; the other folders ask.
 
-A rule's keys are what users write; a ``Meaning`` is what the engine does. ``action: checkpoint`` with a ``keep``, for
-one, needs a tape of the ops, as ``action: recompute`` does, while without a ``keep`` forward's Python runs again.
+A rule's keys are what users write; a ``Meaning`` is what the engine does. For example, ``action: checkpoint`` with a
+``keep`` needs a tape of the ops, as ``action: recompute`` does. Without a ``keep``, forward's Python runs again.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Meaning:
     keep: frozenset[str] = frozenset()
     """What is never dropped: costly families, names of ops ("aten.mm") and names given to ``recompute.keep``."""
     price: float = PRICE
-    """The bytes that may be held to save a second of running again."""
+    """The bytes that may be held to save a second of running ops again."""
     kernels: Kernels = Kernels.NEVER
     capture: bool = False
     """Whether a module that has run alike for some steps may go on as straight code."""
     drops_outputs: bool = False
-    """Whether outputs that come back cheaply are dropped, too, where the modules behind save them."""
+    """Whether outputs that can be regenerated cheaply are dropped, too, where later modules save them."""
     offloading: Offloading | None = None
-    """What travels off the device of what is held; None: nothing."""
+    """What is held off the device; None: nothing."""
     extends_inward: bool = False
     """Whether a module inside that has the same rule is a part of this region, and not a region of its own."""
 
@@ -85,7 +85,7 @@ class Meaning:
     def tapes_kernels(self) -> bool:
         """Whether a tape runs around a kernel that stands in for the whole module.
 
-        By itself a kernel saves what it was written to save. A tape is needed where the rule says something of ops.
+        By itself a kernel saves what it was written to save. A tape is needed if the rule names ops to keep or rerun.
         """
         return bool(self.rerun or self.keep or self.price != PRICE)
 
@@ -103,7 +103,7 @@ def meaning_of(rule: Rule) -> Meaning:
         note = f"{note}; {_note_of_offloading(rule)}" if offloading else note
         return Meaning(Mechanism.CHECKPOINT, note, REPEATABLE, price=0.0, capture=rule.capture, offloading=offloading)
     if rule.action == "checkpoint":
-        # As torch's checkpoint: the fewest bytes, whatever it costs to run again.
+        # Like torch's checkpoint, hold the fewest bytes, whatever it costs to run ops again.
         return Meaning(
             Mechanism.TAPE, _note(rule), REPEATABLE, keep, price=0.0, capture=rule.capture, offloading=offloading
         )

@@ -35,16 +35,17 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 """The kinds of op that cost so much that ``recompute`` runs none of them again, unless a rule's ``rerun`` says so."""
 
 PRICE = 1e9
-"""Bytes that may be held to save a second of running again: next to nothing, yet a norm's statistics are kept."""
+"""By default, the bytes that may be held to save a second of running ops again: so few that little more than norms'
+statistics is kept for it."""
 
 MIN_BYTES = 1 << 20
 """Smaller storages are not worth a copy of their own to the host and back, as far as no rule says otherwise."""
 
 NO_RULES: Final = "none"
-"""In the place of a policy's rules: it is to do nothing."""
+"""Stands in the place of a policy's rules if the policy is to do nothing."""
 
 BLOCK: Final = "block"
-"""In a rule's ``type``: the repeated layers of a model, whatever their class is called."""
+"""The word in a rule's ``type`` for the repeated layers of a model, whatever their class is called."""
 
 _BELONGS_TO = {
     "via": ("recompute",),
@@ -129,7 +130,7 @@ def _class_glob(value: object) -> str:
 
 
 def is_tensor_name(word: str) -> bool:
-    """Whether a tensor may bear this name: an identifier that is no family's, so that ``keep`` means one thing."""
+    """Whether a tensor may have this name: an identifier, and no family's name, so that ``keep`` is unambiguous."""
     return word.isidentifier() and word not in FAMILIES
 
 
@@ -246,21 +247,22 @@ class Rule(BaseModel):
 
     match: globs over dotted module paths ("*" one part, "**" any number, "?" one character); () is any path.
     type: globs over class names, or the word "block"; () is any class. A block is one of a model's repeated layers: a
-        child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or repeats there and
-        has a norm. It is the outermost: experts and attention heads are parts of it. A stage of a vision model is none,
-        but its blocks are.
-    layers: which indices of the nearest ModuleList around a module, or of the Sequential or ModuleDict that its block
-        is a child of; None is any, and modules in no list.
+        child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or occurs there
+        several times and has a norm. Only the outermost count: experts and attention heads are parts of a block. A
+        stage of a vision model is not a block, but the blocks in it are.
+    layers: indices in the nearest ModuleList around a module, or in the Sequential or ModuleDict that its block is a
+        child of; None is any index, and also modules in no list.
     via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).
     rerun: the costly families (see ``FAMILIES``) that ``recompute`` may run again.
     keep: what ``recompute`` and ``checkpoint`` never drop: outputs of a costly family ("attention") or of an op
         ("aten.mm", any overload), and tensors that bear a name ("logits", from ``recompute.keep(tensor, "logits")``).
         The three spellings never overlap, so ``word in rule.keep`` asks for any of them.
-    price: the bytes that ``recompute`` may hold to save a second of running again, on a nominal accelerator
-        (``engine.cut.ops``): the higher, the less of what may run again does; 0 holds the fewest bytes. What a GEMM
-        gives in bfloat16, a sum over H products each, is worth 4e14 / H: at a lower price it runs again, where it may.
-    capture: whether a module that has run alike for some steps goes on as straight code, which takes less of the CPU
-        and changes no bit (see ``compiled.captured_region``).
+    price: the bytes that ``recompute`` may hold to save a second of running ops again, on a nominal accelerator
+        (``engine.cut.ops``). The higher it is, the fewer ops run again; 0 holds the fewest bytes. The output of a GEMM
+        in bfloat16 whose elements are sums of H products is kept at prices above 4e14 / H; at lower ones the GEMM runs
+        again, if the rule lets it.
+    capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
+        time and changes no bit (see ``compiled.captured_region``).
     offload: whether what ``recompute`` and ``checkpoint`` hold travels off the device, as under action "offload".
     fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
     min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
@@ -358,7 +360,7 @@ class Rule(BaseModel):
 class Policy(BaseModel):
     """Rules in order: each module gets the first that matches it, and is left alone if none does.
 
-    rules: at least one, or the word "none", which makes no rules: an empty list is a mistake more often than a wish.
+    rules: at least one, or the word "none" for no rules, since an empty list is a mistake more often than a wish.
 
     Equality is by value, and a policy is hashable. Raises ``PolicyError``.
     """

@@ -257,7 +257,7 @@ class OffloadedStorage(Recipe):
         storage = tensor.untyped_storage()
         self.source = StorageWeakRef(storage)
         self._version = version_of(tensor)
-        self._guard = _shell_of(tensor)
+        self._guard = None if isinstance(tensor, FakeTensor) else _shell_of(tensor)
         self._device = tensor.device
         here = _bytes_of(tensor)
         self.whole = Layout.of(here)
@@ -310,7 +310,8 @@ class OffloadedStorage(Recipe):
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         name = self.statistics.name
-        checked(self._guard, self._version, name)
+        if self._guard is not None:
+            checked(self._guard, self._version, name)
         if self._here is not None:
             return dict.fromkeys(wanted, KeptTensor(self._here, name))
         memory, event = self._came_back or self._copy_back()
@@ -369,12 +370,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _shell_of(tensor: Tensor) -> Tensor:
     """What counts versions with ``tensor`` and has its shape, but not its memory (invariant 5)."""
     shell = tensor.detach()
-    if not isinstance(tensor, FakeTensor):
-        key = tensor.device, tensor.dtype
-        element = _elements.get(key)
-        if element is None:
-            element = _elements[key] = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-        shell.data = element.expand(tensor.shape)
+    key = tensor.device, tensor.dtype
+    element = _elements.get(key)
+    if element is None:
+        element = _elements[key] = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    shell.data = element.expand(tensor.shape)
     return shell
 
 
