@@ -4,8 +4,8 @@
     python examples/estimate_against_measured.py --only qwen3    # those whose name has it
     python examples/estimate_against_measured.py --tiny          # small ones, on the CPU too
 
-Pure bfloat16, random weights, AdamW, gradients freed between steps. Prints a table, and writes it as JSON. On the CPU
-the columns differ by nature: estimates are of CUDA, where attention and kernels are others.
+Weights are random, everything is in bfloat16, the optimizer is AdamW, and gradients are freed between steps. It prints
+a table, and writes it as JSON. On a CPU the columns differ, because estimates are for CUDA, which has other kernels.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def estimated(case: Case) -> dict[str, int]:
 
 
 def measured(case: Case, device: torch.device) -> dict[str, int]:
-    """Of the third step: the first one makes the optimizer's states, and lets policies learn."""
+    """Bytes of the third step. The first ones make the optimizer's states, and policies learn in them."""
     model, batch = build(
         case.make(),
         sequence_length=case.seq_len,

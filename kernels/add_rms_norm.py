@@ -1,4 +1,4 @@
-"""A residual stream and its norm: what a decoder layer does between one sublayer and the next.
+"""Residual addition and RMSNorm: what a decoder layer does between one sublayer and the next.
 
 With x, residual, h, y, dy, dh: (M, H), where h is rounded to its dtype before it is normalized:
 
@@ -8,9 +8,9 @@ With x, residual, h, y, dy, dh: (M, H), where h is rounded to its dtype before i
     dx = dresidual = rms_norm's gradient for h + dh
     dweight        = rms_norm's
 
-Forward moves 4MH elements and saves h, which is an output anyway, and a float32 a row. Backward adds the gradient that
-comes down the stream to the norm's in the same pass, rounded once: 4MH. Without a residual the stream is x itself,
-which then needs no copy; its gradient still joins the norm's in that pass.
+Forward moves 4MH elements. It saves h, which is an output anyway, and a float32 for each row. Backward moves 4MH, too:
+in one pass it computes the norm's gradient and adds dh, rounding once. Without a residual the stream is x itself, which
+then needs no copy, and dh is still added in that pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipes import record
+from recompute.engine.recipe_book import record
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.rms_norm import (
@@ -76,7 +76,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, casting: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         if residual is None:
-            h = x  # which autograd returns as a view, whose gradient comes here
+            h = x  # autograd returns a view of it, whose gradient comes to this node
             y, rstd = rms_norm_forward(x, weight, eps, casting)
         else:
             y, h, rstd = add_rms_norm_forward(x, residual, weight, eps, casting)

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, row by row: no float32 copy of them, and options that eager adds passes for.
+"""Cross-entropy of logits, without a float32 copy of them. Options for which eager needs further passes cost none here.
 
 With logits: (M, V), target y: (M,), class weights c: (V,), all 1 if not given, computed in float32 and p = softmax(s):
 
@@ -42,7 +42,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropy(NamedTuple):
-    """A loss and the extras asked for; None for the others. Only the loss has a gradient."""
+    """A loss, and the extras that were asked for; others are None. Only the loss has a gradient."""
 
     loss: Tensor
     """float32 (float64 of float64 logits): 0-dimensional, or of the target's shape under ``reduction="none"``."""
@@ -73,7 +73,7 @@ def cross_entropy(
 
     Args:
         logits: (..., V), float16, bfloat16, float32 or float64, of any strides.
-        target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient.
+        target: (...), int64: classes, or ``ignore_index`` for tokens without a loss and a gradient.
         ignore_index, label_smoothing: as PyTorch's.
         z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of every token that counts, before the reduction.
         softcap: logits are first capped to ``softcap * tanh(logits / softcap)``, as in Gemma's models.
@@ -138,7 +138,7 @@ def checked_settings(
 def check_target(
     op: str, target: Tensor, class_weights: Tensor | None, shape: torch.Size, vocabulary: int, device: torch.device
 ) -> None:
-    """Refuse a target that is not int64 of ``shape`` on ``device``, and weights that are not one a class."""
+    """Refuse a target that is not int64 of ``shape`` on ``device``, and weights that are not one for each class."""
     if target.dtype is not torch.int64 or target.shape != shape or target.device != device:
         raise KernelError(
             f"{op}: target is {target.dtype} of shape {tuple(target.shape)} on {target.device}; "
@@ -225,7 +225,7 @@ def _backward(
 
 
 def reduced(losses: Losses, shape: torch.Size, reduction: str) -> tuple[Tensor | None, ...]:
-    """What forward returns: loss, normalizers, what a mean divides by, max logit, arg-max."""
+    """What forward returns: loss, normalizers, the divisor of a mean, max logit, arg-max."""
     total = losses.weights.sum() if reduction == "mean" else None
     loss = losses.loss.view(shape) if reduction == "none" else losses.loss.sum()
     if total is not None:
@@ -235,7 +235,7 @@ def reduced(losses: Losses, shape: torch.Size, reduction: str) -> tuple[Tensor |
 
 
 def row_gradients(dloss: Tensor, total: Tensor | None, tokens: int) -> Tensor:
-    """The gradient of every row's loss, from that of the reduced one."""
+    """The gradient of every row's loss, from the gradient of the reduced loss."""
     dloss = dloss if total is None else dloss / total
     return launch.dense(dloss.reshape(-1).expand(tokens))
 

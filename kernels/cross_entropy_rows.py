@@ -18,7 +18,7 @@ from recompute.kernels.launch import jit, tl
 
 @jit
 def _tanh(x):
-    """(1 - e) / (1 + e) for e = exp(-2|x|), and near 0, where that cancels, the series."""
+    """tanh as (1 - e) / (1 + e) for e = exp(-2|x|), with the sign of x; near 0, where that cancels, its series."""
     magnitude = tl.abs(x)
     e = tl.exp(-2.0 * magnitude)
     far = (1.0 - e) / (1.0 + e)
@@ -48,7 +48,7 @@ def _statistics_kernel(
 ):
     """Program r reads row r of the columns from ``first`` on; ``slot`` is where in its outputs those of row 0 go.
 
-    Every lane keeps the statistics of the columns it sees, with one exponential a column; they meet at the end.
+    Every lane keeps the statistics of its own columns, with one exponential for each. At the end they are combined.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -114,7 +114,7 @@ def _loss_kernel(
     z_loss,
     BLOCK: tl.constexpr,
 ):
-    """Every lane puts together the statistics of all column blocks of its row."""
+    """Every lane computes the loss of one row, from the statistics of the row's blocks."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < M
     m = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
@@ -257,13 +257,13 @@ LOSS_SCHEMA = (
 
 
 class Statistics(NamedTuple):
-    """What ``observe`` has seen of every row: (blocks, M) for each block of columns, and (M,) at the row's target."""
+    """What ``observe`` has found: (blocks, M) for each block of columns of each row, and (M,) for each row's target."""
 
     maxima: Tensor
     sums: Tensor
-    """Of exp(s - maximum)."""
+    """Sums of exp(s - maximum)."""
     weighted_sums: Tensor | None
-    """Of c · s: for label smoothing."""
+    """Sums of c · s, for label smoothing."""
     indices: Tensor | None
     """The first column with the maximum."""
     target_logits: Tensor
@@ -273,7 +273,8 @@ class Losses(NamedTuple):
     loss: Tensor
     """(M,), as all others but ``normalizers``; 0 where the target is ignored."""
     normalizers: Tensor
-    """(M, 2): the maximum, and the sum of exp(s - maximum). Rounded, their lse would err alike in a whole row of p."""
+    """(M, 2): the maximum, and the sum of exp(s - maximum). They are kept apart because lse, which combines them, would
+    be rounded, and so give a whole row of p the same error."""
     weights: Tensor
     """The weight of the target's class; 0 where it is ignored."""
     max_logit: Tensor | None
@@ -283,7 +284,7 @@ class Losses(NamedTuple):
 def new_statistics(logits: Tensor, tokens: int, blocks: int, settings: LossSettings) -> Statistics:
     """Room for the statistics of ``blocks`` blocks of rows like those of ``logits``."""
     dtype, smoothing = wide_dtype(logits), settings.label_smoothing > 0
-    padded = -(-tokens // 16) * 16  # so that every block starts at a multiple of 16: one compilation serves all
+    padded = -(-tokens // 16) * 16  # every block starts at a multiple of 16, so that one compilation serves all
     table = logits.new_empty((2 + smoothing, blocks, padded), dtype=dtype)[..., :tokens]
     indices = logits.new_empty((blocks, padded), dtype=torch.int32)[:, :tokens] if settings.with_argmax else None
     target_logits = logits.new_empty(tokens, dtype=dtype)

@@ -16,9 +16,9 @@ With x: (M, H), gate_weight, up_weight: (I, H), down_weight: (O, I), where O is 
 and the biases' gradients are dgate, dup and dy summed over M. Packed, gate_weight and up_weight are the halves of one
 (2 · I, H), gate and up those of one (M, 2 · I), with one matrix product in the place of two.
 
-Of forward's (M, I) tensors only gate and up are saved: the kernel that computes their gradients regenerates the
-product on the way, over dproduct, which is ours. So five such tensors are alive at most, and three once gate and up
-have been read. The matrix products are PyTorch's, and no more than eager runs.
+Of forward's (M, I) tensors only gate and up are saved. The kernel that computes their gradients also regenerates the
+product, and writes it over dproduct, which nobody else holds. So at most five such tensors are alive, and three once
+gate and up have been read. The matrix products are PyTorch's, and as many as eager runs.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def gated_mlp(
 ) -> Tensor:
     """``down(activation(gate(x)) * up(x))``, holding only ``gate(x)`` and ``up(x)`` for backward.
 
-    Under autocast the matrix products run in its dtype, as those of ``torch.nn.Linear`` do. What is frozen costs no
-    matrix product in backward.
+    Under autocast the matrix products run in its dtype, as those of ``torch.nn.Linear`` do. Inputs and parameters that
+    require no gradient cost no matrix product in backward.
 
     Args:
         x: (..., H), float16, bfloat16, float32 or float64, of any strides.
@@ -115,10 +115,10 @@ def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
 
 
 class GatedMLPFunction(torch.autograd.Function):
-    """The gated MLP of x; or where there is a norm, the residual MLP of x and residual.
+    """The gated MLP of x; or if there is a norm, the residual MLP of x and residual.
 
-    A residual's sum with x is saved, and therefore an output too: a tensor that is neither input nor output would cut
-    the graph of a second derivative.
+    The sum of x and residual is saved. It is an output as well, because a saved tensor that is neither an input nor an
+    output would cut the graph of a second derivative.
     """
 
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
@@ -144,7 +144,7 @@ class GatedMLPFunction(torch.autograd.Function):
                 n, rstd = rms_norm_forward(x, norm_weight, norm.eps, norm.casting)
             else:
                 n, h, rstd = add_rms_norm_forward(x, residual, norm_weight, norm.eps, norm.casting)
-        n = n.to(gate_weight.dtype)  # as autocast would
+        n = n.to(gate_weight.dtype)  # autocast would do so, too
         gate = F.linear(n, gate_weight, gate_bias)
         up = None if up_weight is None else F.linear(n, up_weight, up_bias)
         del n
@@ -164,7 +164,7 @@ class GatedMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        """``dh`` is there in second derivatives only."""
+        """``dh`` is None except in second derivatives."""
         needs_dx, needs_dresidual, *others = ctx.needs_input_grad
         needed = (needs_dx or needs_dresidual, *others[:7])
         gradients: tuple[Tensor | None, ...] = (None,) * 8
@@ -184,10 +184,10 @@ class GatedMLPFunction(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of the tensors that ``_reference`` takes which are ``needed``; None for the others."""
+    """The gradients of the tensors that ``_reference`` takes: those that are ``needed``, and None for the others."""
     h, norm_weight, gate_weight, up_weight, down_weight, *_, rstd, gate, up = ctx.saved_tensors
     if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()  # gate and up can be freed below then, unless the graph is retained
+        ctx.maybe_clear_saved_tensors()  # so that gate and up can be freed below, unless the graph is retained
     needs_dh, needs_dnorm_weight, *trained = needed
     gate_trains, up_trains, down_trains, gate_bias_trains, up_bias_trains, down_bias_trains = trained
     needs_dn = needs_dh or needs_dnorm_weight

@@ -1,4 +1,4 @@
-"""What all ops share: Triton or reference, launching, registering, checking arguments, second derivatives."""
+"""What all ops share: the choice of Triton or reference, launching, registering, checks, second derivatives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipes import local
+from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 
 try:
@@ -88,7 +88,7 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
 
 @functools.cache
 def _tell_settings(device: torch.device) -> None:
-    """Once for a device: whether the settings were measured on one like it."""
+    """Log, once for each device, if the kernels' settings were not measured on one like it."""
     properties = torch.cuda.get_device_properties(device)
     if (properties.major, properties.minor) != (9, 0):
         logger.info(
@@ -99,14 +99,14 @@ def _tell_settings(device: torch.device) -> None:
         )
 
 
-# Triton looks a compiled kernel up for every launch, which takes longer than the launch. What is found does not depend
-# on more than ``_specialized`` tells. How a compiled kernel is launched is internal to Triton: tried with 3.6.
+# Triton looks a compiled kernel up for every launch, which takes longer than the launch itself. Which one it finds
+# depends only on what ``_specialized`` returns, so we keep it. How to launch it is internal to Triton: tried with 3.6.
 _RELAUNCHES = triton is not None and triton.__version__.startswith("3.6.") and torch.version.hip is None
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def _specialized(argument: Any) -> Any:
-    """What of an argument makes Triton compile another version of a kernel."""
+    """The part of an argument for which Triton compiles another version of a kernel."""
     kind = type(argument)
     if kind is int:
         return 1 if argument == 1 else (argument % 16 == 0, -(2**31) <= argument < 2**31)
@@ -132,22 +132,22 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Those of a CUDA device; 1 where the interpreter stands in for one."""
+    """How many multiprocessors a CUDA device has; 1 where the interpreter stands in for one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def dense(tensor: Tensor) -> Tensor:
     """``tensor``, or its copy, contiguous from an address that is a multiple of 16 bytes.
 
-    Triton compiles a kernel anew for another alignment, and its sums may then run in another order: without this, an
-    unaligned view of the same values could give other bits.
+    Triton compiles another version of a kernel for another alignment, whose sums may run in another order. Without this
+    function, an unaligned view of the same values could give other bits.
     """
     tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether ``tensor`` begins at a multiple of 16 bytes. A fake tensor is taken to: it has no address."""
+    """Whether ``tensor`` begins at a multiple of 16 bytes. True for a fake tensor, which has no address."""
     return local.simulates_cuda or tensor.data_ptr() % 16 == 0
 
 
@@ -178,7 +178,7 @@ def register(schema: str, implementation: Callable[..., Any], outputs: Callable[
     torch.library.register_fake(f"recompute::{name}", outputs, lib=_LIBRARY)
     overload = getattr(torch.ops.recompute, name).default
     IMPLEMENTATIONS[overload] = implementation
-    if overload._schema.is_mutable:  # what it writes to has its versions counted
+    if overload._schema.is_mutable:  # the dispatcher has to count the versions of the tensors that it writes to
         return overload
 
     def op(*arguments: Any) -> Any:
@@ -229,13 +229,13 @@ def differentiable_gradients(
         needed: for each input, whether its gradient is wanted; None is returned for the others.
         gradient: that of the output, or those of all outputs.
     """
-    # Views, so that a tensor given as two inputs gets a gradient for each of them and not their sum twice.
+    # Each input becomes a view of its own: a tensor given twice gets a gradient for each, and not their sum twice.
     inputs = tuple(value.view_as(value) if need else value for value, need in zip(inputs, needed, strict=True))
     wanted = [value for value, need in zip(inputs, needed, strict=True) if need]
     outputs, gradients = reference(*inputs), gradient
     if isinstance(outputs, Tensor):
         outputs, gradients = (outputs,), (gradient,)
-    trained = [output.requires_grad for output in outputs]  # a frozen one may have a gradient all the same
+    trained = [output.requires_grad for output in outputs]  # a gradient may come for an output that requires none
     outputs, gradients = tuple(compress(outputs, trained)), tuple(compress(gradients, trained))
     found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True) if wanted else ())
     return tuple(next(found) if need else None for need in needed)

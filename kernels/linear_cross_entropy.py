@@ -8,16 +8,18 @@ With hidden: (M, H), weight: (V, H), and the loss and dlogits that ``cross_entro
     dweight = dlogitsᵀ @ hidden           (V, H)
     dbias   = sum(dlogits, over M)        (V,)
 
-The logits are made a block of columns at a time, rounded to their dtype as eager's are. Forward keeps a few numbers a
-token. Backward makes each block again, turns it into its gradient in place, and is done with that block's rows of
-dweight in one matrix product over all tokens: they are rounded once. dhidden is summed over the blocks in float32.
+The logits are made one block of columns at a time, rounded to their dtype as eager's are. Forward keeps a few numbers
+for each token. Backward makes each block again and turns it into its gradient in place. One matrix product over all
+tokens then gives that block's rows of dweight, which are so rounded once. dhidden is summed over the blocks in float32.
 
-That is a fourth matrix product, where eager runs three. What forward can hold for backward need not be made again, and
-some of it costs no memory: dweight's own, (V, H), which backward is about to allocate, serves for logits until then.
+That makes four matrix products, where eager runs three. Blocks that forward holds for backward need not be made again,
+and some of them cost no memory: dweight, (V, H), which backward would allocate, is allocated in forward and holds
+logits until backward writes it.
 
     dweight    | rows written | rows to write … | block i | block i + 1 | … |
 
-Backward writes it from its beginning; the blocks it holds end where it ends, so each is used before it is written over.
+Backward writes it from its beginning. The blocks that it holds end where it ends, so that each is used before it is
+written over.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ WIDTH = 8448
 """Columns of a block: 64 · 132, which makes matrix products whole waves of tiles on an H200, of 132 multiprocessors."""
 
 WIDTH_STEP = 256
-"""Narrower blocks are multiples of this: the width of a matrix product's tile."""
+"""The widths of narrower blocks are multiples of this, which is the width of a matrix product's tile."""
 
 
 class _BlockPlan(NamedTuple):
@@ -81,9 +83,9 @@ def _plan(
     """Cut the logits into blocks, so that ``logits_bytes`` hold at least one.
 
     Args:
-        logits_bytes: at least that of the narrowest block is taken.
+        logits_bytes: memory for logits. If it is less than the narrowest block takes, that much is used.
         hold: whether forward is to hold logits for backward.
-        trains_weight: whether there will be a gradient of the weight, to hold some in.
+        trains_weight: whether the weight has a gradient, in whose memory some can be held.
     """
     column_nbytes = max(tokens, 1) * itemsize
     columns = logits_bytes // column_nbytes
@@ -100,7 +102,7 @@ def _plan(
         in_gradient = max(0, min((room - rows) // size, (room - size) // rows, blocks))
     if hold:
         fit = max(columns // width, 1)
-        # One block of memory is for making the others again, unless there are none.
+        # Memory for one block is left for making the others again, unless all are held.
         beside = blocks - in_gradient if in_gradient + fit >= blocks else fit - 1
     return _BlockPlan(width, width, blocks, in_gradient, beside)
 
@@ -189,16 +191,16 @@ def linear_cross_entropy(
         target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient.
         bias: (V,), of the dtype of ``hidden``.
         ignore_index, label_smoothing, z_loss, softcap, class_weights: as of ``cross_entropy``.
-        reduction: ``mean``, ``sum`` or ``none``. Divide a sum by what you like: gradients do not suffer by it.
+        reduction: ``mean``, ``sum`` or ``none``. You may divide a sum by any number: gradients stay as exact.
         return_token_accuracy, return_argmax, return_max_logit: what to return beside the loss.
-        return_logits: also return the logits, (..., V), and have their gradients too. This makes and holds them whole:
-            the other memory and speed settings then have no meaning.
-        logits_bytes: memory for logits, in bytes, at most; ``math.inf`` for as much as there are. None for one block of
-            8448 columns, 17 KB a token in bfloat16. What is held need not be made again: the more, the faster.
-            In addition, where it is not all of them, backward sums the gradient of ``hidden`` in float32.
-        hold_logits: False to hold none from forward to backward, neither in those bytes nor in the memory of the
-            weight's gradient, which is then allocated in backward: the least memory in between, and all logits are
-            made twice. So it is in compiled code.
+        return_logits: also return the logits, (..., V), which may have gradients, too. This makes and holds them as a
+            whole, so that ``logits_bytes`` and ``hold_logits`` have no effect.
+        logits_bytes: the most memory for logits, in bytes; ``math.inf`` to hold all of them. None is one block of 8448
+            columns, 17 KB a token in bfloat16. What is held need not be made again: the more, the faster. Unless all
+            are held, backward takes further memory to sum the gradient of ``hidden`` in float32.
+        hold_logits: False to hold no logits from forward to backward, neither in those bytes nor in the memory of the
+            weight's gradient, which is then allocated in backward. That takes the least memory in between, and makes
+            all logits twice. Compiled code always does so.
 
     Returns:
         The loss, or a ``CrossEntropy`` where an extra was asked for. Saved for backward are ``hidden``, ``weight``,
@@ -228,7 +230,7 @@ def linear_cross_entropy(
     else:
         nbytes = _logits_nbytes(logits_bytes, target.numel(), len(weight), hidden.dtype.itemsize)
         trains = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
-        # Compiled code could not but copy what backward writes over.
+        # Compiled code would have to copy the memory that backward writes over.
         hold = hold_logits and trains and not torch.compiler.is_compiling()
         results = _LinearCrossEntropy.apply(hidden, weight, bias, target, class_weights, settings, nbytes, hold)
     return with_extras(*results, target, settings, return_token_accuracy, return_argmax, logits)
@@ -299,7 +301,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             arguments = (dloss, *saved, *ctx.settings, ctx.logits_bytes, *needed[:3])
             if ctx.held is None or torch.compiler.is_compiling():
                 return *_backward_op(*arguments), *(None,) * 5
-            (dweight, kept), ctx.held = ctx.held, None  # written over here: a second backward does without
+            (dweight, kept), ctx.held = ctx.held, None  # this backward writes over them, so a second one has none
             if dweight is None and needed[1]:
                 dweight = saved[1].new_empty(saved[1].shape)
             dhidden, dbias = _backward_held_op(dweight, kept, *arguments)
@@ -326,7 +328,7 @@ class _Inputs(NamedTuple):
 
 
 class _ForwardCall(NamedTuple):
-    """What the forward op is given, made of its flat arguments."""
+    """The arguments of the forward op, put together from flat ones."""
 
     inputs: _Inputs
     settings: LossSettings
@@ -339,7 +341,7 @@ class _ForwardCall(NamedTuple):
         return cls(inputs, LossSettings(*arguments[5:-3]), inputs.plan(logits_bytes, hold, trains_weight))
 
     def held_outputs(self) -> tuple[Tensor | None, Tensor | None]:
-        """Room for what is held until backward: in the memory of the weight's gradient, and beside it."""
+        """Memory for the logits that are held until backward: that of the weight's gradient, and more beside it."""
         (hidden, weight, *_), plan = self.inputs, self.plan
         dweight = weight.new_empty(weight.shape) if plan.in_gradient > 0 else None
         kept = hidden.new_empty(plan.beside * self.inputs.target.numel() * plan.stride) if plan.beside > 0 else None
@@ -359,7 +361,7 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 class _BackwardCall(NamedTuple):
-    """What the backward ops are given, made of their flat arguments."""
+    """The arguments of the backward ops, put together from flat ones."""
 
     dloss: Tensor
     inputs: _Inputs
@@ -393,9 +395,9 @@ def _backward_held(dweight: Tensor | None, kept: Tensor | None, *arguments: Any)
 def _gradients(
     call: _BackwardCall, dweight: Tensor | None, kept: Tensor | None, *, holds: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of hidden and bias; that of weight is written to ``dweight``.
+    """The gradients of hidden and bias. That of weight is written to ``dweight``.
 
-    holds: whether forward has left logits, in ``dweight`` and ``kept``. They are written over.
+    holds: whether forward has left logits in ``dweight`` and ``kept``, which are written over.
     """
     dloss, inputs, normalizers, total, settings, logits_bytes, (needs_hidden, needs_weight, needs_bias) = call
     hidden, weight, bias, *_ = inputs
@@ -416,12 +418,12 @@ def _gradients(
             torch.sum(tile, 0, out=dbias[columns])
         if needs_weight and dweight is not None:
             torch.mm(tile.t(), rows, out=dweight[columns])
-    del blocks, tile  # before there is a second dhidden
+    del blocks, tile  # free them before a second dhidden is made
     return None if dhidden is None else dhidden.to(hidden.dtype).view(hidden.shape), dbias
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, of whose operands ``total`` may be wider."""
+    """``total += left @ right``, where ``total`` may have a wider dtype than the others."""
     if launch.is_on_cuda(total) and total.dtype is not left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

@@ -65,7 +65,7 @@ def autocast(
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """For a backward pass, which computes in forward's dtypes, whatever it is called under."""
+    """Turn autocast off, for a backward pass: it computes in forward's dtypes, even if it is called under autocast."""
     return torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
@@ -79,15 +79,15 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, of which there may be one or none."""
+    """The sum of two gradients, either of which may be None."""
     return left + right if left is not None and right is not None else right if left is None else left
 
 
 def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.dtype) -> Tensor | None:
-    """left @ right, summed over the pairs that have a left one; None if none has.
+    """The sum of left @ right over the pairs whose left is not None; None if there are none.
 
-    The sum has ``dtype``. If the products have it too, it is theirs to accumulate; if autocast made them narrower, each
-    is rounded to its own dtype first, as in eager.
+    The sum has ``dtype``. If the products have it, too, they accumulate into it. If autocast made them narrower, each
+    is first rounded to its own dtype, as in eager.
     """
     total: Tensor | None = None
     for left, right in pairs:
@@ -105,7 +105,7 @@ def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.
 def linear_gradients(
     doutput: Tensor | None, inputs: Tensor | None, needs_dweight: bool, needs_dbias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed."""
+    """The gradients of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed."""
     if doutput is None:
         return None, None
     dweight = doutput.t() @ inputs if needs_dweight and inputs is not None else None

@@ -9,8 +9,9 @@ With x: (M, H), weight i: (O_i, H) and n = rms_norm(x): (M, H):
     dx        = dh + the norm's gradient of x, given dn     (M, H)
     dweight_i = doutput_iᵀ @ n                              (O_i, H)
 
-n is not held for backward. The norm's backward, which reads x anyway, regenerates it once for all Linears and adds dh:
-moved are dn, x, dh, dx and n, 5 · M · H elements, where norm, addition and a second forward would move 8.
+n is not held for backward. The norm's backward, which reads x anyway, regenerates it once for all Linears, and adds dh.
+It moves dn, x, dh, dx and n, which are 5 · M · H elements; the norm's backward, an addition and a second forward would
+move 8.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ def norm_linears(
         casting: the norm's: ``llama``, ``gemma`` or ``none``.
 
     Returns:
-        ((..., O_i) for each weight), and h: ``x`` again. Go on from h instead of x, and the gradient that the residual
-        stream has for it is added where the norm's is computed, in the same pass. Like any view that a custom Function
-        gives, h cannot be changed in place. Saved for backward are the parameters, ``x`` and a float32 a token.
+        ((..., O_i) for each weight), and h, which has the values of ``x``. Use h instead of ``x`` for the residual
+        stream: then the stream's gradient is added in the pass that computes the norm's. Like any view that a custom
+        Function returns, h cannot be changed in place. Saved for backward are the parameters, ``x`` and a float32 for
+        each token.
 
     Raises:
         KernelError: for other castings, no weights, shapes that do not fit, other or mixed dtypes, or several devices.
@@ -133,7 +135,7 @@ def _gradients(
     rstd: Tensor,
     parameters: list[Any],
 ) -> tuple[Tensor | None, ...]:
-    """Those of x, norm_weight and the parameters that are ``needed``; None for the others."""
+    """The gradients of x, norm_weight and the parameters: those that are ``needed``, and None for the others."""
     count = len(doutputs)
     needs_dx, needs_dnorm_weight, *trained = needed
     doutputs = [None if doutput is None else rows(doutput) for doutput in doutputs]
@@ -154,11 +156,11 @@ def _gradients(
 
 def _linears(n: Tensor, parameters: Sequence[Any]) -> tuple[Tensor, ...]:
     pairs = zip(parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :], strict=True)
-    return tuple(F.linear(n.to(weight.dtype), weight, bias) for weight, bias in pairs)  # as autocast would
+    return tuple(F.linear(n.to(weight.dtype), weight, bias) for weight, bias in pairs)  # autocast would cast n, too
 
 
 def _reference(x: Tensor, norm_weight: Tensor | None, *others: Any) -> Any:
-    """Those outputs that are ``reached`` by a gradient, in plain PyTorch: differentiable any number of times."""
+    """The outputs that are ``reached`` by a gradient, in plain PyTorch: differentiable any number of times."""
     *parameters, norm, reached = others
     n = rms_norm_reference(x, norm_weight, norm.eps, norm.casting)
     return tuple(itertools.compress(_linears(n, parameters), reached))

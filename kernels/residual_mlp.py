@@ -1,4 +1,4 @@
-"""The second half of a pre-norm decoder layer: residual stream, RMSNorm, gated MLP and the addition to the stream.
+"""The second half of a pre-norm decoder layer: residual addition, RMSNorm, gated MLP, and residual addition.
 
 With x, residual: (M, H) and the gated MLP's weights as in ``gated_mlp``, whose O is H:
 
@@ -10,8 +10,8 @@ With x, residual: (M, H) and the gated MLP's weights as in ``gated_mlp``, whose 
     dn         = as dx of the gated MLP                        (M, H)
     dx         = dy + the norm's gradient of h, given dn       (M, H), and dresidual is the same
 
-Saved are h, a float32 a row, gate and up. The norm's backward, which reads h anyway, regenerates n for the gradients of
-the weights and adds dy.
+Saved are h, a float32 for each row, gate and up. The norm's backward, which reads h anyway, regenerates n for the
+gradients of the weights, and adds dy.
 """
 
 from __future__ import annotations

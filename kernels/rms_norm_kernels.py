@@ -1,8 +1,8 @@
 """The Triton kernels of RMSNorm, with a residual or without, and how they are launched; rms_norm.py has the formulas.
 
-Rows up to a width are held in registers, several a tile where they are narrow. Persistent programs take tile after
-tile, the next of which are loaded meanwhile; in backward each sums its part of the weight's gradient in registers, and
-a second kernel adds up the parts, always in one order. Wider rows are read twice, in blocks of columns.
+Rows up to some width are held in registers; narrow rows share a tile. Persistent programs take tile after tile, and
+load the next ones while they compute. In backward each program sums a part of the weight's gradient in registers, and a
+second kernel adds up the parts, always in the same order. Wider rows are read twice, in blocks of columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _forward_kernel(
 ):
     """Rows as wide as BLOCK_H: program p of P takes the tiles p, p + P, p + 2P, … of them.
 
-    h is the stream that is normalized: x itself, or where there is a residual what gets x + residual.
+    h is what is normalized: x itself, or if there is a residual, the tensor that x + residual is written to.
     """
     columns = tl.arange(0, BLOCK_H)[None, :]
     gain = _gain(weight, columns, H, CASTING)
@@ -125,7 +125,7 @@ def _backward_kernel(
 ):
     """Program p of P takes the tiles p, p + P, p + 2P, … of rows, and sums their dy · h in registers.
 
-    A tile has BLOCK_H columns: the whole row, or where ``means`` are given one of several blocks, with P programs each.
+    A tile has BLOCK_H columns: the whole row, or if ``means`` are given, one of several blocks, with P programs each.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     program = tl.program_id(0) // blocks
@@ -326,7 +326,7 @@ def launch_forward(
     eps: float | None,
     casting: str,
 ) -> None:
-    """Write y and rstd, and if there is a residual, x + residual to h. If eps is None, rstd is read instead.
+    """Write y and rstd, and if there is a residual, x + residual to h. If eps is None, rstd is read and not written.
 
     x may have any strides, and the weight and rstd any alignment. All others are dense.
     """
@@ -374,7 +374,7 @@ def launch_backward(
         means = torch.empty_like(rstd)
         arguments = (dy, x, weight, rstd, means, hidden, *strides)
         launch.run(_means_kernel, M, *arguments, CASTING=casting, **tiles.constants)
-    each, programs = tiles.programs(max(M, 1), hidden)  # one even for no rows, to write the zeros that are their sum
+    each, programs = tiles.programs(max(M, 1), hidden)  # at least one program: without rows it writes a sum of zeros
     partials = None if dweight is None else rstd.new_empty(each, hidden)
     arguments = (dy, x, weight, rstd, means, dresidual, dx, y, partials, M, hidden, *strides)
     launch.run(_backward_kernel, programs, *arguments, CASTING=casting, ROWS=tiles.rows, **tiles.constants)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipes import open_book, record
+from recompute.engine.recipe_book import open_book, record
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
@@ -82,7 +82,7 @@ def _kernel(
     else:
         a, b = s1, s2
 
-    # All loads before the first store, which the compiler would not move them across.
+    # All loads come before the first store, since the compiler would not move a load across a store.
     if q is not None:
         q_rows, q_mask = _rows(q, batch, tokens, inside, q_batch, q_token, q_head, Q_HEADS, BLOCK_Q)
         q1, q2 = _halves(q_rows, columns, q_mask, HALF)
@@ -120,7 +120,7 @@ def _halves(rows, columns, mask, HALF: tl.constexpr):
 def _store_rotated(rows, x1, x2, c1, c2, a, b, columns, mask, HALF: tl.constexpr):
     columns = columns[None, None, :]
     mask = mask & (columns < HALF)
-    # Fused by name, so that no two compilations for other layouts fuse otherwise and give other bits.
+    # Fused explicitly: otherwise compilations for different layouts might fuse differently, and give other bits.
     y1 = tl.fma(x1, c1, -(x2 * a))
     y2 = tl.fma(x2, c2, x1 * b)
     tl.store(rows + columns, y1.to(rows.dtype.element_ty), mask=mask)
@@ -172,7 +172,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         cos: (B, S, R) or (1, S, R) with R even and at most D; of any of these dtypes. The last D - R columns of ``q``
             and ``k`` are passed on as they are.
         sin: as ``cos``.
-        unsqueeze_dim: the dimension of ``q`` and ``k`` that ``cos`` and ``sin`` lack: that of the heads.
+        unsqueeze_dim: the dimension of the heads in ``q`` and ``k``, which ``cos`` and ``sin`` do not have.
 
     Returns:
         ``q`` and ``k`` rotated, dense, with their dimensions in the same order in memory: a transposed view of
@@ -230,9 +230,9 @@ def _promoted(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
 
 
 def _record_if_it_helps(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype) -> None:
-    """Record how to make ``y`` again, if ``x`` can be made again too, as a norm of queries can.
+    """Record how to make ``y`` again, if ``x`` can be made again, too, as the norm of queries can.
 
-    Otherwise the recipe would hold ``x`` instead of ``y``, and save nothing.
+    Otherwise the recipe would hold ``x`` in the place of ``y``, which saves nothing.
     """
     book = open_book()
     if book is not None and book.knows(x):

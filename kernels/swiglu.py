@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.engine.recipes import record
+from recompute.engine.recipe_book import record
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
@@ -37,8 +37,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 @jit
 def shares(gate, ACTIVATION: tl.constexpr):
     """The share of gate that the activation lets through, and 1 minus that share."""
-    # Forward and backward must get the same bits. A sum with a product in it is a fused multiply-add by name here, so
-    # that none is left for a compiler to fuse in one kernel and not in the other.
+    # Forward and backward must get the same bits. So every sum with a product in it is an explicit fused multiply-add:
+    # otherwise the compiler might fuse it in one kernel and not in the other.
     if ACTIVATION == "gelu":
         share = tl.fma(tl.erf(gate * 0.7071067811865476), 0.5, 0.5)
         return share, 1.0 - share
@@ -46,7 +46,7 @@ def shares(gate, ACTIVATION: tl.constexpr):
         gate *= tl.fma(gate * gate, 0.07135481627260025, 1.5957691216057308)
     e = tl.exp(-gate)
     share = 1.0 / (1.0 + e)
-    return share, tl.where(e < 1.0, e * share, 1.0 - share)  # no difference of what is nearly equal, nor inf · 0
+    return share, tl.where(e < 1.0, e * share, 1.0 - share)  # neither a difference of nearly equal numbers nor inf · 0
 
 
 @jit
@@ -282,7 +282,7 @@ def _rows(gate: Tensor, up: Tensor, apart: bool = False) -> tuple[int, Tensor, i
 
 def _forward_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     gate, up = _halves(gate, up)
-    return glu_reference(gate.contiguous(), up.contiguous(), activation)  # a CPU's bits depend on the strides
+    return glu_reference(gate.contiguous(), up.contiguous(), activation)  # on a CPU the bits depend on the strides
 
 
 def glu_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The only clock and the only memory counters of this package, and what machine they read."""
+"""The only clock and the only memory counters of this package, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def wall_seconds(device: torch.device) -> float:
 
 
 def host_seconds() -> float:
-    """Seconds on the same clock, as it is: what is queued on a device may not have begun."""
+    """Seconds on the same clock, read at once: work that is queued on a device may not have begun."""
     return time.perf_counter()
 
 
 def thread_seconds() -> float:
-    """CPU seconds that the calling thread has used: on CUDA, what launching work costs, not running it."""
+    """CPU seconds that the calling thread has used. On CUDA that is the time to launch work, not to run it."""
     return time.thread_time()
 
 
 def start_peak(device: torch.device) -> None:
-    """Count the peak of ``allocated_nbytes`` from here on."""
+    """Start counting the peak that ``allocated_nbytes`` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -123,7 +123,7 @@ class _CpuTrace(MemoryTrace):
         for event in sorted(_flat(results.experimental_event_tree()), key=lambda event: event.start_time_ns):
             fields = event.extra_fields
             if event.tag == _EventType.Allocation and fields.device.type == "cpu":
-                # What a trace before saw made is reported when it is freed here, by the garbage collector for one.
+                # Memory that was allocated in an earlier trace may be freed in this one, as by the garbage collector.
                 before = sizes.pop(fields.ptr, 0)
                 if fields.alloc_size > 0:
                     sizes[fields.ptr] = fields.alloc_size
@@ -146,8 +146,8 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
 def memory_trace(device: torch.device) -> MemoryTrace:
     """Count the tensor memory of `device` (a CUDA device or the CPU) during a ``with`` block.
 
-    On the CPU it profiles, which slows what runs inside and does not nest; freeing a tensor from before the block does
-    not count there, and what another thread frees counts until its memory is used again.
+    On the CPU this runs the profiler, which slows what runs inside and does not nest. Freeing a tensor from before the
+    block does not count there, and memory that another thread frees counts until it is used again.
     """
     return _CudaTrace(device) if device.type == "cuda" else _CpuTrace()
 
@@ -156,8 +156,8 @@ def memory_trace(device: torch.device) -> MemoryTrace:
 class Clock(AbstractContextManager["Clock"]):
     """Seconds from mark to mark of a ``with`` block, by the name of the mark that ends each span.
 
-    The first span begins with the block. Complete only after the block has ended. Marks have different names, and
-    setting one waits for nothing: the seconds are the device's, whatever it waited for in between included.
+    The first span begins with the block. The seconds are complete only after the block has ended. Marks have different
+    names, and setting one does not wait for the device: seconds are the device's, with the time that it was idle.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Clock(AbstractContextManager["Clock"]):
 
 
 class _CudaClock(Clock):
-    """Events on the current stream, which the device passes as it gets there."""
+    """Sets events on the current stream, which the device records when it reaches them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -242,14 +242,14 @@ def step_memory(forward: Callable[[], torch.Tensor], device: torch.device) -> St
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here. Raises `AblationError` where there is no such."""
+    """The device that "auto", "cpu" or "cuda" means here. Raises `AblationError` where there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise AblationError("device is cuda, but torch finds no CUDA device; use auto or cpu")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int | None]:
-    """What a measurement on `device` must be quoted next to: hardware, versions and date."""
+    """What a measurement on `device` must be published with: hardware, versions and date."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

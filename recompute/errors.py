@@ -60,12 +60,16 @@ class RngError(RecomputeError, RuntimeError):
     """The state of a random number generator could not be captured."""
 
 
+class HostMemoryError(RecomputeError, MemoryError):
+    """More is to be offloaded than a rule allows, or than there is room for."""
+
+
 class ModelError(RecomputeError):
-    """There is no model as it is described, or it cannot be run without data of its own."""
+    """There is no such model as is described, or it cannot be run without data of its own."""
 
 
 class EstimateError(RecomputeError, ValueError):
-    """An estimate is asked for something that there is none of: an optimizer, a sharding, a dtype."""
+    """An estimate is asked for with an unknown optimizer, sharding or dtype."""
 
 
 class AblationError(RecomputeError):
@@ -73,8 +77,8 @@ class AblationError(RecomputeError):
 
 
 class PlanError(RecomputeError):
-    """A plan cannot be made, or not from what is given."""
+    """A plan cannot be made from what is given."""
 
 
 class BudgetError(PlanError):
-    """A budget cannot be read, or no plan meets it. Names the least that one could."""
+    """A budget cannot be read, or no plan meets it. Then the message names the least budget that one could meet."""

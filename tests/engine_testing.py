@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
 from recompute.attach.explain import Stats
-from recompute.engine import recipes, saved_tensors, scopes
+from recompute.engine import recipe_book, recipes, saved_tensors, scopes, thread_state
 from recompute.engine.tape import recorder
 
 HIDDEN = 8
@@ -324,7 +324,7 @@ def weak(tensor: Tensor) -> StorageWeakRef:
 
 def engine_objects() -> Counter[str]:
     """How many frames, recipes, handles and held tensors exist."""
-    kinds = (recipes.Recipe, saved_tensors.PackedTensor, recipes.RecipeBook, scopes.RecipeScope, recorder.Tape)
+    kinds = (recipes.Recipe, saved_tensors.PackedTensor, recipe_book.RecipeBook, scopes.RecipeScope, recorder.Tape)
     return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds))
 
 
@@ -450,10 +450,10 @@ def clean_thread() -> Iterator[None]:
     """A test starts from a seed, and must leave no hook, scope, mode, setting or patch behind."""
     torch.manual_seed(0)
     yield
-    left = [*recipes.local.books, *recipes.local.active_frames]
+    left = [*thread_state.local.books, *thread_state.local.active_frames]
     is_patched = nn.Module.__call__ is not _MODULE_CALL or nn.Module.__getattr__ is not _MODULE_GETATTR
-    recipes.local.books.clear()  # so that one test's failure is one failure
-    recipes.local.active_frames.clear()
+    thread_state.local.books.clear()  # so that one test's failure is one failure
+    thread_state.local.active_frames.clear()
     nn.Module.__call__, nn.Module.__getattr__ = _MODULE_CALL, _MODULE_GETATTR  # type: ignore[method-assign]
     assert left == []
     assert not is_patched

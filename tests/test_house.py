@@ -33,6 +33,7 @@ FOLDERS = (
     "substitution",
     "compiled",
     "kernels",
+    "engine.host",
     "engine.checkpoint",
     "engine.tape",
     "engine",
@@ -43,7 +44,12 @@ FOLDERS = (
     "errors",
 )
 """From the top: a folder imports from those further down alone."""
-KERNELS_KNOW = ("recompute.engine.recipes", "recompute.errors", "recompute.kernels")
+KERNELS_KNOW = (
+    "recompute.engine.recipe_book",
+    "recompute.engine.thread_state",
+    "recompute.errors",
+    "recompute.kernels",
+)
 
 
 def modules() -> dict[str, Path]:

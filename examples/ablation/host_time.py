@@ -4,9 +4,10 @@
     python examples/ablation/host_time.py --tiny --models gpt2-xl --ways elementwise  # small ones, on the CPU, too
 
 Models have random weights in bfloat16, the same for each way. A step is forward, backward, fused AdamW and the release
-of the gradients: its time is the median, from an idle device to an idle device. That of forward is what passes until it
-returns, done or not. Bytes count above parameters, gradients and optimizer states. Before the warm-up, a first step
-with deterministic algorithms tells whether a way's loss and gradients are those of `none`, bit for bit.
+of the gradients. Its time is the median from an idle device to an idle device. The time of forward is that until the
+call returns, even if the device is not done. Bytes are those above parameters, gradients and optimizer states. Before
+the warm-up, a first step with deterministic algorithms tells whether a way's loss and gradients are those of `none`,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-# A script's folder is where Python looks first, and kernels.py in it is not the `kernels` that transformers looks for.
+# Python looks in a script's folder first, and kernels.py there is not the `kernels` that transformers looks for.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 # ruff: noqa: E402
@@ -67,7 +68,7 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and what it is given at each step."""
+    """A model, and the batch that it is given at each step."""
 
     config: str
     """The name of a class of transformers."""
@@ -184,7 +185,7 @@ class Trial:
     """The first step of `none`, once it ran."""
 
     def rows(self, *, in_turn: bool) -> list[Row]:
-        """What each way measured. in_turn: whether all train at once, a step of each after a step of the one before."""
+        """What each way measured. in_turn: whether all ways train at once, by taking one step each in turn."""
         rows: list[Row] = [{"way": way, **dict.fromkeys(MEASURES)} for way in self.case.ways]
         runs = [self.run(row) for row in rows]
         for group in [runs] if in_turn else [[run] for run in runs]:
@@ -239,7 +240,7 @@ class Trial:
 def take_turns(runs: Sequence[Iterator[None]]) -> None:
     """Have each run take a step, then each the next one, until all are done.
 
-    What a run changes in transformers' module of Llama, as Liger does, is there in that run's turns alone.
+    Liger changes transformers' module of Llama. Such changes are there in the turns of the run that made them alone.
     """
     module = vars(modeling_llama)
     own = {run: dict(module) for run in runs}

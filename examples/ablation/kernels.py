@@ -1,11 +1,11 @@
 """How fast the kernels are beside their peers, in one run: python examples/ablation/kernels.py --out results/kernels
 
-Every way goes through autograd, but for our backwards that regenerate an output, which are called as autograd would.
-Their time is the median of replays of a CUDA graph, over as many sets of inputs as overflow the L2 several times; a way
-that waits for the GPU, which no graph can hold, is timed in plain calls. Bandwidth counts each tensor once, and is set
-beside that of a copy of as many bytes. An error is ‖a - b‖ / ‖b‖, where b is what the eager formula gives in
-float32. A way that is not installed or fails is a row that says why. Without a GPU the references run, on small
-tensors.
+Every way goes through autograd, except for our backwards that regenerate an output, which are called as autograd would
+call them. A time is the median of replays of a CUDA graph. The graph uses several sets of inputs, enough to overflow
+the L2 several times. A way that waits for the GPU cannot be in a graph, and is timed in plain calls. Bandwidth counts
+each tensor once, and is compared with that of a copy of as many bytes. An error is ‖a - b‖ / ‖b‖, where b is the result
+of the eager formula in float32. A way that fails or is not installed is a row that says why. Without a GPU the
+references run, on small tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What regenerating costs the CPU, beside torch's own ways: python examples/ablation/overhead.py --json overhead.json
 
 Every figure is the median of what a way adds to the same code run plain, in rounds that take all ways in turn. Tensors
-are so small that on CUDA launching is all that takes time; on the CPU, ops that run again count with what they compute.
+are so small that on CUDA only launching takes time. On the CPU, ops that run again also take the time to compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# A script's folder is where Python looks first, and kernels.py in it is not the `kernels` that transformers looks for.
+# Python looks in a script's folder first, and kernels.py there is not the `kernels` that transformers looks for.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 # ruff: noqa: E402
@@ -48,8 +48,8 @@ SAVED_OPS = [
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
 ]
-CHAIN = 32  # ops in a region, from which the cost of one follows
-CALLS = 4  # to read the clock once
+CHAIN = 32  # so many ops in a region, from which the cost of one follows
+CALLS = 4  # so many calls for each reading of the clock
 
 
 class DoNothing(TorchDispatchMode):
@@ -145,7 +145,7 @@ def added_seconds(ways: Mapping[str, Forward], repeats: int, device: torch.devic
 
     def seconds(run: Callable[[], Any]) -> float:
         start = clock()
-        results = [run() for _ in range(CALLS)]  # not freed before the clock is read: training does so in backward
+        results = [run() for _ in range(CALLS)]  # freed after the clock is read, as training frees them in backward
         taken = clock() - start
         del results
         return taken / CALLS
@@ -171,10 +171,10 @@ def added_seconds(ways: Mapping[str, Forward], repeats: int, device: torch.devic
 def cost_of_parts(repeats: int, device: torch.device) -> list[Row]:
     """Microseconds that each way adds for a region, for an op in it, and for a tensor that autograd saves there.
 
-    A step's part for a saved tensor has in it what brings the tensor back.
+    In the figures of a whole step, the part for a saved tensor includes bringing it back.
     """
     x = torch.rand(16, device=device, requires_grad=True)
-    # Sine saves its input; what saves its output has autograd detach it, and to a mode that is one more op.
+    # Sine saves its input. Autograd detaches an output that an op saves, which a mode would see as one op more.
     regions = Chain(torch.neg, 0), Chain(torch.neg, CHAIN), Chain(torch.sin, CHAIN)
     empty, ops, saves = (added_seconds(forwards(region, x), repeats, device) for region in regions)
     rows = []
@@ -209,7 +209,7 @@ def cost_of_a_layer(ways: Mapping[str, Forward], repeats: int, device: torch.dev
 
 
 def growth(ways: Mapping[str, Forward], steps: int, device: torch.device) -> list[Row]:
-    """What `steps` steps leave behind: memory while the garbage collector rests, and blocks of Python's even after."""
+    """What `steps` steps leave behind: memory while garbage collection is off, and Python's blocks after it ran."""
     rows = []
     for name, forward in ways.items():
         whole = partial(step, forward, torch.ones_like(forward()))

@@ -1,11 +1,11 @@
-"""Whether plans hold, and how they do beside torch's memory budget and uniform policies at equal peaks, in one run:
+"""Do plans hold, and are they faster than torch's memory budget and uniform policies at equal peaks? All in one run:
 
     python examples/ablation/plans.py examples/ablation/llama-8b.yaml --out results/plans-8b
 
-Trains the model of an ablation's configuration (forward, loss, backward, optimizer) under uniform policies and what
-others offer; profiles it once; then plans for budgets from the peak with everything kept down to that of a full
-checkpoint, and for the peak of each other way, and trains under each plan. Writes results.json, results.md and
-results.png.
+It trains the model of an ablation's configuration (forward, loss, backward, optimizer) under uniform policies and under
+what others offer, and profiles it once. Then it plans for budgets from the peak with everything kept down to the peak
+of a full checkpoint, and for the peak of each other way, and trains under each plan. It writes results.json, results.md
+and results.png.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROUNDING = 1 << 20
 
 @dataclass(frozen=True)
 class Point:
-    """One way to train: what was predicted of it, if anything, and what it took. Peaks include static bytes."""
+    """One way to train: what was predicted for it, if anything, and what was measured. Peaks include static bytes."""
 
     way: str
     kind: str

@@ -1,4 +1,4 @@
-"""What a model is given: random tensors for the arguments of its forward, by their names."""
+"""Makes batches for a model: random tensors for the arguments of its forward, by their names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ OF_TOKENS = ("seq2seq", "speech", "masked", "image-text", "causal")
 
 
 def batches(model: Any, task: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Batches that the model may take, the fullest first: what each gives it, in words, and what makes it.
+    """Batches that the model may take, the fullest first: for each its content in words, and a function that makes it.
 
-    Whether the model takes one, a run tells: shapes of images and of sounds are not all in configurations.
+    Only a run tells whether the model takes one, since configurations do not have all shapes of images and sounds.
     """
     make = _Maker(model, task)
     for seen in make.images() if make.takes("pixel_values") else [{}]:
@@ -55,7 +55,7 @@ class _Maker:
         return torch.randn(shape, generator=self._generator)
 
     def around(self, seen: dict[str, Any], heard: dict[str, Any]) -> dict[str, Any]:
-        """Token ids, with places for what is seen and heard, padded in the last row; and what goes with them."""
+        """Token ids with places for images and sounds, padded in the last row; and the tensors that go with them."""
         ids = self._ids(BATCH, LENGTH)
         for token, count in self._places(seen, heard):
             ids = torch.cat([torch.full((BATCH, count), token), ids], dim=1)
@@ -154,7 +154,7 @@ class _Maker:
         return next((value for name in names if isinstance(value := getattr(self._config, name, None), int)), None)
 
     def _places(self, seen: dict[str, Any], heard: dict[str, Any]) -> Iterator[tuple[int, int]]:
-        """Token ids that stand for what is seen and heard, and how many of them each row needs."""
+        """The token ids that stand for images and sounds, and how many of each a row needs."""
         for kind, given in (("image", seen), ("audio", heard)):
             token = self._token(kind)
             find = getattr(self._model, f"get_{kind}_features", None)
@@ -173,7 +173,7 @@ class _Maker:
 
 
 def _count(features: Any) -> int:
-    """How many vectors: of a tensor, of several, or of what a tower returns."""
+    """How many vectors there are in a tensor, in several, or in what a tower returns."""
     if isinstance(features, Tensor):
         return features.shape[:-1].numel()
     if isinstance(features, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Which architectures transformers knows, and a tiny configuration for each: its class's defaults, made small."""
+"""Lists the architectures that transformers knows, and makes a tiny configuration of each from its class's defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 HIDDEN, HEADS, HEAD, LAYERS, VOCABULARY, IMAGE = 64, 4, 16, 2, 128, 64
 FIRST_SPECIAL = 96  # token ids from here on mean something, as an image's place does; 0 to 2 pad, begin and end
 
-# What a class is for, and the mapping that names it. Of each model type, the first of these is tried that it has.
+# Tasks, and the mappings that name classes for them. Of each model type, the first task that it has a class for counts.
 TASKS = {
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
@@ -135,7 +135,7 @@ class Shrinker:
 
 
 def _chosen_layers(config: PretrainedConfig) -> list[int]:
-    """Where layers are of several kinds, the first of each kind; else nothing."""
+    """The first layer of each kind, where there are several kinds; otherwise none."""
     count = getattr(config, "num_hidden_layers", None)
     kinds = [
         value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Three parts of half a head's 16 dimensions, which turn by time, height and width; the default is of large heads.
+# Half of a head's 16 dimensions in three parts, for time, height and width. The default is for larger heads.
 _OF_THREE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
 
 _HALF = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
@@ -21,13 +21,13 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "glm_ocr_text": _OF_THREE,
     "qwen2_vl_text": _OF_THREE,
     "qwen2_5_vl_text": _OF_THREE,
-    # None by default, without which no place in the text stands for an image.
+    # By default there is none, and then no token in the text stands for an image.
     "blip-2": {"image_token_index": 100},
     "instructblip": {"image_token_index": 100},
     "blt": {"encoder_hash_byte_group_vocab": 128},  # half a million rows
-    # By default it is the largest of its kind, with 66 million parameters whatever the hidden size.
+    # The default is the largest of its kind, with 66 million parameters whatever the hidden size.
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
-    # Positions by rows and columns: 4 by 4 are a sequence, and 16 and 48 the hidden size.
+    # Positions are in rows and columns: 4 times 4 is the sequence's length, and 16 plus 48 the hidden size.
     "reformer": {"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48)},
     # None by default, which these models do not take.
     "deepseek_v2": {"num_experts_per_tok": 2},

@@ -1,10 +1,12 @@
 """Trains tiny models of transformers' architectures under presets: python examples/architectures/sweep.py
 
-Of each model type that transformers' auto mappings know: a class with a head, a tiny configuration, a random batch.
-Two steps of SGD without a policy, twice, to know whether the model computes the same bits again; then two under each
-preset. Losses, all gradients, and parameters and buffers afterwards are compared bit for bit. Each architecture has a
-process of its own, so that a crash or a hang is a row. Writes results.json and results.md to the folder after --out,
-and goes on from what results.json has. Exits with 1 if anything is wrong.
+For each model type in transformers' auto mappings it takes a class with a head, a tiny configuration and a random
+batch. It trains for two steps of SGD without a policy, twice, to find out whether the model itself computes the same
+bits again; and then for two steps under each preset. Losses, all gradients, and parameters and buffers at the end are
+compared bit for bit. Each architecture has a process of its own, so that a crash or a hang costs one row.
+
+It writes results.json and results.md to the folder after --out, and goes on from what results.json has. It exits with 1
+if anything is wrong.
 
     --only 'qwen*' 'gpt?'    model types that match one of these patterns
     --workers 8              processes at a time, of one thread each
@@ -52,7 +54,7 @@ PRESETS = ("elementwise", "full", "auto")
 MEMORY_NBYTES = 24 * 2**30
 """What one architecture may take of the host's memory, where it computes on the CPU."""
 PATIENCE = 4
-"""How many times its processor's seconds an architecture may wait for others, or for nothing."""
+"""How many times its limit of processor seconds an architecture may take in all, as it may have to wait for others."""
 
 
 def main() -> int:

@@ -24,12 +24,12 @@ from recompute.errors import NoEffectError, PolicyWarning, RecomputeError
 STEPS, LEARNING_RATE, NOISE = 2, 0.05, 0.02
 MOST_PARAMETERS = 65_000_000
 CLOSE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""What kernels may differ by: the norm of all differences to that of all values, of a step's gradients."""
+"""How far kernels may be off: the norm of the differences of a step's gradients, divided by the gradients' norm."""
 
 NOTHING = "nothing governed"
 
 Trace = dict[str, Tensor]
-"""What training computed, by what it is: losses, gradients, and in the end parameters and buffers."""
+"""What training computed, by name: losses, gradients, and the parameters and buffers at the end."""
 
 
 class NotBuilt(Exception):
@@ -65,7 +65,10 @@ class Subject:
     dtype: torch.dtype
 
     def model(self) -> nn.Module:
-        """In training mode, with the same weights each time. None stays at what hides mistakes, as a gate of 0 does."""
+        """The model in training mode, with the same weights each time.
+
+        No weight stays at a value that hides mistakes, as a gate of 0 does.
+        """
         seed(0)
         model: nn.Module = getattr(transformers, self.class_name)(copy.deepcopy(self.config)).train()
         generator = torch.Generator().manual_seed(0)
@@ -145,7 +148,7 @@ def find(
 def _that_train(
     architecture: Architecture, config: Any, device: torch.device, dtype: torch.dtype, reasons: list[str]
 ) -> Iterator[Subject]:
-    """With this configuration: of the batches that the model may take, those that it takes."""
+    """A subject for each batch on which the model trains with this configuration."""
     count = parameters_of(architecture.class_name, config)
     if count > MOST_PARAMETERS:
         reasons.append(f"{count:,} parameters")
@@ -276,7 +279,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def error_of(found: Trace, expected: Trace) -> float:
-    """The largest, over the steps, of all gradients as one vector."""
+    """The largest relative error of any step, of all gradients as one vector."""
     errors = []
     for step in range(1, STEPS + 1):
         names = [name for name in expected if name.startswith(f"step {step}: gradient") and name in found]

@@ -1,7 +1,7 @@
 """What the examples here share: they train a Llama twice, without and with a policy, and compare every rank's steps.
 
-Each rank has a batch of its own, of the same size on one GPU as on many; but for tensor parallelism, which shares one.
-Of what they write with --out on one GPU and on more, this makes a table of weak scaling:
+Each rank has a batch of its own, of the same size whatever the number of GPUs. Under tensor parallelism all ranks share
+one. From the files that the examples write with --out on one GPU and on more, this makes a table of weak scaling:
 
 torchrun --nproc-per-node 1 examples/distributed/ddp.py --large --out 1.json
 torchrun --nproc-per-node 2 examples/distributed/ddp.py --large --out 2.json
@@ -70,7 +70,7 @@ class Run:
         config = LlamaConfig(use_cache=False, **(LARGE | LARGE_HEADS if is_large else SMALL | SMALL_HEADS))
         with self.device:
             model = LlamaForCausalLM(config).to(torch.bfloat16 if is_large else torch.float32)
-        # Before or after the wrapper is the same: names stay, and so does what a wrapper puts around modules.
+        # The policy may come before or after the wrapper: it changes no names and leaves the wrapper's hooks alone.
         self.handle = None if policy is None else recompute.apply(model, policy)
         self.is_compiled = backend is not None
         for layer in model.model.layers if self.is_compiled else ():
@@ -82,7 +82,7 @@ class Run:
             kinds.setdefault(DTensor if isinstance(parameter, DTensor) else nn.Parameter, []).append(parameter)
         self.optimizer = torch.optim.AdamW([{"params": parameters} for parameters in kinds.values()], lr=1e-4)
         self.shape = shape
-        # Ranks with parts of one model see one batch, and draw the same random numbers; others have their own.
+        # Ranks that have parts of one model share a batch and its random numbers. Other ranks have their own.
         torch.manual_seed(1 if shares_batch else 1 + dist.get_rank())
 
     def loss(self) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def results(self, steps: int) -> dict[str, Any]:
-        """Losses, gradients and weights, by algorithms that do the same every time; collectives, memory and time."""
+        """Losses, gradients and weights, by deterministic algorithms; and collectives, memory and time."""
         losses, gradients = [], []
         with deterministic(self.device.type == "cuda"):
             for _ in range(steps):
@@ -130,10 +130,10 @@ class Run:
         }
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes held after forward, and at the peak, of the step with the least: gloo's threads let go a little late.
+        """Bytes held after forward, and at the peak, of the step with the least, as gloo's threads free tensors late.
 
-        They free tensors where the profiler of the CPU's allocator does not look, so storages are counted there; but
-        not of compiled code, which runs op by op where ops are looked at.
+        The profiler of the CPU's allocator does not see what those threads free. So on CPUs storages are counted
+        instead; except for compiled code, which would run op by op if ops were watched.
         """
         traces = self.device.type == "cuda" or self.is_compiled
         found = []
@@ -152,12 +152,12 @@ class Run:
 
 
 def _captured(explanation: str) -> list[str]:
-    """Of ``explain()`` the lines which say how many regions run as captured code, and why others do not."""
+    """The lines of ``explain()`` that say how many regions run as captured code, and why others do not."""
     return [line for line in explanation.splitlines() if "run as captured code" in line]
 
 
 def _sum_of_bits(tensor: torch.Tensor | None) -> int:
-    """Of what this rank has of a tensor: another number if a bit is another."""
+    """A sum over the bits of this rank's part of a tensor, which differs if a single bit differs."""
     if tensor is None:
         return 0
     part = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
@@ -202,7 +202,7 @@ def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) ->
         del run
         gc.collect()
     tolerance = options.tolerance
-    if tolerance is None:  # compiled code rounds as it pleases
+    if tolerance is None:  # compiled code rounds in its own way
         tolerance = 0.0 if options.compile is None else 1e-2 if options.large else 1e-4
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, results)
@@ -232,13 +232,13 @@ def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) ->
 
 
 def _text_of(policy: str) -> str:
-    """The file that a policy is in, which may change: records of one policy can be told from others'."""
+    """The text of the policy's file, so that records made with an older version of the file can be told apart."""
     path = preset_path(policy) if policy in preset_names() else Path(policy)
     return path.read_text(encoding="utf-8")
 
 
 def _wrong(without: dict[str, Any], under: dict[str, Any], tolerance: float) -> list[str]:
-    """What is not as it should be on a rank. Gradients and weights are compared where losses are to be equal."""
+    """What is wrong on a rank. Gradients and weights are compared where losses are to be equal."""
     exact = ("collectives",) if tolerance else (*_LONG, "collectives")
     differ = [f"{what} differ" for what in exact if without[what] != under[what]]
     if not all(map(partial(math.isclose, rel_tol=tolerance), without["losses"], under["losses"])):
@@ -262,9 +262,9 @@ def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str], compared: st
 
 
 def scaling(records: list[dict[str, Any]]) -> str:
-    """A table of records of one example: times of the slowest rank, the most bytes of any, and weak scaling.
+    """A table of records of one example: times of the slowest rank, the most bytes of any rank, and weak scaling.
 
-    Efficiency is the step time on the fewest GPUs by that on as many as the row says.
+    Efficiency is the step time on the fewest GPUs, divided by that on the row's number of GPUs.
     """
     kinds = {tuple(map(record.get, ("example", "shape", "compiled", "batch", "policy"))) for record in records}
     if len(kinds) > 1 or not all(record["batch"] == "of each rank" for record in records):

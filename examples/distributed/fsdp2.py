@@ -1,6 +1,6 @@
 """FSDP2 under a policy: torchrun --nproc-per-node 2 examples/distributed/fsdp2.py
 
-With --compile, layers are compiled after the policy is on them and before they are shared out.
+With --compile, layers are compiled after the policy is on them and before they are sharded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``recompute.ablate``: policies compared on a model of the caller's own, by the code that compares them on a Llama."""
+"""``recompute.ablate``: compares policies on a model of the caller's own, by the code that compares them on a Llama."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from recompute import counters
 from recompute.ablation import ablation_report
-from recompute.ablation.peers import BASELINE, COMPILED, is_peer
+from recompute.ablation.peers import BASELINE, COMPILED, is_peer, treatments
 from recompute.ablation.trials import AblationRow, Experiment, Progress, recorded, seeded
 from recompute.attach.apply import PolicyLike
 from recompute.counters import resolve_device
@@ -96,34 +96,34 @@ def ablate(
 ) -> Ablation:
     """Train a model under each of several policies; compare memory, time, losses and gradients.
 
-    model_factory: returns the model, or ``(model, batch)``. Called anew for each policy, with the same random state: it
-        is to give equal weights.
+    model_factory: returns the model, or ``(model, batch)``. It is called anew for each policy, with the same random
+        state, and must return equal weights each time.
     batch: what forward is given at each step: a tensor, a tuple of arguments, a mapping of keyword arguments; or a
         function that returns one, called once a step before anything is trained.
-    policies: as ``recompute.apply`` takes them, or a mapping from what their rows are to be called. The baseline
+    policies: as ``recompute.apply`` takes them, or a mapping from names for their rows to such policies. The baseline
         ``none`` runs first, listed or not.
     peers: what others offer, as further rows: "torch-checkpoint", "torch-selective", "torch-compile",
         "torch-compile-selective", "torch-budget-0.5" (any share), "liger" (Llama alone).
-    layers: globs over paths of modules, which peers and ``compile`` take for layers; None: those whose classes are
-        called ``*Layer`` or ``*Block``.
+    layers: globs over the paths of the modules that peers and ``compile`` take for layers; None: those whose classes
+        are called ``*Layer`` or ``*Block``.
     compile: whether each policy also runs, as ``POLICY+compile``, with these layers compiled.
     loss: a scalar of what the model returns; None: its own ``loss`` (attribute or key), or the sum of what it returns.
     optimizer: makes one of the parameters; None: AdamW with a learning rate of 1e-3.
-    steps: training steps a policy; the first ``warmup`` are not timed, but where no other is left.
-    seed: of the weights, and of what training draws, such as dropout.
-    dtype: of the model and of the batch's tensors of floats; None as they come.
+    steps: training steps for each policy. The first ``warmup`` of them are not timed, unless no other is left.
+    seed: for the weights, and for what training draws, such as dropout.
+    dtype: of the model and of the batch's tensors of floats; None to leave them as they are.
     device: "auto" (CUDA if there is one), "cpu", "cuda", or a ``torch.device``.
     out: a folder for ``results.json``, written again after each row, and for the table and the plot at the end.
-    progress: called after each step with what runs, the steps done, and the steps in all. on_row: with each row.
+    progress: called after each step with what runs, the steps done, and the steps in all.
+    on_row: called with each row.
 
     A policy that fails is a row with an ``error``, and the others go on. Memory is in bytes above what is there before
     a step, times are in seconds: see ``AblationRow``.
 
-    Raises before anything is trained: ``AblationError`` for an option that cannot be, ``ModelError`` where the factory
-    gives no model, ``PolicyError`` for a bad policy.
+    Raises before anything is trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no
+    model, ``PolicyError`` for a bad policy.
     """
-    given = {"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}
-    _check(given, dtype, peers)
+    _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
     named = _named(policies)
     place = resolve_device(device) if isinstance(device, str) else device
     subject = _Subject(model_factory, batch, steps, seed, dtype, place)
@@ -140,15 +140,14 @@ def ablate(
         policies=named,
         layers=layers,
     )
-    ways = ("", COMPILED) if compile else ("",)
-    names = dict.fromkeys([*(policy + way for policy in (BASELINE, *named) for way in ways), *peers])
     results = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "machine": counters.describe_machine(place),
         "config": {"model": subject.description, "steps": steps, "warmup": warmup, "seed": seed},
     }
+    trained = experiment.rows(treatments(named, peers, compiled=compile))
     rows = []
-    for row in recorded(results, experiment.rows(names), None if out is None else Path(out)):
+    for row in recorded(results, trained, None if out is None else Path(out)):
         rows.append(row)
         if on_row is not None:
             on_row(row)
@@ -159,7 +158,7 @@ def ablate(
 
 
 class _Subject:
-    """What is trained: models with equal weights, and a batch a step."""
+    """What is trained: models with equal weights, and one batch for each step."""
 
     def __init__(
         self,
@@ -213,7 +212,7 @@ def _check(numbers: Mapping[str, tuple[Any, int]], dtype: Any, peers: Any) -> No
 
 
 def _named(policies: Any) -> dict[str, PolicyLike]:
-    """Policies by the names of their rows, without the baseline; each is read."""
+    """The policies, loaded, by the names of their rows, without the baseline."""
     if isinstance(policies, str):
         raise AblationError(f"policies: expected several, as in [{policies!r}]; found one name")
     given = policies.items() if isinstance(policies, Mapping) else ((None, policy) for policy in policies)
@@ -234,7 +233,7 @@ def _named(policies: Any) -> dict[str, PolicyLike]:
 
 
 def _batches(own: Any, batch: Any, steps: int, seed: int, device: torch.device, name: str) -> list[Any]:
-    """One a step: the factory's own, the one given, or what a function gives."""
+    """One batch for each step: the factory's own, the one given, or what the function given returns."""
     if own is not None and batch is not None:
         raise AblationError(f"{name} returns a batch, and one is passed, too: drop either")
     if own is None and batch is None:
@@ -246,7 +245,7 @@ def _batches(own: Any, batch: Any, steps: int, seed: int, device: torch.device, 
 
 
 def _fingerprint(model: nn.Module) -> list[tuple[float, float]]:
-    """Two sums of each parameter: equal weights have equal ones."""
+    """Two sums of each parameter, by which models with other weights are told apart."""
     with torch.no_grad():
         wide = (parameter.double().flatten() for parameter in model.parameters())
         return [(each.sum().item(), each.square().sum().item()) for each in wide]

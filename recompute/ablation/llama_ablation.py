@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from transformers import LlamaForCausalLM
 
 from recompute import counters
-from recompute.ablation.peers import BASELINE, COMPILED, Peer
+from recompute.ablation.peers import BASELINE, Peer, treatments
 from recompute.ablation.trials import AblationRow, Experiment, Progress, recorded
 from recompute.counters import resolve_device
 from recompute.errors import AblationError
@@ -59,10 +59,8 @@ class AblationConfig(BaseModel):
     text: Annotated[Path | None, Strict(False)] = None
 
     def treatments(self) -> tuple[str, ...]:
-        """What each sequence length is trained under, in order and once each, beginning with the baseline."""
-        policies = dict.fromkeys((BASELINE, *self.policies))
-        ways = ("", COMPILED) if self.compile else ("",)
-        return tuple(dict.fromkeys([*(policy + way for policy in policies for way in ways), *self.peers]))
+        """What each sequence length is trained under, beginning with the baseline."""
+        return treatments(self.policies, self.peers, compiled=self.compile)
 
 
 LLAMA_1B = AblationConfig(
@@ -77,7 +75,7 @@ LLAMA_1B = AblationConfig(
 
 
 def default_config(device: str = "auto") -> AblationConfig:
-    """A Llama-1B shape where `device` is or finds a GPU, otherwise a small model that two cores train."""
+    """A Llama-1B shape if `device` is a GPU or "auto" finds one; otherwise a small model that two cores can train."""
     config = LLAMA_1B if resolve_device(device).type == "cuda" else AblationConfig()
     return config.model_copy(update={"device": device})
 
@@ -85,9 +83,10 @@ def default_config(device: str = "auto") -> AblationConfig:
 def run(config: AblationConfig, out: Path, *, command: str, progress: Progress) -> Iterator[AblationRow]:
     """Train under each policy at each sequence length, and yield each row once ``out/results.json`` holds it.
 
-    Beside its ``rows`` it has ``machine``, ``config``, ``text`` and the `command` that led to it.
-    The file is replaced whole, so an interrupted run leaves the rows that it has, with ``complete`` false.
-    Raises `AblationError` for a text or a device that cannot be used; a policy that fails does so in its row.
+    Beside ``rows`` that file has ``machine``, ``config``, ``text`` and the `command` that led to it. It is replaced as
+    a whole each time, so an interrupted run leaves the rows until then, with ``complete`` false.
+
+    Raises `AblationError` for a text or a device that cannot be used. A policy that fails has an ``error`` in its row.
     """
     device = resolve_device(config.device)
     source, text = load_text(config.text)
@@ -105,7 +104,7 @@ def run(config: AblationConfig, out: Path, *, command: str, progress: Progress) 
 
 
 def load_text(path: Path | None) -> tuple[str, bytes]:
-    """A name for the text, and its bytes: the file's, or of the standard library's modules sorted by name."""
+    """A name for the text, and its bytes: those of the file, or of the standard library's modules, sorted by name."""
     if path is not None:
         try:
             return path.name, path.read_bytes()
@@ -140,7 +139,7 @@ def _rows(config: AblationConfig, text: bytes, device: torch.device, progress: P
 
 
 def _loss(config: AblationConfig, model: LlamaForCausalLM, batch: Tensor) -> Tensor:
-    """The model's own; of the layers alone a sum of what the last one gives, which holds nothing for backward."""
+    """The model's own loss; of the layers alone a weighted sum of their output, which holds nothing for backward."""
     if config.step == "training":
         return model(input_ids=batch, labels=batch).loss
     hidden = model.get_decoder()(input_ids=batch).last_hidden_state

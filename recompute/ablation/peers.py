@@ -1,9 +1,9 @@
-"""What a model is compared under: a policy of ours, or what others offer in its place."""
+"""What a model is compared under: a policy of ours, or a peer, which is what another library offers in its place."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -28,7 +28,7 @@ BASELINE = "none"
 """The policy that every other one is compared with: the model as it is, with nothing attached."""
 
 COMPILED = "+compile"
-"""Behind a policy's name: with every layer compiled."""
+"""Follows a policy's name where every layer is compiled, too."""
 
 _PEERS = ("torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective", "liger")
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
@@ -45,10 +45,24 @@ def is_peer(name: str) -> bool:
     return name in _PEERS or _MEMORY_BUDGET.fullmatch(name) is not None
 
 
+def treatments(policies: Iterable[str], peers: Iterable[str], *, compiled: bool) -> tuple[str, ...]:
+    """What a model is trained under, in order and once each: the baseline, the policies, and then the peers.
+
+    compiled: whether each policy also runs with every layer compiled.
+    """
+    ways = ("", COMPILED) if compiled else ("",)
+    names = [policy + way for policy in (BASELINE, *policies) for way in ways]
+    return tuple(dict.fromkeys([*names, *peers]))
+
+
 Peer = Annotated[str, AfterValidator(_known_peer)]
-"""What others offer: torch's checkpoint on every decoder layer, of all of it or of all but matmuls and attention;
-torch.compile of every layer, as it is, under that selective checkpoint, or with a share of what it would save as its
-memory budget; Liger-Kernel's norms, SwiGLU and rotary embedding."""
+"""The name of what another library offers, each for every decoder layer of the model.
+
+- torch-checkpoint: torch's checkpoint. torch-selective: the same, with matmuls and attention kept.
+- torch-compile: torch.compile. torch-compile-selective: the same on top of torch-selective.
+- torch-budget-0.5: torch.compile, which may save this share of what it would save otherwise (its memory budget).
+- liger: Liger-Kernel's norms, SwiGLU and rotary embedding.
+"""
 
 
 @contextmanager
@@ -58,10 +72,10 @@ def under(
     policies: Mapping[str, PolicyLike] = MappingProxyType({}),
     match: str | Sequence[str] | None = None,
 ) -> Iterator[None]:
-    """Have a policy, or a peer, at work on the model: for good, but for Liger's.
+    """Put the model under a policy or a peer. It stays so after the block, except that Liger's changes are undone.
 
-    policy: a name in ``policies``, of a peer, a preset or a file. match: globs over the paths of what is a layer to a
-    peer; None: by the names of classes.
+    policy: a name in ``policies``, or the name of a peer or a preset, or a policy file.
+    match: globs over the paths of the modules that a peer takes for layers; None: by the names of their classes.
     """
     if policy.endswith(COMPILED):
         with under(policy.removesuffix(COMPILED), model, policies, match):
@@ -80,7 +94,7 @@ def under(
         budget = _MEMORY_BUDGET.fullmatch(policy)
         with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
             for path, layer in find_regions(model, match).items():
-                if policy == "torch-compile-selective":  # as a replaced forward it would run eagerly
+                if policy == "torch-compile-selective":  # a checkpoint as a replaced forward would run uncompiled
                     layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
                     model.set_submodule(path, layer)
                 layer.compile()
@@ -95,7 +109,7 @@ def under(
 
 @contextmanager
 def _liger(model: nn.Module) -> Iterator[None]:
-    """Liger also puts its functions into a module of transformers, which is put back as it was."""
+    """Liger changes the model, and a module of transformers for all models: that one is put back as it was."""
     if not isinstance(model, LlamaForCausalLM):
         raise AblationError(f"the peer liger is for transformers' LlamaForCausalLM; found {type(model).__name__}")
     try:

@@ -1,4 +1,7 @@
-"""Trains a model under one policy after another, from equal weights on equal batches, and compares what that takes."""
+"""Trains a model under one policy after another, and compares memory, time, losses and gradients.
+
+Each training starts from the same weights and sees the same batches and random numbers.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +36,23 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class AblationRow:
-    """What one policy (or peer) did, of a Llama at one sequence length. If it failed, `error` says how.
+    """What training under one policy, or peer, took and gave. If it failed, ``error`` says how.
 
-    What was not measured is None.
+    What was not measured is None. ``sequence_length`` is None for a model of the caller's own.
 
-    `step_seconds` is the median of forward, backward and optimizer together. `forward_cpu_seconds` is the median
-    of the time that launching forward takes the CPU, and None where the CPU runs it.
+    ``step_seconds`` is the median of forward, backward and optimizer together. ``forward_cpu_seconds`` is the median of
+    the time that launching forward takes the CPU; it is None where the model itself runs on the CPU.
 
-    Comparisons are with the baseline, and None where the baseline failed. An error is ‖g - r‖ / ‖r‖, over all
-    parameters together, of a gradient g to the baseline's r; `loss_error` is the largest of all steps.
+    The other fields compare with the baseline, and are None where the baseline failed. ``loss_error`` is the largest
+    relative error of a step's loss. The error of a gradient g is ‖g - r‖ / ‖r‖, with the baseline's gradient r, over
+    all parameters together. ``grad_error`` is that of the first step, in which the weights are still equal, and
+    ``grad_error_last`` that of the last step.
 
-    An `exact` policy promises the baseline's bits: `grads_match` tells whether the gradients of the first
-    and of the last step have them. Any other rounds in its own way: there it tells whether `grad_error` is at
-    most `grad_tolerance`, twice the error of the baseline's own gradient to the same model's in float64 (in
-    float32 for a bfloat16 model), for each of the two may be that far from it. `grad_error` is the first
-    step's, whose weights are still equal.
+    ``grads_match`` means one of two things. An ``exact`` policy promises the baseline's bits: then it says whether the
+    gradients of the first and of the last step have them. Any other policy rounds in its own way: then it says whether
+    ``grad_error`` is at most ``grad_tolerance``. That is twice the error of the baseline's own gradient, as compared
+    with the same model's in float64 (float32 for a bfloat16 model), because the policy may be that far from it in one
+    direction and the baseline in the other.
     """
 
     policy: str
@@ -85,10 +90,12 @@ class Training:
 
 @dataclass
 class Experiment:
-    """What every policy has in common, and the baseline's training once it has run.
+    """What the trainings under all policies have in common, and the baseline's training once it has run.
 
-    make: the model in training mode, on ``device``, with the same weights each time it is called.
-    loss: a scalar, of a model and a batch. batches: one a step; tensors of floats in them are of the model's dtype.
+    make: makes the model in training mode, on ``device``, with the same weights each time it is called.
+    loss: computes a scalar from a model and a batch.
+    batches: one for each step; tensors of floats in them have the model's dtype.
+    optimizer: makes one of the parameters.
     """
 
     make: Callable[[], nn.Module]
@@ -98,24 +105,25 @@ class Experiment:
     device: torch.device
     progress: Progress
     wider: torch.dtype
-    """The dtype in which gradients are exact enough to judge those of the model by."""
+    """A dtype in which gradients are exact enough to judge the model's own by."""
     warmup: int = 0
+    """How many of the first steps are not timed."""
     updates: bool = True
     """Whether the optimizer takes its step."""
     seed: int = 0
-    """Of the random numbers that training draws."""
+    """The seed of the random numbers that training draws."""
     policies: Mapping[str, PolicyLike] = field(default_factory=dict)
-    """By name, where that is neither a preset's nor a file's."""
+    """Policies by names of their own. Other names are those of peers, presets or files."""
     layers: str | Sequence[str] | None = None
-    """Globs over the paths of what peers take for a layer; None: by the names of classes."""
+    """Globs over the paths of the modules that peers take for layers; None: by the names of their classes."""
     sequence_length: int | None = None
     token_elements: int | None = None
-    """Of a step: tokens times layers times the hidden size."""
+    """Tokens times layers times the hidden size of a step, for bytes by these."""
     baseline: Training | None = None
 
     @cached_property
     def grad_tolerance(self) -> float:
-        """Twice the relative error of the baseline's first gradient, to the same model's in a wider dtype."""
+        """Twice the relative error of the baseline's first gradient, as compared with that in a wider dtype."""
         assert self.baseline is not None, "a tolerance is earned by the baseline's error"
         wider = self.wider
         model = self.make()
@@ -128,15 +136,15 @@ class Experiment:
         return 2 * relative_error(self.baseline.first_gradient, _gradient(model))
 
     def rows(self, names: Iterable[str]) -> Iterator[AblationRow]:
-        """Train under each policy or peer; the baseline is to come first."""
+        """Train under each policy or peer. The first has to be the baseline, which the others are compared with."""
         for name in names:
-            gc.collect()  # Hugging Face modules form reference cycles: no model may outlive its row
+            gc.collect()  # Hugging Face modules form reference cycles, and no model may outlive its row
             yield _row(self, name)
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of torch, Python and NumPy from ``seed`` on; afterwards from where they would have been."""
+    """Seed the random numbers of torch, Python and NumPy inside; afterwards put back the states of before."""
     python, arrays = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -150,9 +158,10 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def recorded(results: dict[str, Any], rows: Iterable[AblationRow], out: Path | None) -> Iterator[AblationRow]:
-    """Yield each row once ``results`` has it, and the ``results.json`` in the folder ``out``, if there is one.
+    """Add each row to ``results``, write that to ``results.json`` in the folder ``out``, if given, and yield the row.
 
-    The file is replaced whole, so an interrupted run leaves the rows that it has, with ``complete`` false.
+    The file is replaced as a whole each time. So an interrupted run leaves a good file with the rows until then, whose
+    ``complete`` is false.
     """
     results |= {"complete": False, "rows": []}
     if out is not None:
@@ -252,7 +261,7 @@ def _train(experiment: Experiment, model: nn.Module, optimizer: Optimizer, polic
 
 
 def _is_exact(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
-    """Whether the policy promises the baseline's bits; kernels in a module's place, and compilers, round otherwise."""
+    """Whether the policy promises the baseline's bits. Kernels that stand in, and compilers, round in other ways."""
     if policy.endswith(COMPILED):
         return False
     if policy not in policies and is_peer(policy):

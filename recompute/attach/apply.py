@@ -26,16 +26,18 @@ PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 def apply(model: nn.Module, policy: PolicyLike = "elementwise", *, strict: bool = True) -> AppliedPolicy:
     """Put ``model`` under ``policy``, in place.
 
-    Module names, ``state_dict``, and copies and pickles of the model are as without it. So is the model itself where
-    gradients are off or a module is in ``eval()`` mode, but for kernels, which stand in there too. If anything fails,
-    the model is as before.
+    Module names, ``state_dict``, and copies and pickles of the model are the same as without a policy. Where gradients
+    are off or a module is in ``eval()`` mode, the policy does nothing, except that kernels stand in there, too. If this
+    raises, the model is as before.
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
     any gradient.
-    strict: whether a policy is refused that governs no module of ``model`` at all. One without a rule that drops
-        anything (all ``keep``, or none) is meant so, and is not refused.
+    strict: whether to refuse a policy that governs no module of ``model`` at all. A policy in which no rule drops or
+        offloads anything (only ``keep``, or no rules) is never refused.
+
     Returns a handle with ``explain()``, ``stats()`` and ``remove()``, which is also a context manager that removes the
     policy at its end.
+
     Raises ``PolicyError`` for a bad policy, ``NoEffectError`` for one that governs nothing, ``AlreadyAppliedError``
     where a module is already under one, ``UnsupportedError`` where a module cannot be put under one. Warns with
     ``PolicyWarning`` of rules without effect.
@@ -55,7 +57,7 @@ _policies: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDiction
 
 
 def policy_on(model: nn.Module) -> Policy | None:
-    """The policy that ``model`` itself was put under, while it is."""
+    """The policy that ``apply`` has put on ``model`` itself; None if there is none on it now."""
     return _policies.get(uncompiled(model))
 
 
@@ -69,7 +71,7 @@ class AppliedPolicy:
         self._stopwatch: Stopwatch | None = None
 
     def stats(self) -> Stats:
-        """What was held, dropped and regenerated since the policy was applied; of a step, the difference of two.
+        """What was held, dropped and regenerated since the policy was applied. For one step, subtract two of these.
 
         before = handle.stats()
         model(**batch).loss.backward()
@@ -78,7 +80,7 @@ class AppliedPolicy:
         return stats(self._attachments, self._stopwatch)
 
     def time_regeneration(self) -> None:
-        """Have ``stats()`` say, from now on, how long regenerating takes. That costs two events a time on CUDA."""
+        """Have ``stats()`` say from now on how long regenerating takes. On CUDA each time costs two events."""
         if self._stopwatch is None:
             parameter = next((each for a in self._attachments for each in a.module.parameters()), None)
             self._stopwatch = Stopwatch(torch.device("cpu") if parameter is None else parameter.device)
@@ -86,23 +88,24 @@ class AppliedPolicy:
             attachment.runner.statistics.stopwatch = self._stopwatch
 
     def plans(self) -> dict[str, SavePlan]:
-        """What the last forward kept and dropped, by module path: of the modules whose ops are written down.
+        """What the last forward of each module on a tape kept and dropped, by module path; "" is the model.
 
-        That is those under ``recompute``, or ``checkpoint`` with a ``keep``; "" is the model. Also on fake tensors. One
-        is missing where a module did not do what it did the time before: run forward once more.
+        These are the modules under ``recompute``, or under ``checkpoint`` with a ``keep``. Fake tensors work, too. The
+        plan of a module is missing if its last forward took other steps than the one before: run forward once more.
         """
         plans = {attachment.path: attachment.runner.statistics.plan for attachment in self._attachments}
         return {path: plan for path, plan in plans.items() if plan is not None and plan.is_complete}
 
     def explain(self) -> str:
-        """A table of which modules got which rule, and what a forward drops of them; then each tensor, and why.
+        """A table of which modules got which rule and what a forward drops of them; then each tensor, and why.
 
-        Modules whose paths differ in their indices alone, and that are treated alike, share a line. A line has the
-        bytes of one module's forward, a mean over those so far, and the bytes of all forwards of all its modules. The
-        last line adds the latter up, to what ``stats()`` says.
+        Modules share a line if their paths differ in indices alone and they are treated alike. A line has the bytes of
+        one module's forward, which is a mean over those so far, and the bytes of all forwards of all its modules. The
+        last line has the sums of the latter, which are those of ``stats()``.
 
-        The tensors are those of one module's last forward: what autograd saved in it, which of its outputs autograd
-        saved behind it, and what is held only so that others come back. What kernels save is counted and not listed.
+        The tensors listed are those of one module's last forward: what autograd saved in it, which of its outputs a
+        later module saved, and what is held only so that others can be regenerated. What kernels save is counted, and
+        not listed.
         """
         return explanation(self.policy, self._attachments)
 

@@ -1,4 +1,4 @@
-"""Which module runs how under a policy, and how its forward is replaced in place and put back."""
+"""Finds how each module runs under a policy, replaces the modules' forwards in place, and puts them back."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def attachments_of(
     *,
     strict: bool = True,
 ) -> list[Attachment]:
-    """What the policy does to which module; nothing is changed yet.
+    """The modules that the policy governs, with their runners. Nothing is changed yet.
 
-    name: stands for the model's class's. cache: what these regions share with equal ones of other instances.
+    name: is taken for the name of the model's class.
+    cache: what these regions share with equal ones of other instances.
     strict: as ``apply`` takes it.
     """
     cache = CaptureCache() if cache is None else cache
@@ -116,7 +117,7 @@ def detach(attachment: Attachment) -> None:
 
 
 def _is_bare_root(attachment: Attachment) -> bool:
-    """The model, of which no rule says anything: what other libraries replace its forward by may run in a scope."""
+    """Whether this is the model itself, under no rule. Then a forward that another library has put on it may stay."""
     runner = attachment.runner
     return not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
 
@@ -145,7 +146,7 @@ def refuse_governed(model: nn.Module) -> None:
 
 @functools.cache
 def _policed(base: Any) -> type[nn.Module]:
-    """``base``, with its forward run by the module's runner; copies and pickles of an instance are of ``base``."""
+    """A subclass of ``base`` whose forward calls the module's runner. Copies and pickles are instances of ``base``."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +193,7 @@ def deepcopy_without_policy(base: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _without_policy(module: nn.Module, base: Any) -> Iterator[None]:
-    """``module`` as it is without the policy, so that however it copies itself the copy is."""
+    """Inside, ``module`` is as it is without the policy. However it copies itself there, the copy has none either."""
     kind, runner = type(module), vars(module).pop(RUNNER, None)
     module.__class__ = base
     try:

@@ -1,4 +1,7 @@
-"""What a policy says in vain of a model: an error where that is all of it, and else one warning a cause."""
+"""Finds what has no effect in a policy on a given model.
+
+A policy that has none at all is an error. A part of one that has none is a warning, one for each cause.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,19 @@ from recompute.policy.rules import FAMILIES, Policy, is_op_name, is_tensor_name
 def check_effect(
     policy: Policy, name: str, modules: Sequence[ModuleEntry], rules: Mapping[str, int], *, strict: bool
 ) -> None:
-    """Raise ``NoEffectError`` if ``policy`` governs none of ``modules``, or warn; warn of each part that is in vain.
+    """Raise ``NoEffectError`` if ``policy`` governs none of ``modules``; warn of each part of it that has no effect.
 
-    name: of the class of the model. rules: what ``assign`` returned.
+    name: the name of the model's class.
+    rules: what ``assign`` returned.
+    strict: False to warn where an error would be raised.
     """
     unmatched = unmatched_rules(policy, modules, rules)
-    if strict and not rules and means_to_drop(policy):
+    if strict and not rules and has_effect(policy):
         raise NoEffectError(
             f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, or "
             "allow this: recompute.apply(model, policy, strict=False)"
         )
-    if unmatched and not (rules and is_preset(policy)):  # a preset has rules for many models
+    if unmatched and not (rules and is_preset(policy)):  # a preset has rules for many models, and no model needs all
         warn(f"policy {policy.name}: {_lines(unmatched)}")
     if beyond := layers_beyond(policy, modules, rules):
         warn(f"policy {policy.name}: {_lines(beyond)}")
@@ -34,9 +39,9 @@ def check_effect(
         warn(f"policy {policy.name}: {listed([f'rules[{index}]' for index in indices])}: keep: {message}")
 
 
-def means_to_drop(policy: Policy) -> bool:
-    """Whether any rule is to drop something: a policy that only keeps does nothing on purpose."""
-    return any(meaning_of(rule).drops for rule in policy.rules)
+def has_effect(policy: Policy) -> bool:
+    """Whether any rule is to drop or offload something. A policy in which none is does nothing on purpose."""
+    return any(meaning_of(rule).has_effect for rule in policy.rules)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -52,7 +57,7 @@ def _lines(messages: Iterable[str]) -> str:
 
 
 def _doubtful_words(policy: Policy) -> dict[str, list[int]]:
-    """What there is to say of words that rules keep, and of which rules: they may name nothing."""
+    """Messages on words in ``keep`` that may name nothing, and the indices of the rules that each is about."""
     words: dict[str, list[int]] = {}
     for index, rule in enumerate(policy.rules):
         for word in rule.keep:
@@ -72,13 +77,13 @@ def _doubts(word: str) -> Iterator[str]:
 
 
 def _meant(word: str) -> str | None:
-    """The family or the op that ``word`` looks like a misspelling, or a shorter form, of."""
+    """The family or the op that ``word`` may be meant for: it looks misspelled, or like a short form."""
     for family in FAMILIES:
         letters = iter(family)
         is_short_form = len(word) > 2 and word[0] == family[0] and all(letter in letters for letter in word)
         if is_short_form or difflib.SequenceMatcher(None, word, family).ratio() >= _ALIKE:
             return family
-    # Of cheap ops, such as aten.angle, the name is a good one for a tensor, too.
+    # Costly ops alone: the name of a cheap one, such as aten.angle, may well be meant as a tensor's name.
     return f"aten.{word}" if is_op(f"aten.{word}") and is_costly_op(f"aten.{word}") else None
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from recompute.attach.apply import PolicyLike, apply
 from recompute.attach.attachments import attach, attachments_of, deepcopy_without_policy, reduce_without_policy
 from recompute.attach.check_effect import check_effect
-from recompute.attach.runners import FunctionCheckpointRunner, TapeRunner
+from recompute.attach.runners import FunctionCheckpointRunner, OffloadRunner, TapeRunner
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
@@ -30,10 +30,12 @@ from recompute.policy.rules import Policy, Rule
 def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     """Decorate an ``nn.Module`` class, a module or a function so that it runs under ``policy``.
 
-    Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy all of what is decorated gets what the
-    preset ``elementwise`` gives a layer, which changes no bit of any gradient. A class is decorated in place, and its
-    instances get the policy when they first run; module paths in the policy start at the decorated module, whose own
-    path is empty. A function is to a policy one module of an empty path whose class name is the function's name.
+    Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy, the whole of what is decorated is treated
+    as the preset ``elementwise`` treats a layer, which changes no bit of any gradient.
+
+    A class is decorated in place, and its instances get the policy when they first run. Module paths in the policy
+    start at the decorated module, whose own path is empty. To a policy, a function is one module with an empty path,
+    whose class name is the function's name.
 
     Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
     """
@@ -81,14 +83,14 @@ def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
 
 @dataclass(frozen=True)
 class _Decorated:
-    """In the place of a runner in an instance of a decorated class, which needs no other class."""
+    """Stands where a runner stands otherwise, in an instance of a decorated class, whose own forward calls it."""
 
     cls: type[nn.Module]
     runner: Runner | None
 
 
 def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, cache: CaptureCache) -> None:
-    vars(module)[RUNNER] = _Decorated(cls, None)  # so that a look at it runs what was decorated
+    vars(module)[RUNNER] = _Decorated(cls, None)  # whatever runs it from here on runs what was decorated
     try:
         attachments = attachments_of(module, policy, cls.__name__, cache)
         attach([attachment for attachment in attachments if attachment.path])
@@ -116,14 +118,17 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     meaning = meaning_of(policy.rules[index])
     if meaning.kernels is Kernels.EVERYWHERE:
         raise UnsupportedError(f"policy {policy.name}: rules[{index}]: no kernel stands in for the function {name}")
-    if not meaning.drops:
+    if not meaning.has_effect:
         return function
     statistics = RegionStatistics(name)
-    runner: Runner
+    runner: Runner | None = None
     if meaning.mechanism is Mechanism.TAPE:
         runner = TapeRunner(statistics, meaning, CaptureCache())
-    else:
+    elif meaning.mechanism is Mechanism.CHECKPOINT:
         runner = FunctionCheckpointRunner(statistics, meaning)
+    if meaning.offloading is not None:
+        runner = OffloadRunner(statistics, meaning, runner)
+    assert runner is not None, "a rule with an effect has a runner"
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What a policy does to a model: which module got which rule, what is dropped, and why the rest is kept."""
+"""Says what a policy does to a model: which rule each module got, what is dropped, and why the rest is kept."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from tabulate import tabulate
@@ -21,7 +21,7 @@ from recompute.policy.rules import Policy
 
 @dataclass(frozen=True)
 class Attachment:
-    """A module under a policy: the index of its rule, and what runs its forward."""
+    """A module under a policy, the index of its rule, and the runner that runs it in place of its forward."""
 
     path: str
     module: nn.Module
@@ -31,27 +31,31 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Stats:
-    """Totals over the modules that a policy governs. ``later - earlier``: of what was between.
+    """Totals over the modules that a policy governs. ``later - earlier`` has those of the time between the two.
 
-    What others hold anyway counts nowhere: parameters, and what is given to a checkpoint.
+    What is held anyway counts nowhere: parameters, and the inputs of a checkpoint.
     """
 
     frames: int = 0
     """Forward runs of modules under a rule that keeps, drops or has kernels compute something."""
     eager_nbytes: int = 0
-    """Bytes that these runs hold for backward without the policy. ``kept_nbytes`` is what they hold with it."""
+    """Bytes that these runs would hold for backward without the policy. ``kept_nbytes`` is what they hold with it."""
     dropped_tensors: int = 0
-    """Saved tensors dropped, each storage counted once."""
+    """Saved tensors that were dropped, each storage counted once."""
     dropped_nbytes: int = 0
     """Bytes of these. What kernels do not save in the first place is not among them."""
     kept_nbytes: int = 0
-    """Bytes held for backward: saved and not dropped, held so that others come back, or saved by kernels."""
+    """Bytes held for backward: saved tensors that are not dropped, what recipes read, and what kernels save."""
+    offloaded_tensors: int = 0
+    """Storages that were copied off the device."""
+    offloaded_nbytes: int = 0
+    """Bytes of these. They are among those kept, except for the inputs of a checkpoint."""
     regenerations: int = 0
-    """Times that backward ran something again: an op of a tape, a checkpoint, what a kernel recorded."""
+    """Times that backward ran something again: an op of a tape, a checkpoint, or what a kernel recorded."""
     regenerated_nbytes: int = 0
-    """Bytes that came back so, with what had to come back on the way; not what kernels regenerate in registers."""
+    """Bytes that these runs made, intermediate results among them, but not what kernels regenerate in registers."""
     regenerating_seconds: float | None = None
-    """How long that took, on CUDA the device; None where ``time_regeneration()`` was not asked for."""
+    """Seconds that these runs took, on CUDA by the device's clock; None unless ``time_regeneration()`` was called."""
 
     def __sub__(self, earlier: Stats) -> Stats:
         seconds = self.regenerating_seconds
@@ -65,7 +69,10 @@ _TOTALS = [each.name for each in fields(Stats) if each.name != "regenerating_sec
 
 
 def stats(attachments: Iterable[Attachment], stopwatch: Stopwatch | None) -> Stats:
-    """stopwatch: that of the attachments' regions, if they have one."""
+    """The totals over ``attachments``.
+
+    stopwatch: the one that times their regenerations; None if none does.
+    """
     totals = _totals([attachment.runner.statistics for attachment in attachments])
     return Stats(**totals, regenerating_seconds=None if stopwatch is None else stopwatch.seconds())
 
@@ -75,11 +82,8 @@ def _totals(counted: Sequence[RegionStatistics]) -> dict[str, int]:
 
 
 _BYTES = {"eager_nbytes": "eager", "dropped_nbytes": "dropped", "kept_nbytes": "kept"}
-_HEADERS = (
-    *("module", "count", "class", "rule", "in backward", "forwards"),
-    *(f"{what} a forward" for what in _BYTES.values()),
-    *(f"{what} in all" for what in _BYTES.values()),
-)
+_OFFLOADED = {"offloaded_nbytes": "offloaded"}
+_HEADERS = ("module", "count", "class", "rule", "in backward", "forwards")
 _LEGEND = (
     "Bytes. eager: what a module holds for backward without the policy. a forward: of one module. in all: of all "
     "forwards of all modules, as stats() counts."
@@ -96,20 +100,22 @@ def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
         rule = "-" if index is None else f"rules[{index}]: {policy.rules[index].action}"
         key = pattern, type(attachment.module).__name__, rule, attachment.runner.note
         groups.setdefault(key, []).append(attachment.runner.statistics)
+    every = [statistics for counted in groups.values() for statistics in counted]
+    columns = _BYTES | _OFFLOADED if any(statistics.offloaded_nbytes for statistics in every) else _BYTES
     rows = []
     details = []
     for (pattern, type_name, rule, note), counted in groups.items():
-        rows.append((pattern, f"{len(counted):,}", type_name, rule, note, *_counts(_totals(counted))))
+        rows.append((pattern, f"{len(counted):,}", type_name, rule, note, *_counts(_totals(counted), columns)))
         details += _details(f"{pattern} ({type_name})", counted)
-    every = [statistics for counted in groups.values() for statistics in counted]
     if any(statistics.frames for statistics in every):
-        numbers = _counts(_totals(every))
-        each_is_the_same = [""] * len(_BYTES)
+        numbers = _counts(_totals(every), columns)
+        each_is_the_same = [""] * len(columns)
         rows.append(
-            ("total", f"{len(every):,}", "", "", "", numbers[0], *each_is_the_same, *numbers[1 + len(_BYTES) :])
+            ("total", f"{len(every):,}", "", "", "", numbers[0], *each_is_the_same, *numbers[1 + len(columns) :])
         )
-    align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(_BYTES)))
-    table = tabulate(rows, _HEADERS, disable_numparse=True, colalign=align if rows else None)
+    align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(columns)))
+    of_bytes = [f"{what} {span}" for span in ("a forward", "in all") for what in columns.values()]
+    table = tabulate(rows, (*_HEADERS, *of_bytes), disable_numparse=True, colalign=align if rows else None)
     return "\n\n".join([f"policy {policy.name}\n{table}\n{_LEGEND}", *_captures(attachments), *details])
 
 
@@ -118,7 +124,7 @@ def _pattern(attachment: Attachment) -> str:
 
 
 def _captures(attachments: Iterable[Attachment]) -> list[str]:
-    """Which of the modules on a tape run as captured code by now, and why others do not."""
+    """A line for modules that are alike: how many of them run as captured code by now, and why the others do not."""
     regions: dict[str, list[CapturedRegion]] = {}
     for attachment in attachments:
         if (region := region_in(attachment.runner)) is not None and region.was_tried:
@@ -133,17 +139,17 @@ def _captures(attachments: Iterable[Attachment]) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
-def _counts(totals: Mapping[str, int]) -> list[str]:
-    """Forwards, the bytes of one on average, and those of all; nothing of what has not run."""
+def _counts(totals: Mapping[str, int], columns: Collection[str]) -> list[str]:
+    """The cells for the number of forwards, the bytes of one on average, and those of all; empty if there were none."""
     frames = totals["frames"]
     if not frames:
-        return [""] * (1 + 2 * len(_BYTES))
-    each = [f"{totals[name] / frames:,.0f}" for name in _BYTES]
-    return [f"{frames:,}", *each, *(f"{totals[name]:,}" for name in _BYTES)]
+        return [""] * (1 + 2 * len(columns))
+    each = [f"{totals[name] / frames:,.0f}" for name in columns]
+    return [f"{frames:,}", *each, *(f"{totals[name]:,}" for name in columns)]
 
 
 def _details(title: str, counted: Sequence[RegionStatistics]) -> list[str]:
-    """A table for each way in which the regions' last frames went."""
+    """A table of tensors for each set of regions whose last frames followed the same plan."""
     alike: dict[tuple[int, tuple[DroppedOutput, ...]], list[RegionStatistics]] = {}
     for statistics in counted:
         if statistics.plan is not None or statistics.dropped_outputs:
@@ -155,7 +161,7 @@ def _details(title: str, counted: Sequence[RegionStatistics]) -> list[str]:
 
 
 def _tensors(title: str, plan: SavePlan | None, dropped_outputs: Sequence[DroppedOutput]) -> str:
-    """Each tensor that autograd saved or that is held for others, its fate and why, and the totals."""
+    """Each tensor that autograd saved or that recipes read, whether it is kept or dropped, and why; and the totals."""
     rows = [] if plan is None else list(plan.rows())
     rows += [
         SavedTensorRow(
@@ -187,5 +193,5 @@ def _total(rows: Sequence[SavedTensorRow], fate: str) -> int:
 
 def _per_token(rows: Sequence[SavedTensorRow], fate: str, plan: SavePlan | None) -> str:
     shape = () if plan is None else plan.input_shape
-    tokens = math.prod(shape[:-1]) if len(shape) in (2, 3) else 0  # not of images
+    tokens = math.prod(shape[:-1]) if len(shape) in (2, 3) else 0  # images have no tokens
     return f" ({_total(rows, fate) / tokens:,.0f} a token, {tokens} tokens)" if tokens else ""

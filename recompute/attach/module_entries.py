@@ -1,4 +1,4 @@
-"""The modules that a policy may govern, as plain data, and which of them are the model's repeated blocks."""
+"""Lists the modules that a policy may govern, as plain data, and says which of them are the model's repeated blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ _NAMES = ("Layer", "Block")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Place = tuple[int | None, int | None]
-"""Of a module in a list: its index, and the list's length."""
+"""A module's index in the list that it is in, and the list's length; both None for a module in no list."""
 
 
 def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
-    """The modules that a policy on ``model`` may govern: those with a forward, not in a decorated class's.
+    """The modules that a policy on ``model`` may govern, and the same by their paths.
 
-    name: stands for the model's class's.
+    These have a forward of their own, and are no decorated module or part of one, which has its own policy.
+
+    name: is taken for the name of the model's class.
     """
     blocks = _blocks(model, name)
     entries: list[ModuleEntry] = []
@@ -47,16 +49,18 @@ class _Block(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is named a layer, or has a norm as layers do: heads and experts seldom have."""
+        """Whether its name or a norm in it says that this is a whole layer. Heads and experts seldom have a norm."""
         return _is_named(self.module) or any(map(_is_norm, self.module.modules()))
 
 
 def _blocks(model: nn.Module, name: str) -> dict[str, Place]:
-    """The model's repeated layers, by path, which ``type: block`` selects: the model itself where it is named one.
+    """The places of the model's repeated layers by their paths: what ``type: block`` selects.
 
-    A block is a child of a ModuleList, ModuleDict or Sequential whose class is named a layer or a block, or repeats
-    there and has a norm; if a model has none of these, what repeats without a norm. It is outermost: what repeats
-    inside of it, as experts and attention heads do, is part of it.
+    Where the model's own class is called a layer or a block, it is the model itself. Elsewhere a block is a child of a
+    ModuleList, ModuleDict or Sequential whose class is called so, or occurs there several times and has a norm. A model
+    with none of these has blocks that occur several times without a norm.
+
+    Blocks are outermost: what repeats inside of one, as experts and attention heads do, is part of it.
     """
     if name.endswith(_NAMES):
         return {"": (None, None)}
@@ -65,9 +69,10 @@ def _blocks(model: nn.Module, name: str) -> dict[str, Place]:
 
 
 def _repeated(parent: nn.Module, path: str = "") -> Iterator[_Block]:
-    """The outermost modules inside of ``parent`` that repeat, or are named a layer.
+    """The outermost modules inside of ``parent`` that repeat, or are called a layer or a block.
 
-    One that is not named so, and that holds others which are whole, is a stage of a vision model, say: these count.
+    Where a module that repeats is not called so and has whole layers inside, as a stage of a vision model, these count
+    in its place.
     """
     children = list(_children(parent, path))
     counts = Counter(type(child) for _, child, _ in children)
@@ -80,7 +85,7 @@ def _repeated(parent: nn.Module, path: str = "") -> Iterator[_Block]:
         inside = list(_repeated(child, child_path))
         repeats = counts[type(child)] > 1
         if isinstance(child, _LISTS):
-            # A Sequential among other modules is a part that is written so: a stem, a head, a stage.
+            # Sequentials beside modules of other classes are no layers: people write a stem, a head or a stage so.
             repeats = repeats and len(counts) == 1
         elif isinstance(parent, nn.ModuleList):
             repeats = repeats or len(counts) == 1  # a list of one is a stack that is one layer deep
@@ -91,13 +96,13 @@ def _repeated(parent: nn.Module, path: str = "") -> Iterator[_Block]:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Whether it computes more than one module inside of it does, as what wraps a Linear or a convolution."""
+    """Whether it has a forward and at least two modules inside. With one, it merely wraps a Linear or a convolution."""
     return _has_forward(module) and len(list(islice(module.modules(), 3))) == 3
 
 
 def _is_norm(module: nn.Module) -> bool:
     name = type(module).__name__
-    return "Norm" in name and not name.startswith("_")  # as torch's _WeightNorm, which is of a Linear or a convolution
+    return "Norm" in name and not name.startswith("_")  # torch's _WeightNorm is part of a Linear or a convolution
 
 
 def _is_named(module: nn.Module) -> bool:
@@ -105,12 +110,12 @@ def _is_named(module: nn.Module) -> bool:
 
 
 def _children(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, Place]]:
-    """Those that a policy may govern, by path, and their places in ``parent``."""
+    """The path, module and place in ``parent`` of each child that is not decorated."""
     for index, (key, child) in enumerate(parent._modules.items()):
         if child is not None and not is_decorated(child := uncompiled(child)):
             yield f"{path}.{key}" if path else key, child, (index, len(parent._modules))
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether it runs anything itself, unlike a ModuleList."""
+    """Whether it has a forward to run, which a ModuleList has not."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)

@@ -14,11 +14,12 @@ from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.runner import Forward, Runner
-from recompute.compiled.under_torch_compile import compiled_region
+from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.reachable_objects import references_of_function, references_of_modules
 from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
+from recompute.engine.host.offload import OffloadRegion
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
@@ -26,7 +27,7 @@ from recompute.policy.meaning import Meaning
 
 
 class RootRunner(Runner):
-    """Opens the scope in which outputs are dropped, around the model or around what its own rule says."""
+    """Opens the scope in which outputs may be dropped, around the model's forward, or around the runner of its rule."""
 
     def __init__(self, statistics: RegionStatistics, inner: Runner | None = None):
         self.statistics = statistics
@@ -52,7 +53,7 @@ class RootRunner(Runner):
 
 
 def wrap_forward(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
-    """A forward that a library has put on the model itself, wrapped: ``runner`` runs it while it is the model's."""
+    """Wrap a forward that another library has put on the model itself, so that ``runner`` runs it."""
     bearer = weakref.ref(module)
 
     @functools.wraps(inner)
@@ -73,13 +74,13 @@ def wrap_forward(inner: Callable[..., Any], module: nn.Module, runner: Runner) -
 
 
 def unwrap_forward(forward: Any) -> Callable[..., Any] | None:
-    """What ``wrap_forward`` was given to make ``forward``; None if something else made it, even by wrapping ours."""
+    """The forward inside of one that ``wrap_forward`` made; None for any other, even one that wraps ours."""
     inner = getattr(forward, "_recompute_inner", None)
     return inner if inner is not None and forward.__wrapped__ is inner else None
 
 
 class PlainRunner(Runner):
-    """Runs forward as it is: where a kernel stands in on CUDA alone, and a tape around sees the ops elsewhere."""
+    """Runs forward as it is: in the place of a kernel off CUDA, where the tape around sees the module's ops."""
 
     def __init__(self, statistics: RegionStatistics, note: str = "its ops are on the tape around it"):
         self.statistics = statistics
@@ -92,7 +93,7 @@ class PlainRunner(Runner):
 
 
 class KeepRunner(Runner):
-    """Keeps what autograd saves, also inside of a region that drops."""
+    """Keeps what autograd saves in the module, even inside of a region that drops."""
 
     def __init__(self, statistics: RegionStatistics, meaning: Meaning):
         self.statistics = statistics
@@ -141,7 +142,7 @@ class FunctionCheckpointRunner(Runner):
         self._checkpoint = CheckpointRegion(statistics)
 
     def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        references = references_of_function(forward)  # which it may have been given only after it was decorated
+        references = references_of_function(forward)  # at each call, as its globals may change after it is decorated
         self._checkpoint.reach(references)
         return self._checkpoint.run(forward, (), args, kwargs)
 
@@ -150,9 +151,9 @@ class FunctionCheckpointRunner(Runner):
 
 
 class TapeRunner(Runner):
-    """Runs ops of the whole forward, of a module or a function, again.
+    """Writes down the ops of a module's or a function's forward, to run some of them again in backward.
 
-    inner: runs the module inside of the tape, as kernels do; then their ops run again in the place of the module's.
+    inner: runs the module inside of the tape. If kernels do, their ops are written down in the place of the module's.
     """
 
     def __init__(
@@ -180,6 +181,34 @@ class TapeRunner(Runner):
         return self.inner.run_plain(module, forward, args, kwargs)
 
 
+class OffloadRunner(Runner):
+    """Takes what is held for backward off the device, and back ahead of use: under every other runner, or none.
+
+    inner: drops what need not be held.
+    """
+
+    def __init__(self, statistics: RegionStatistics, meaning: Meaning, inner: Runner | None):
+        assert meaning.offloading is not None
+        self.statistics = statistics
+        self.note = meaning.note
+        self.inner = None if isinstance(inner, PlainRunner) else inner
+        self._region = OffloadRegion(statistics, meaning.offloading)
+
+    def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.inner is None:
+            return self._region.run(forward, args, kwargs, counts=True)
+        return self._region.run(self.inner.run, (module, forward, args, kwargs), {}, counts=False)
+
+    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        refuse_offloading()
+        return forward(*args, **kwargs)
+
+    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.inner is None:
+            return forward(*args, **kwargs)
+        return self.inner.run_plain(module, forward, args, kwargs)
+
+
 def _region(
     statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache, checkpoint: Callable[..., Any] | None = None
 ) -> CapturedRegion:
@@ -189,7 +218,7 @@ def _region(
 
 
 def region_in(runner: Runner | None) -> CapturedRegion | None:
-    """The region that a runner has, or one inside of it, if it has one that may be captured."""
+    """The region of a runner, or of one inside of it, that may be captured; None if there is none."""
     while runner is not None and not isinstance(runner, (TapeRunner, CheckpointRunner)):
         runner = getattr(runner, "inner", None) or getattr(runner, "fallback", None)
     return None if runner is None else runner.region

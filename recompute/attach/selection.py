@@ -1,4 +1,4 @@
-"""Which runner each module gets, from its rule and from what it computes."""
+"""Chooses the runner of each module, by its rule and by what it computes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from recompute.attach.runners import CheckpointRunner, KeepRunner, PlainRunner, TapeRunner
+from recompute.attach.runners import CheckpointRunner, KeepRunner, OffloadRunner, PlainRunner, TapeRunner
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.compiled.under_torch_compile import compiled_region
@@ -26,12 +26,29 @@ def choose_runners(
 
     These are ``module`` itself and modules inside it. Kernels stand in for those inside that have no rule of their own.
 
-    meaning: of the rule. governed: the paths of all modules that have a rule. cache: what the modules under one policy
-    share.
+    meaning: that of the rule.
+    governed: the paths of all modules that have a rule.
+    cache: what the modules under one policy share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
+    runners = _runners(path, module, statistics, meaning, governed, cache)
+    if meaning.offloading is None:
+        yield from runners
+        return
+    for inside, part, runner in runners:
+        yield inside, part, OffloadRunner(statistics, meaning, runner) if part is module else runner
+
+
+def _runners(
+    path: str,
+    module: nn.Module,
+    statistics: RegionStatistics,
+    meaning: Meaning,
+    governed: Collection[str],
+    cache: CaptureCache,
+) -> Iterator[tuple[str, nn.Module, Runner]]:
     if meaning.mechanism is Mechanism.KEEP:
-        yield path, module, KeepRunner(statistics, meaning)
+        yield path, module, KeepRunner(statistics, meaning) if meaning.offloading is None else PlainRunner(statistics)
     elif meaning.mechanism is Mechanism.CHECKPOINT:
         yield path, module, CheckpointRunner(statistics, module, meaning, cache)
     elif meaning.kernels is Kernels.NEVER:
@@ -54,14 +71,14 @@ def choose_runners(
 
 
 def _find_named_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:
-    """For a module that a rule names itself. A Linear that is named is a head."""
+    """The kernels for a module that a rule itself names. If that is a Linear, it is a head."""
     if is_plain_linear(module):
         return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"))
     return find_kernel(statistics, module, fallback)
 
 
 def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
-    """What runs on other devices than CUDA, in a module inside of a tape; None if the kernel runs there, too."""
+    """The runner for other devices than CUDA; None if the kernel runs there, too."""
     return PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
 
 

@@ -17,9 +17,19 @@ from recompute.compiled.program import Counts, Program
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import Recipe, RecipeGroup, nbytes_of, open_book
+from recompute.engine.recipe_book import open_book
+from recompute.engine.recipes import Handle, Recipe, RecipeGroup, nbytes_of
 from recompute.engine.rng import RngState
-from recompute.engine.saved_tensors import KeptTensor, PackedTensor, RegionStatistics, checked, pack_through, top_hooks
+from recompute.engine.saved_tensors import (
+    KeptTensor,
+    PackedTensor,
+    RegionStatistics,
+    are_held_as_they_are,
+    checked,
+    fetch,
+    pack_through,
+    top_hooks,
+)
 from recompute.engine.tape.op_arguments import copied
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -33,6 +43,7 @@ class CapturedFrame:
     """One run of a program, and what it holds for backward."""
 
     __slots__ = (
+        "_are_packed",
         "_given",
         "_graph",
         "_held",
@@ -60,10 +71,10 @@ class CapturedFrame:
         *,
         is_checkpoint: bool = False,
     ):
-        """graph: what the program was made of, on the same inputs: it serves where the program cannot.
+        """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
-        on_replay: called where it does, with the program, and whether backward is differentiated in its turn.
-        is_checkpoint: it is counted as a checkpoint is.
+        on_replay: called when it does, with the program, and whether backward is differentiated in its turn.
+        is_checkpoint: whether the statistics count this as a checkpoint.
         """
         self._is_checkpoint = is_checkpoint
         self._on_replay = on_replay
@@ -74,15 +85,18 @@ class CapturedFrame:
         self._given: Sequence[Tensor] = given
         self._rng: RngState | None = None
         self.saved: list[Tensor] = []
-        """What autograd is to save, as of other nodes: with its graph, and through the hooks in force."""
+        """What autograd is to save, as it does for other nodes: with its graph, and through the hooks in force."""
 
     def run(self) -> tuple[Any, ...]:
-        """Forward; the outputs."""
+        """Run forward; returns the outputs."""
         program, given, statistics = self._program, self._given, self.statistics
         if program.draws:
             self._rng = _generators(given, statistics.name)
         outputs, self._kept, self._states = program.forward(statistics.name, *given)
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
+        self._are_packed = bool(self._kept) and not are_held_as_they_are(hooks := top_hooks())
+        if self._are_packed:
+            self._kept = [pack_through(hooks, tensor.detach(), statistics.name) for tensor in self._kept]
         held: list[Versioned | None] = []
         for position, how in program.held:
             tensor = given[position]
@@ -90,14 +104,15 @@ class CapturedFrame:
                 self.saved.append(tensor)
                 held.append(None)
                 continue
-            if how == "memory":  # of a parameter, though its ``data`` be replaced, as autograd holds that of a view
+            # The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
+            if how == "memory":
                 tensor = tensor.detach()
             elif how == "copy":
                 tensor = copied(tensor)
             held.append((tensor, tensor._version))
         self._held = held
         self._others: list[tuple[Any, State]] = [
-            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # a State, without a call
+            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # ``state_of``, inlined
             for position, lives in program.others
             for tensor in (given[position],)
         ]
@@ -113,18 +128,20 @@ class CapturedFrame:
         return outputs
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The contributions to the gradients of the program's edges. saved: as autograd gives it back."""
+        """The contributions to the gradients of the program's edges. saved: what autograd had saved."""
         if self._kept is None:
             raise RuntimeError(_FREED)
         program, statistics = self._program, self.statistics
         if not self._is_as_recorded(gradients):
             return self._replay(saved, gradients)
-        for index, version in zip(program.shown, self._versions, strict=True):
-            checked(self._kept[index], version, statistics.name)
         kept, held = self._kept, self._values(saved)
-        if _keeps_graph():
-            kept = list(kept)
+        if self._are_packed:  # and what packs them checks their versions
+            kept = fetch(kept)
         else:
+            for index, version in zip(program.shown, self._versions, strict=True):
+                checked(kept[index], version, statistics.name)
+            kept = list(kept) if _keeps_graph() else kept
+        if not _keeps_graph():
             self._free()
         statistics.regenerations += 1 if self._is_checkpoint else program.reruns
         statistics.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
@@ -163,7 +180,7 @@ class CapturedFrame:
         ]
 
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same by autograd, for what the program does not know: the graph runs again on the region's inputs."""
+        """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
         program = self._program
         self._on_replay(program, torch.is_grad_enabled())
         inputs = Given(self.statistics.name)
@@ -187,7 +204,7 @@ class CapturedFrame:
 
 
 class _Outputs(Recipe):
-    """The outputs of a frame that others have saved. What it needs it holds by itself: a frame may be gone before."""
+    """The outputs of a frame that others have saved. It holds what it needs, because the frame may be gone before."""
 
     __slots__ = ("_held", "_kept", "_program", "_states")
 
@@ -204,8 +221,14 @@ class _Outputs(Recipe):
                 self._held.append(pack_through(hooks, tensor, self.statistics.name))
             else:
                 self._held.append(KeptTensor(held[0], self.statistics.name, held[1]))
-        self._kept = [KeptTensor(frame._kept[index], self.statistics.name) for index in program.regenerate_kept]
+        self._kept = [self._again(frame._kept[index]) for index in program.regenerate_kept]
         self._states = frame._states
+
+    def _again(self, kept: Tensor | PackedTensor) -> PackedTensor:
+        """What stands for a value that the frame keeps, apart from what stands for it there."""
+        if isinstance(kept, Handle):
+            return kept.twin()
+        return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, self.statistics.name)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         program = self._program
@@ -219,9 +242,8 @@ class _Outputs(Recipe):
             held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
             values = program.regenerate(held, kept, self._states)
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
-        self.statistics.regenerations += (
-            program.regenerate_reruns - 1
-        )  # a recipe counts one, and the bytes that it gives
+        # The recipe itself counts one regeneration, and the bytes that it gives.
+        self.statistics.regenerations += program.regenerate_reruns - 1
         self.statistics.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
         return given_back
 
@@ -244,7 +266,7 @@ def _generators(given: Sequence[Tensor], name: str) -> RngState:
 
 
 class CapturedFunction(torch.autograd.Function):
-    """The node."""
+    """The node of autograd's graph that stands for a captured region."""
 
     @staticmethod
     def forward(ctx: Any, frame: CapturedFrame, fixed: Sequence[int], *edges: Tensor) -> Any:

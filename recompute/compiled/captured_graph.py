@@ -1,8 +1,8 @@
 """Graphs of a region's forward: the guards that choose among them, and the programs that are made of them.
 
-torch's frontend takes a graph of a call, and guards on all of the Python world that the graph depends on. The first
-call of a graph runs by the tape and is observed, and so is its backward. The program that is made of what ran serves
-all later calls that the guards accept.
+torch's frontend takes a graph of a call, and makes guards on all that the graph depends on in Python. The first call
+of a graph runs by the tape. It is observed, and so is its backward. From what ran a program is made, which runs in all
+later calls that the guards accept.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.recorder import TapeRegion
 
 MAX_FAILURES = 3
-"""Calls of equal regions that torch's frontend may fail on, and frames of one graph that may be observed in vain."""
+"""How many calls of equal regions torch's frontend may fail on, and frames of one graph may be observed in vain."""
 
 
 class GraphCaller(Protocol):
-    """What a graph asks of the region that calls it."""
+    """What a graph needs of the region that calls it."""
 
     tape: TapeRegion
     statistics: RegionStatistics
@@ -57,9 +57,9 @@ class CachedGraphs:
         self.failure = ""
         """Why torch's frontend took no graph when it failed last."""
         self.draws = False
-        """Whether a traced call drew from Python's or NumPy's generator, which a trace draws from, too."""
+        """Whether a call drew from Python's or NumPy's generator while it was traced: the trace itself draws then."""
         self.programs: dict[Hashable, list[Program]] = {}
-        """By the code of the graph, and by what it is given."""
+        """The programs by the code of the graph, and by what it is given."""
         self.graphs = GuardedGraphs(self)
 
     @property
@@ -75,16 +75,16 @@ class GuardedGraphs:
         self._calls: GuardedCalls | None = None
         self._lock = threading.Lock()
         self._traces = 0
-        """Traces that are going on."""
+        """How many traces are going on."""
         self._substitutes: dict[Any, Any] = {}
-        """What the graph is to call in the place of functions, as kernels stand in for them."""
+        """For functions that kernels stand in for, what the graph calls in their place."""
         self.graphs: list[CapturedGraph] = []
 
     def trace(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Take the graph of a call and run that; ``MISSED`` if there is none, and then nothing has run."""
+        """Take the graph of a call and run it. If it returns ``MISSED``, there is no graph and nothing has run."""
         generators = RngState()
         result = self._run(self._trace, region, function, args, kwargs)
-        if result is MISSED and (drawn := generators.drawn()) is not None:  # before it came to the graph
+        if result is MISSED and (drawn := generators.drawn()) is not None:  # the trace drew
             drawn.restore()
             self._cached.draws = True
         return result
@@ -105,7 +105,7 @@ class GuardedGraphs:
             self._traces -= 1
 
     def run(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Run a call by the graph whose guards accept it; ``MISSED`` if there is none, and then nothing has run."""
+        """Run a call by the graph whose guards accept it. If it returns ``MISSED``, nothing has run."""
         if self._calls is None:
             _running.waits = self._traces > 0
             return MISSED
@@ -155,14 +155,14 @@ def waits_for_another() -> bool:
 
 
 class Refusal(Exception):
-    """A graph does not run this call; nothing of it has run."""
+    """A graph does not run this call. Nothing of the call has run."""
 
 
 class CapturedGraph:
     """A graph of a region, and the programs that were made of it: one for each plan."""
 
     def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
-        """failure: why no program can be made of it, if so."""
+        """failure: why no program can be made of it; "" if one can."""
         self._cached = cached
         self._graph = module.forward
         self._code = module.code
@@ -174,7 +174,7 @@ class CapturedGraph:
         self.has_failed = bool(failure)
 
     def program(self, region: GraphCaller) -> Program | None:
-        """The one that does in the region what a frame of its own has done."""
+        """The program that does what a frame of this region has done."""
         return next((program for program in self._programs if region.can_run(program)), None)
 
     def run(self, *given: Any) -> Any:
@@ -217,11 +217,11 @@ class CapturedGraph:
         return self._code, tuple([_kind(value) for value in given])
 
     def _observe(self, region: GraphCaller, given: Sequence[Any], expected: Recording) -> Any:
-        """Run the graph by the tape and record what runs: it must be what the recording of the region says."""
+        """Run the graph by the tape and record what runs. It must be what the recording of the region says."""
         if self._is_observed():
             _running.waits = True
             raise Refusal
-        region.recording = None  # it serves for one frame: a region that never runs backward is not observed for ever
+        region.recording = None  # one frame only: else a region that never runs backward would be observed for ever
         learn = functools.partial(self._learn, self._key(given))
         expose_arrays(given)
         state = _GlobalState()
@@ -236,7 +236,7 @@ class CapturedGraph:
                 seen.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):
                     raise Departure("its graph gives what is no tensor")
-        except Exception as error:  # of the code itself, too: by the tape it is raised again
+        except Exception as error:  # if it is the user's, the tape will raise it again
             state.put_back()
             learn(_first_line(error))
             raise Refusal from None
@@ -249,11 +249,11 @@ class CapturedGraph:
         return seen.finish(plan, given, outputs)
 
     def _is_observed(self) -> bool:
-        """Whether a frame of it is, until its backward has run or its graph has died."""
+        """Whether a frame of it is being observed: until its backward has run, or autograd's graph of it is gone."""
         return self._observed is not None and self._observed() is not None
 
     def _learn(self, key: Hashable, result: Program | str) -> None:
-        """What was observed has ended: with a program, or with the reason why there is none."""
+        """An observation has ended: with a program, or with the reason why there is none."""
         self._observed = None
         if isinstance(result, Program):
             self._programs.append(result)
@@ -266,7 +266,7 @@ class CapturedGraph:
 
 
 class _GlobalState:
-    """What code that is left in its middle may leave walk_references: random states, and switches of torch."""
+    """What code that stops in its middle may leave changed: random states, and switches of torch."""
 
     def __init__(self) -> None:
         self._rng = RngState()
@@ -297,13 +297,13 @@ def _autocast_nesting() -> int:
 
 
 def modules_in(function: Callable[..., Any], args: tuple) -> Iterable[nn.Module]:
-    """The module whose forward ``function`` is, or is given, and those inside of it."""
+    """The module whose forward ``function`` is, or which it is given, and those inside of it."""
     module = next((m for m in (getattr(function, "__self__", None), *args[:1]) if isinstance(m, nn.Module)), None)
     return () if module is None else module.modules()
 
 
 def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
-    """What runs the modules inside of the one whose forward ``function`` is, or is given."""
+    """The runners of ``modules_in(function, args)``."""
     for inside in modules_in(function, args):
         runner = vars(inside).get(RUNNER)
         while getattr(runner, "statistics", None) is not None:
@@ -312,12 +312,12 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
 
 
 def _fitting(programs: Iterable[Program], region: GraphCaller, numerics: Numerics) -> Program | None:
-    """The program that does in the region what its own frames do, and was made under such settings of torch."""
+    """The program that does what the region's own frames do, and that was made under the same settings of torch."""
     return next((each for each in programs if region.can_run(each) and numerics.are(each.numerics)), None)
 
 
 def _kind(value: Any) -> Hashable:
-    """All of a tensor that code which was made for it depends on."""
+    """All that code which was made for a tensor depends on."""
     layout = Layout.of(value)
     return layout, value.device, value.requires_grad, isinstance(value, nn.Parameter)
 
@@ -328,7 +328,7 @@ _REFUSED_METHODS = frozenset(
 
 
 def _unfit_node(module: torch.fx.GraphModule) -> str | None:
-    """Why a graph is more than ops on tensors."""
+    """Why a graph is more than ops on tensors; None if it is not."""
     for node in module.graph.nodes:
         if node.op == "call_method" and node.target in _REFUSED_METHODS:
             return f"it calls Tensor.{node.target}"

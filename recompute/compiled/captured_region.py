@@ -2,8 +2,8 @@
 
 A region runs by its tape, or as a checkpoint, until some frames were alike. One more frame by the tape records its
 calls. ``captured_graph`` then takes the graph of a call, which must make the same calls, and makes a program of it. A
-call that the graph's guards accept runs the program. Any other call runs as before, and so does a region for good that
-cannot be captured, or that misses too often: it is deoptimized.
+call that the graph's guards accept runs the program. Any other call runs as before. A region that cannot be captured,
+or that misses too often, is deoptimized: all its calls run as before.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from recompute.compiled.guards import MISSED
 from recompute.compiled.observation import RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Recording
+from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.checkpoint.reachable_objects import walk_references
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import is_verifying, local
 from recompute.engine.rng import RngState, is_random_source
-from recompute.engine.saved_tensors import RegionStatistics, top_hooks, unpack_saved
+from recompute.engine.saved_tensors import RegionStatistics, has_only_our_hooks, top_hooks
 from recompute.engine.tape.recorder import TapeRegion
+from recompute.engine.thread_state import local
 from recompute.errors import warn
 
 WARMUP_FRAMES = 3
 """Frames with the same plan after which a region is captured."""
 MAX_GRAPHS = 8
-"""Plans that a region remembers, and graphs that are looked through for a call."""
+"""Plans that a region remembers, and graphs among which it looks for that of a call."""
 MAX_SHARED_GRAPHS = 4
 """Graphs that equal regions share. A region that none of these fits gets graphs of its own."""
 MAX_UNUSED_GRAPHS = 2
-"""Graphs that a region may take one after the other without ever running one again: guards that hold only once."""
+"""Graphs that a region may take in a row without running any of them again. Their guards may hold only once."""
 MAX_MISSES = 32
 """Calls in a row without a graph after which a region is deoptimized: each costs a look at the guards."""
 MAX_REPLAYS = 8
@@ -83,13 +84,13 @@ class CapturedRegion:
         self.statistics = tape.statistics
         self.is_checkpoint = checkpoint is not None
         if checkpoint is not None:
-            tape.statistics = RegionStatistics(self.statistics.name)  # of the tape: nobody asks for them
+            tape.statistics = RegionStatistics(self.statistics.name)  # the tape's own, which nobody asks for
         self._checkpoint = checkpoint
         self._frames = 0
         self.recording: Recording | None = None
-        """The calls of the last frame's forward, if a graph is to be taken of the next one …"""
+        """The calls of the last frame's forward, if a graph is to be taken of the next one."""
         self._recorded_under: Numerics | None = None
-        """… under these settings of torch."""
+        """torch's settings in that frame."""
         self._cache = cache
         self._shared_graphs: CachedGraphs | None = None
         self._own_graphs: GuardedGraphs | None = None
@@ -111,9 +112,9 @@ class CapturedRegion:
         self._first_replays: dict[Program, tuple[int, int]] = {}
         """Programs with such backwards: in which frame that happened first, and how often it has."""
         self._replayed: set[Program] = set()
-        """Programs whose backward is not as recorded as a rule: they are of an equal region, but not for this one."""
+        """Programs whose backward is mostly not as recorded. They fit an equal region, but not this one."""
         self._kernel_nbytes: list[tuple[RegionStatistics, int]] = []
-        """Of the kernels inside, the bytes that each counts in a frame beside what the tape counts."""
+        """For each kernel inside, the bytes that it counts in a frame beside what the tape counts."""
 
     def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""
@@ -124,12 +125,12 @@ class CapturedRegion:
             Counts.of(plan, is_checkpoint=True).add_to(self.statistics)
 
     def count_kernels(self) -> None:
-        """Count what kernels inside hold in a frame, as they do not run by themselves in captured code."""
+        """Count what the kernels inside hold in a frame: in captured code their runners do not run, and cannot."""
         for statistics, nbytes in self._kernel_nbytes:
             statistics.eager_nbytes += nbytes
 
     def can_run(self, program: Program) -> bool:
-        """Whether it does what frames of the region by the tape did, and its backward is mostly as recorded here."""
+        """Whether a program does what frames of the region did, and its backward is mostly as recorded here."""
         return program not in self._replayed and self.knows(program.plan)
 
     def knows(self, plan: SavePlan) -> bool:
@@ -186,7 +187,7 @@ class CapturedRegion:
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
         """``function(*args, **kwargs)``; ``variant`` as for a ``TapeRegion``."""
-        shared = self._shared_graphs  # which another thread may let go of
+        shared = self._shared_graphs  # another thread may let go of them meanwhile
         if shared is None or not is_undisturbed():
             return self._by_tape(function, args, kwargs, variant)
         result = self._by_graph(shared, function, args, kwargs)
@@ -204,12 +205,12 @@ class CapturedRegion:
             self.deoptimize(_DRAWS)
             return MISSED
         if self.recording is not None and self._recorded_under is not None and not self._recorded_under.are_in_force():
-            self.recording = None  # other settings may choose other ops, as those of attention do
+            self.recording = None  # other settings may lead to other ops, as those of attention do
         graphs = self._own_graphs or shared.graphs
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
             self._unused = 0
-            self.recording = None  # it is of the frame before this one
+            self.recording = None  # it is not of the last frame any more
         elif self.recording is not None and not shared.has_failed and self._unused < MAX_UNUSED_GRAPHS:
             self._unused += 1
             if graphs is shared.graphs and len(graphs.graphs) >= MAX_SHARED_GRAPHS:
@@ -243,7 +244,7 @@ class CapturedRegion:
         return result
 
     def _has_settled(self, plan: SavePlan | None) -> bool:
-        """Whether enough frames have had this plan; any plan, if there is none yet."""
+        """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
         counts = [count for known, count in self._plans.values() if plan is None or known is plan]
         return max(counts, default=0) >= WARMUP_FRAMES - 1
 
@@ -320,7 +321,6 @@ def is_undisturbed() -> bool:
         or _has_any_global_hook()
     ):
         return False
-    hooks = top_hooks()
-    while hooks is not None and hooks[1] is unpack_saved:
-        hooks = hooks[0].__self__.outer  # type: ignore[attr-defined]
-    return hooks is None and not torch.is_anomaly_enabled() and not torch._C._is_any_autocast_enabled()
+    return (
+        has_only_our_hooks(top_hooks()) and not torch.is_anomaly_enabled() and not torch._C._is_any_autocast_enabled()
+    )

@@ -1,6 +1,6 @@
 """Straight Python code over ATen ops, made of what was recorded of a region.
 
-A variable is let go of right after the last call that reads it, so that memory is freed as early as in eager code.
+A variable is deleted right after the last call that reads it, so that memory is freed as early as in eager code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Statement:
     reads: list[str]
     makes: list[str]
     again: bool = False
-    """Whether it runs in backward what has run in forward."""
+    """Whether it runs an op of forward again, in backward."""
 
 
 @dataclass
@@ -38,12 +38,15 @@ class Code:
     recording: Recording
     statements: list[Statement] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=lambda: dict(_HELPERS))
-    """What the code refers to by name."""
+    """The objects that the code refers to by name."""
     tensors: dict[int, str] = field(default_factory=dict)
-    """The variable that holds each buffer that there is."""
+    """The variable of each buffer that has been made so far."""
     memories: dict[int, str] = field(default_factory=dict)
-    """Of a parameter that of the memory which it had in forward: its ``data`` may be replaced before backward. What
-    runs again reads that, and backward does where autograd has saved a view; else it reads what is new."""
+    """For each parameter's buffer, the variable of the memory that it had in forward.
+
+    Its ``data`` may be replaced before backward. Ops that run again read the memory of forward, and so does backward
+    where autograd has saved a view. Elsewhere backward reads the new memory.
+    """
     saved_views: Collection[int] = ()
     """The buffers of the parameters of which autograd has saved a view."""
     reruns: list[Call] = field(default_factory=list)
@@ -51,7 +54,7 @@ class Code:
     _views: dict[tuple[str, Layout, bool], str] = field(default_factory=dict)
 
     def call(self, call: Call, *, again: bool = False) -> None:
-        """Write a call whose arguments there are; ``again``: on copies of what it writes to."""
+        """Write a call whose arguments have variables. again: it runs on copies of what it writes to."""
         if again:
             self.reruns.append(call)
         if again and call.written:
@@ -80,7 +83,7 @@ class Code:
         self._write(text, reads, makes, again)
 
     def tensor(self, use: Use, *, again: bool = False) -> str:
-        """The variable of a tensor: of its buffer, or of the view that it is of that."""
+        """The variable of a tensor, which is its buffer or a view of that."""
         whole = self.recording.buffers[use.buffer].layout
         name = self.tensors[use.buffer]
         if again or use.buffer in self.saved_views:
@@ -103,7 +106,7 @@ class Code:
         return f"{name}.as_strided({tuple(shape)}, {stride}, {name}.storage_offset() + {offset})"
 
     def constant(self, number: int) -> str:
-        """The variable of a constant, of which the code has the tensor."""
+        """The variable of a constant, whose tensor the code refers to."""
         name = f"constant{number}"
         self.names[name] = self.recording.buffers[number].constant
         return name
@@ -140,7 +143,7 @@ class Code:
         return {name for statement in self.statements for name in statement.reads}
 
     def draw(self, call: Call) -> str:
-        """Write what captures the state of the generator that a call is going to draw from; its variable."""
+        """Write what captures the state of the generator that a call is going to draw from. Returns its variable."""
         state = f"r{len(self.recording.calls)}_{len(self.statements)}"
         reads: list[str] = []
         first = next(call.uses(), None)
@@ -157,7 +160,7 @@ class Code:
         *,
         again_first: bool = False,
     ) -> Any:
-        """The function ``head`` whose body is the statements, and that returns ``result``.
+        """The function that begins with ``head``, goes on with the statements and returns ``result``.
 
         head: its first lines. last: the variables that ``result`` reads. given: those that ``head`` makes.
         again_first: write what runs again before all else, in the span of the argument ``settings``.
@@ -192,13 +195,13 @@ class Code:
 
 
 def _function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What calls an op: one of our kernels past the dispatcher, which takes longer than to launch it."""
+    """What calls an op. One of our kernels is called directly: the dispatcher takes longer than the launch."""
     implementation = IMPLEMENTATIONS.get(op)
     return op._op if implementation is None or op._schema.is_mutable else implementation
 
 
 def _moved(value: Any, moved: dict[int, int]) -> Any:
-    """``value`` with other buffers in the places of some."""
+    """``value`` with some buffers replaced, as ``moved`` says."""
     if type(value) is Use:
         return value._replace(buffer=moved.get(value.buffer, value.buffer))
     if isinstance(value, (list, tuple)):

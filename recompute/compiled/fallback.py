@@ -1,5 +1,6 @@
-"""What serves where a region's program cannot: its graph runs again under autograd, whose backward is exact for any
-gradients, and can be differentiated in its turn.
+"""What happens where a region's program cannot run backward: the region's graph runs again, under autograd.
+
+The backward of that is exact for any gradients, and can be differentiated in its turn.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ def state_of(tensor: Tensor) -> State:
 
 
 class Given:
-    """The inputs of a frame, found again."""
+    """The inputs of a frame, collected again in backward."""
 
     def __init__(self, name: str):
         self._name = name
         self._tensors: dict[int, Tensor] = {}
 
     def hold(self, position: int, tensor: Tensor) -> None:
-        """What the frame has held."""
+        """An input that the frame has held."""
         self._tensors[position] = tensor
 
     def find(self, position: int, tensor: Tensor | None, state: State) -> None:
-        """An input that the frame has not held, as it was in forward. None: it is gone."""
+        """An input that the frame has not held; None if it is gone. state: the one that it had in forward."""
         if tensor is None:
             raise UnsupportedError(_DIFFERS.format(self._name, "a tensor that it was given is gone"))
         if state_of(tensor) != state:
@@ -50,7 +51,7 @@ class Given:
         self._tensors[position] = tensor
 
     def tensors(self, edges: Sequence[int], *, is_differentiated: bool) -> list[Tensor]:
-        """All of them: with their graphs if backward is differentiated; otherwise those of ``edges`` are leaves."""
+        """All inputs. They have their graphs if backward is differentiated; otherwise those at ``edges`` are leaves."""
         tensors = [self._tensors[position] for position in range(len(self._tensors))]
         if is_differentiated:
             return tensors
@@ -62,8 +63,8 @@ def contributions_of(
 ) -> list[Tensor | None]:
     """The contributions to the gradients of the inputs at ``edges``, one each, in the order in which they come.
 
-    Autograd adds them to those of others one by one, as it does in plain PyTorch: sums of sums would be rounded
-    otherwise.
+    They are not added up here. Autograd adds them to those of others one by one, as in plain PyTorch: sums of sums
+    would be rounded in another way.
     """
     pairs = [
         (output, gradient)

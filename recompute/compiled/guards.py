@@ -1,7 +1,7 @@
-"""torch.compile's frontend, which says what of the Python world the graph of a call depends on.
+"""torch.compile's frontend. It takes the graph of a call, and its guards tell what in Python the graph depends on.
 
-A call that its guards accept goes straight to what was made of the graph. Any other is not compiled anew, as
-``torch.compile`` would: its caller is told, and runs it in another way.
+A call that the guards accept runs what was made of the graph. ``torch.compile`` would compile any other call anew. Here
+the caller is told instead, and runs the call in another way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _local = _Local()
 
 
 def is_tracing() -> bool:
-    """Whether it is for a captured region that torch's frontend traces, and not for a user's ``torch.compile``."""
+    """Whether torch's frontend is tracing for a captured region, and not for a user's ``torch.compile``."""
     return _local.is_tracing
 
 
@@ -38,7 +38,7 @@ is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as to
 
 
 def asks_about_tracing() -> bool:
-    """Whether the user's code has asked, of the call that is traced, if it is: it may do something else otherwise."""
+    """Whether the user's code in the last traced call asked if it is compiled: otherwise it may do something else."""
     return _local.asks
 
 
@@ -47,9 +47,10 @@ _TORCHS = str(Path(torch.__file__).parent)
 
 
 def _may_ask(frame: Any) -> bool:
-    """Whether a frame that is traced only chooses, if it asks, by which ops it does the same: those are compared.
+    """Whether a frame may ask if it is compiled, because it only chooses by which ops it does the same.
 
-    transformers does, in code of its own: its ``is_torchdynamo_compiling`` may be asked by others.
+    Those ops are compared with the recorded ones. transformers asks so in its own code. Its function
+    ``is_torchdynamo_compiling`` may have other callers, so the code that calls it is looked at, too.
     """
     theirs = sys.modules.get("transformers")
     folders = (_OURS, _TORCHS) if theirs is None else (_OURS, _TORCHS, str(Path(theirs.__file__ or "").parent))
@@ -62,7 +63,7 @@ def _may_ask(frame: Any) -> bool:
 
 @functools.cache
 def _prepare_frontend() -> None:
-    """Have torch's frontend tell when user code asks whether it is compiled; and not claim that to other threads."""
+    """Have torch's frontend tell when user code asks if it is compiled, and not tell other threads that they are."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
     mark = InstructionTranslatorBase.mark_inconsistent_side_effects
@@ -86,12 +87,12 @@ def _prepare_frontend() -> None:
 
 
 MISSED = object()
-"""In the place of a result: no graph is known for this call."""
+"""Is returned in the place of a result: no graph is known for this call."""
 
 
 @contextmanager
 def _called_as_they_are(functions: Iterable[Any]) -> Iterator[None]:
-    """The span in which the frontend takes these, and the autograd Functions of our kernels, as one call each."""
+    """The span in which the frontend does not trace into these, nor into the autograd Functions of our kernels."""
     import torch._dynamo.trace_rules as rules
 
     allowed = rules._allowed_callable_ids
@@ -115,14 +116,14 @@ def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
 
 
 class GuardedCalls:
-    """Calls of functions that are alike, each kind of which ``backend`` is given the graph of.
+    """Calls of functions that are alike. For each kind of call there is a graph, which ``backend`` gets.
 
-    backend: ``(graph, example inputs) -> what runs in its place``, which is given the same inputs.
+    backend: ``(graph, example inputs) -> what runs in its place``, which takes the same inputs.
     Raises ``NotCapturable`` where torch's frontend is switched off.
     """
 
     def __init__(self, backend: Callable[..., Callable[..., Any]]):
-        import torch._dynamo.eval_frame as frames  # which takes a second to load
+        import torch._dynamo.eval_frame as frames  # it takes a second to load
         from torch._dynamo.types import ConvertFrameReturn
 
         _prepare_frontend()
@@ -130,25 +131,25 @@ class GuardedCalls:
         if getattr(context, "callback", None) is None:
             raise NotCapturable("torch.compile is switched off")
         self._set: Any = frames.set_eval_frame
-        # Guards are found by code objects: with one of its own nobody else's are looked at.
+        # Guards are found by code objects, so this has one of its own: nobody else's guards are looked at.
         self._call = FunctionType(_call.__code__.replace(co_name="captured_call"), globals(), "captured_call")
         code, untouched = self._call.__code__, ConvertFrameReturn()
 
         def miss(frame: Any, *_: Any) -> Any:
             if frame.f_code is code:
                 raise _Miss
-            return untouched  # what is called inside runs as it is
+            return untouched  # what the function calls runs as it is
 
         def trace(frame: Any, *state: Any) -> Any:
             if frame.f_code is not code:
                 return untouched
             with _tracing(self._whole):
                 traced = context.callback(frame, *state)
-            if traced.guarded_code is None:  # and torch would run it as it is
+            if traced.guarded_code is None:  # torch would run the call as it is
                 raise NotCapturable("torch.compile passes it by, as it finds no tensor that it is given")
             return traced
 
-        for callback in (miss, trace):  # whose guards they are about
+        for callback in (miss, trace):  # by this torch knows whose guards to check
             callback._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]
         self._miss, self._trace = miss, trace
         self._whole: tuple[Any, ...] = ()
@@ -156,15 +157,15 @@ class GuardedCalls:
     def trace(
         self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: Iterable[Any] = ()
     ) -> Any:
-        """``function(*args, **kwargs)``, by a graph that is taken first if none is known.
+        """``function(*args, **kwargs)`` by a graph, which is taken first if none is known.
 
-        whole: functions that the graph is to call, and not what they call.
+        whole: functions that the graph calls without the frontend tracing into them.
         """
         self._whole = tuple(whole)
         return self._under(self._trace, function, args, kwargs)
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)`` by a graph that was taken before, or ``MISSED``, and nothing has run."""
+        """``function(*args, **kwargs)`` by a graph that was taken before. If it returns ``MISSED``, nothing has run."""
         try:
             return self._under(self._miss, function, args, kwargs)
         except _Miss:
@@ -189,13 +190,13 @@ def _tracing(whole: Iterable[Any]) -> Iterator[None]:
             torch._dynamo.config.patch(
                 assume_static_by_default=True,
                 automatic_dynamic_shapes=False,
-                optimize_ddp=False,  # which would cut the graph into DDP's buckets
-                skip_nnmodule_hook_guards=False,  # of hooks that modules get later, or lose
-                skip_tensor_guards_with_matching_dict_tags=False,  # of what changes in a parameter that stays the same
+                optimize_ddp=False,  # it would cut the graph into DDP's buckets
+                skip_nnmodule_hook_guards=False,  # modules may get hooks later, or lose some
+                skip_tensor_guards_with_matching_dict_tags=False,  # a parameter may change and stay the same object
             ),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # of what it cannot trace: ``explain`` says so
+            warnings.simplefilter("ignore")  # if it cannot trace something, ``explain`` says so
             yield
     finally:
         _local.is_tracing = before

@@ -1,4 +1,4 @@
-"""One frame of a region, watched: a tape that also records the calls, and hooks that record those of its backward."""
+"""Records one frame of a region: a tape records the calls of forward, and hooks record those of its backward."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from recompute.compiled.recording import Departure, NotCapturable, Recording, Us
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import PackedTensor
 from recompute.engine.tape.recorder import Tape, TapeRegion
+from recompute.engine.thread_state import local
 
 Edge = tuple[int, int] | None
-"""Where a gradient goes: a node of the region and which of its inputs; or (-1, the position of what is given)."""
+"""Where a gradient goes: a node of the region, and which of its inputs; or -1, and the position of a region's input."""
 
 
 class RecordingTape(Tape):
-    """A tape that records the calls of forward too."""
+    """A tape that also records the calls of forward."""
 
     def __init__(self, region: TapeRegion, variant: Any):
         super().__init__(region, variant)
         self.recording: Recording | None = Recording(is_open=True)
         self.reason = ""
-        """Why there is no recording any more."""
+        """Why the recording was given up; "" if it was not."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -72,7 +72,7 @@ class GraphTape(Tape):
 
 
 class _Seen(PackedTensor):
-    """What stands for a saved tensor, and as what it was recorded."""
+    """What is held for a saved tensor, and the buffer as which it was recorded."""
 
     __slots__ = ("_buffer", "_recording", "_saved")
 
@@ -94,7 +94,7 @@ class _BackwardOps(TorchDispatchMode):
 
     def __init__(self, seen: Observation):
         super().__init__()
-        self._seen = weakref.ref(seen)  # which has this
+        self._seen = weakref.ref(seen)  # weakly, because that holds this
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,8 +107,8 @@ class _BackwardOps(TorchDispatchMode):
 class Observation:
     """What is recorded of a frame, until its backward has ended.
 
-    expected: the calls that forward makes by itself. done: called with the program that was made of it, or with the
-    reason why there is none.
+    expected: the calls that forward made by the tape. done: called with the program that was made, or with the reason
+    why there is none.
     """
 
     def __init__(self, given: Sequence[Tensor], expected: Recording, done: Callable[[Program | str], None]):
@@ -121,9 +121,9 @@ class Observation:
         self._fixed: set[int] = set()
         self._parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
         self._saved_whole: set[int] = set()
-        """The buffers of the parameters that autograd has saved as they are …"""
+        """The buffers of the parameters that autograd has saved as they are."""
         self._saved_views: set[int] = set()
-        """… and those of which it has saved views."""
+        """The buffers of the parameters of which it has saved views."""
         self._gradients: list[int | None] = []
         self._outputs: dict[tuple[int, int], int] = {}
         self._edges: list[list[Edge]] = []
@@ -140,7 +140,7 @@ class Observation:
             raise Departure(str(error)) from error
 
     def _fail(self, reason: object) -> None:
-        if self._plan is None:  # what the rest of forward does is not known to be right
+        if self._plan is None:  # forward still runs, and nobody knows that the rest of it would be right
             raise Departure(str(reason))
         if self.reason is None:
             self.reason = str(reason)
@@ -175,13 +175,13 @@ class Observation:
         return _Seen(saved, self._recording, buffer)
 
     def end_forward(self) -> None:
-        """All calls of forward have been made: as many as expected, or there is a departure."""
+        """Forward has made all of its calls. It is a departure if fewer were made than expected."""
         if not self._recording.is_as_expected():
             raise Departure
         self._recording.expected = None
 
     def finish(self, plan: SavePlan, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Forward has ended, by ``plan``: record what backward will do. Returns what the region is to give."""
+        """Forward has ended, by ``plan``: record what backward will do. Returns what the region is to return."""
         try:
             self._plan, self._steps = plan, len(self._recording.calls)
             if self._steps != len(plan.steps):
@@ -201,7 +201,8 @@ class Observation:
     def _walk(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Put hooks on the nodes of the region's graph; returns the outputs.
 
-        One that the region itself reads gets a node of its own, by which what is outside gives it its gradient.
+        An output that the region itself reads gets another node, so that gradients from outside of the region are told
+        apart from those inside.
         """
         ends: dict[Any, dict[int, int]] = {}
         for position, tensor in enumerate(given):
@@ -241,8 +242,9 @@ class Observation:
                 else:
                     edges.append((number_of(target), slot))
         reached = [self._reached(number) for number, _ in self._outputs]
-        if frozenset().union(*reached) not in reached:  # autograd would go on, with no gradient, to what the outputs
-            raise NotCapturable("its outputs depend on different inputs")  # in use do not depend on
+        # If backward used only some outputs, autograd would go on to inputs that these do not depend on.
+        if frozenset().union(*reached) not in reached:
+            raise NotCapturable("its outputs depend on different inputs")
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)
         for place, position in list(self._outputs.items()):
@@ -257,7 +259,7 @@ class Observation:
         return outputs
 
     def _reached(self, number: int) -> set[int]:
-        """The positions of the inputs that gradients of a node get to."""
+        """The positions of the inputs that the gradients of a node reach."""
         known, pending, positions = {number}, [number], set()
         while pending:
             for edge in filter(None, self._edges[pending.pop()]):
@@ -300,7 +302,7 @@ class Observation:
         _push_mode(self._mode)
 
     def _see(self, gradient: Tensor, use: Use) -> None:
-        """A gradient inside of the region: what one call gave, or the sum of what several did."""
+        """A gradient inside of the region has come: what one call gave, or the sum of what several did."""
         if use.buffer in self._sums:
             self._recording.bind(gradient, use.buffer)
             if not _is_alike(Layout.of(gradient), use.layout):
@@ -337,7 +339,7 @@ class Observation:
             return
         assert self._plan is not None
         try:
-            # A node takes gradients only where these have gone when it was recorded.
+            # The captured node gives gradients only to the inputs that got one while it was recorded.
             reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
             if reached != {position for position, _ in self._contributions}:
                 raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
@@ -361,7 +363,7 @@ class Observation:
         done(program)
 
     def _missing(self) -> list[tuple[int, None]]:
-        """The contributions that have not come: those of outputs without a gradient."""
+        """The contributions that have not come, because outputs had no gradient."""
         come = [position for position, _ in self._contributions]
         missing = []
         for position in [edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1]:
@@ -373,7 +375,7 @@ class Observation:
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:
-    """Whether two layouts are the same but for the strides of dimensions of size 1, which mean nothing."""
+    """Whether two layouts are the same, except for strides of dimensions of size 1, which mean nothing."""
     strides = [
         [stride for size, stride in zip(layout.shape, layout.stride, strict=True) if size != 1]
         for layout in (one, other)

@@ -1,8 +1,8 @@
 """Chooses which ops of a region run again in backward while AOTAutograd traces the region: by one minimum cut.
 
 AOTAutograd runs a forward twice: first to look at it, then to make a graph of it and of its backward. While it makes
-the graph it calls no saved-tensor hooks. So the first run teaches what autograd saves, and the second run, which is
-recognized by its ops, gives the nodes of the graph. A node is found by when it was added.
+the graph it calls no saved-tensor hooks. So the first run tells what autograd saves. The second run is recognized by
+its ops, and gives the nodes of the graph. The nodes of an op are those that were added while it ran.
 
 Unlike a tape in eager code, this never meets a value that was overwritten: AOTAutograd has made the graph functional.
 """
@@ -48,11 +48,11 @@ class _Call(NamedTuple):
 class RegionPartitioner:
     """The values and ops of one region, and the cut over them.
 
-    The values are numbered in the order in which they come, as are the ops.
+    Values and ops are numbered in the order in which they come.
     """
 
     def __init__(self, graph: Graph | None, price: float):
-        """graph: which AOTAutograd makes; None in the first run. price: the bytes that a second is worth."""
+        """graph: the one that AOTAutograd makes; None in the first run. price: the bytes that a second is worth."""
         self._graph = graph
         self._price = price
         self._values: list[Value] = []
@@ -65,11 +65,11 @@ class RegionPartitioner:
         self._given: list[tuple[int, bool]] = []
         """The values from outside, and whether each requires a gradient."""
         self._number_of: dict[int, int] = {}
-        """The value in each storage, by the address of its StorageImpl …"""
+        """The number of the value in each storage, by the address of the StorageImpl."""
         self._alive: list[Tensor] = []
-        """… which no other storage gets while these tensors are held."""
+        """The tensors in these storages: while they are held, no other storage gets the address."""
         self._size = 0
-        """The graph's nodes before the op that runs."""
+        """How many nodes the graph had before the op that runs."""
 
     def before_op(self) -> None:
         """An op is about to run."""
@@ -78,7 +78,7 @@ class RegionPartitioner:
     def after_op(
         self, op: Any, known: OpFacts, policy: CheckpointPolicy, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> None:
-        """That op has run. policy: what the rules around it make of it."""
+        """That op has run. policy: what the rules around it say of it."""
         inputs = [self._number(tensor) for tensor in _tensors((args, kwargs))]
         for tensor in self._saved_early:
             if (number := self._number_of.get(tensor.untyped_storage()._cdata)) is not None:
@@ -88,7 +88,7 @@ class RegionPartitioner:
         if known.kind is Kind.VIEW:
             for tensor in outputs:
                 key = tensor.untyped_storage()._cdata
-                if key not in self._number_of and inputs:  # a view whose output does not say that it is one
+                if key not in self._number_of and inputs:  # a view that does not say that it is one
                     self._enter(tensor, inputs[0])
             return
         written = _tensors(at(known.writes, args, kwargs))
@@ -96,7 +96,7 @@ class RegionPartitioner:
         made = [self._new(tensor) for tensor in distinct.values()]
         if policy is CheckpointPolicy.MUST_RECOMPUTE:
             self._demanded.update(inputs)
-        elif not torch.is_grad_enabled():  # what a custom autograd.Function saves of it is not seen: it may be all
+        elif not torch.is_grad_enabled():  # a custom autograd.Function may save all of it, unseen
             self._demanded.update(inputs, made)
         may_rerun = policy is not CheckpointPolicy.MUST_SAVE
         costs = _seconds(op, args, kwargs, output) if policy is CheckpointPolicy.PREFER_RECOMPUTE else 0.0
@@ -122,9 +122,9 @@ class RegionPartitioner:
             _saves.pop(next(iter(_saves)))
 
     def nodes_to_save(self) -> list[Node] | None:
-        """The nodes of ops that the rules let run again and the cut does not. The second run has ended.
+        """The second run has ended: the nodes of the ops that the rules let run again, but the cut does not.
 
-        None where no first run had the same ops, so that nobody knows what autograd saves.
+        None if no first run had the same ops, so that nobody knows what autograd saves.
         """
         demanded = _saves.get(self._signature())
         if demanded is None:
@@ -139,7 +139,7 @@ class RegionPartitioner:
         return nodes
 
     def _derived(self, kept: Collection[int]) -> Iterator[int]:
-        """The ops of what comes back from ``kept`` without a costly op: whoever saves it outside may drop it."""
+        """The ops of what comes back from ``kept`` without a costly op, so that others who save it may drop it."""
         there = set(kept)
         read = {number for op in self._ops for number in op.inputs}
         for index, (op, call) in enumerate(zip(self._ops, self._calls, strict=True)):
@@ -151,7 +151,7 @@ class RegionPartitioner:
                     yield index
 
     def _signature(self) -> Hashable:
-        """The same in both runs of a region."""
+        """What both runs of a region have in common, and by which they are recognized."""
         return tuple([call.op for call in self._calls]), tuple(self._ops), tuple(self._values), tuple(self._given)
 
     def _number(self, tensor: Tensor) -> int:
@@ -172,15 +172,15 @@ class RegionPartitioner:
 
 
 _saves: dict[Hashable, frozenset[int]] = {}
-"""The values that backward needs of each region that has had its first run, by its signature."""
+"""For each region that has had its first run, by its signature: the values that backward needs."""
 _MOST_SIGNATURES = 1024
 
 
 def merge_with_region_before(graph: Graph, start: int, *, is_cut: bool) -> None:
     """Have torch take the region whose nodes begin at ``start`` for a part of the one before it, if that has a cut.
 
-    torch saves what goes from one region to another. Where a cut has decided on the first one, the cut says whether
-    that is saved or comes back.
+    Otherwise torch would save all that goes from one region to the other, though the cut of the first one has decided
+    whether that is saved or comes back.
     """
     nodes = iter(reversed(graph.nodes))
     own = [node for node in islice(nodes, len(graph.nodes) - start) if _REGION in node.meta]
@@ -198,13 +198,13 @@ _REGION, _CUT = "ac_graph_id", "recompute_cut"
 
 
 def _is_inside(node: Node, own: set[Node]) -> bool:
-    """Whether a node is but a step on the way to what its op gives: the op's backward may have the same step."""
+    """Whether only other nodes of the same op read a node. Such a step may be a part of the op's backward too."""
     is_tensor = node.target is not getitem and isinstance(node.meta.get("val"), Tensor)
     return is_tensor and bool(node.users) and own.issuperset(node.users)
 
 
 def _is_parameter(tensor: Any) -> bool:
-    """Whether AOTAutograd has put this in a parameter's place. Of a part of a DTensor, nobody knows."""
+    """Whether AOTAutograd has put this in a parameter's place. Of a part of a DTensor that is not known."""
     if isinstance(tensor, FunctionalTensor):
         tensor = torch._from_functional_tensor(tensor.elem)
     return isinstance(tensor, nn.Parameter)
@@ -215,7 +215,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _seconds(op: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> float:
-    """What an op costs on tensors of the sizes that are traced with, which must not become a guard's."""
+    """What an op costs with the sizes that are traced. To ask for them must not add guards on them."""
     with _disable_current_modes():
         return seconds(op, *tree_map_only(Tensor, _stand_in, (args, kwargs, output)))
 

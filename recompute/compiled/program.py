@@ -1,4 +1,4 @@
-"""A captured region: its forward and its backward as code, what goes from one to the other, and how to get there."""
+"""A captured region: its forward and its backward as code, what the one leaves for the other, and how it is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Counts(NamedTuple):
 
     @staticmethod
     def of(plan: SavePlan, *, is_checkpoint: bool) -> Counts:
-        """is_checkpoint: what the region is given counts nowhere then."""
+        """is_checkpoint: whether to count as a checkpoint does, for which a region's inputs never count."""
         if not is_checkpoint:
             return Counts(len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
         made = [number for number in plan.demanded if plan.facts[number].step is not None]
@@ -54,34 +54,37 @@ class Program:
     backward: Callable[..., Any]
     """``(held, kept, states, gradients) -> contributions``."""
     under_settings: Callable[..., Any]
-    """``(settings, held, kept, states, gradients)``: the same, with what runs again in the span of ``settings``."""
+    """``(settings, held, kept, states, gradients)``: ``backward``, with what runs again in the span of ``settings``."""
     regenerate: Callable[..., Any] | None
-    """``(held, kept, states) -> tensors``: the outputs that come back where others have saved them."""
+    """``(held, kept, states) -> tensors``: the outputs that others have saved and dropped, if there may be any."""
     regenerate_held: tuple[int, ...]
-    """Which of what is held it takes."""
+    """The indices of what it takes of what is held."""
     regenerate_kept: tuple[int, ...]
-    """Which of what is kept it takes."""
+    """The indices of what it takes of what is kept."""
     regenerate_reruns: int
-    """The ops that it runs."""
+    """How many ops it runs."""
     regenerate_nbytes: int
     """The bytes that these give."""
     outputs: tuple[tuple[int, int], ...]
-    """The positions of these, and their values in the plan."""
+    """The positions of the outputs that it gives back, and their values in the plan."""
     edges: tuple[int, ...]
     """The positions of the inputs that get a contribution to their gradient, in the order in which these come."""
     held: tuple[tuple[int, str], ...]
-    """The positions of the inputs that backward reads, and how each is held: a parameter "itself", or the "memory" that
-    it has now; of others a "copy", or as autograd itself has "saved" it."""
+    """The positions of the inputs that backward reads, and how each is held.
+
+    A parameter is held "itself", or the "memory" that it has now. Of another input a "copy" is held, or autograd has
+    "saved" it.
+    """
     others: tuple[tuple[int, bool], ...]
-    """The positions of the parameters, and of the other inputs that are not held; whether each is a parameter."""
+    """The positions of all parameters, and of other inputs that are not held. The bool says if it is a parameter."""
     offsets: tuple[tuple[int, int], ...]
-    """The positions of inputs that must start at just this offset in their storage, as the region counts from there."""
+    """The positions of inputs, and the offset in its storage that each must have, as the region counts from there."""
     shown: tuple[int, ...]
-    """Which of what is kept shares memory with an output, and so may be written to by others."""
+    """The indices of what is kept and shares memory with an output, so that others may write to it."""
     numerics: Numerics
-    """torch's settings, which may say what ops a function is made of."""
+    """torch's settings, which may decide which ops a function calls."""
     gradients: tuple[Layout | None, ...]
-    """The layout of each output's gradient; None of one that has none."""
+    """The layout of each output's gradient; None if it has none."""
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
     draws: bool
@@ -92,7 +95,7 @@ class Program:
 
 @dataclass
 class ProgramWriter:
-    """Makes the program of what was recorded."""
+    """Makes a program of what was recorded."""
 
     plan: SavePlan
     recording: Recording
@@ -103,11 +106,11 @@ class ProgramWriter:
     gradients: Sequence[int | None]
     """The buffer of each output's gradient."""
     contributions: Sequence[tuple[int, Use | None]]
-    """To the gradient of which input each goes; None of one that has not come."""
+    """For each contribution, the input whose gradient it goes to, and the tensor; None if it has not come."""
     parameters: Collection[int]
-    """Their positions among the inputs."""
+    """The positions of the parameters among the inputs."""
     saved_views: Collection[int]
-    """The buffers of those of which autograd has saved a view."""
+    """The buffers of the parameters of which autograd has saved a view."""
     fixed: Collection[int]
     """The outputs that take no gradient."""
     numerics: Numerics
@@ -119,7 +122,7 @@ class ProgramWriter:
         self._kept: dict[int, None] = {}
         self._held: dict[int, None] = {}
         self._again: dict[int, None] = {}
-        """The calls of forward that run again, in the order in which they do."""
+        """The calls of forward that run again, in the order in which backward needs them."""
 
     def program(self) -> Program:
         backward = self._write_backward()
@@ -169,7 +172,7 @@ class ProgramWriter:
     def _regeneration(
         again: tuple[Code, list[str]] | None, held: Sequence[str], kept: Sequence[str], drawn: Sequence[str]
     ) -> tuple[Callable[..., Any] | None, tuple[int, ...], tuple[int, ...]]:
-        """The function that gives back outputs, and which of what is held and of what is kept it takes."""
+        """The function that gives back outputs, and the indices of what it takes: of what is held, of what is kept."""
         if again is None:
             return None, (), ()
         code, given_back = again
@@ -199,7 +202,7 @@ class ProgramWriter:
         return tuple([(position, lives) for position, lives in others if lives or position not in held])
 
     def _how_held(self, backward: Code, again: tuple[Code, list[str]] | None) -> list[tuple[int, str, str]]:
-        """Of each input that is held its position, how, and the variable."""
+        """For each input that is held: its position, how it is held, and its variable."""
         buffers = self.recording.buffers
         reads = {backward.tensors[use.buffer] for _, use in self.contributions if use is not None} | backward.reads()
         if again is not None:
@@ -242,7 +245,7 @@ class ProgramWriter:
         return code
 
     def _write_regeneration(self) -> tuple[tuple[Code, list[str]] | None, tuple[tuple[int, int], ...]]:
-        """The code of the outputs that others may drop; these."""
+        """The code that gives back the outputs that others may drop; the positions of these, and their values."""
         plan = self.plan
         found: dict[int, int] = {}
         for value in plan.outputs:
@@ -261,7 +264,7 @@ class ProgramWriter:
         return (code, names), tuple(found.items())
 
     def _made_by(self, step: int, slot: int | None) -> int | None:
-        """The buffer that a step of forward gives as its output ``slot``, or that it writes in place."""
+        """The buffer that a step of forward gives as its output ``slot``, or which it writes in place."""
         call = self._forward[step]
         return call.written[0][1] if call.written and not slot else call.results[slot or 0]
 
@@ -271,7 +274,7 @@ class ProgramWriter:
         return call is not None and call >= len(self._forward)
 
     def _bring(self, number: int, code: Code) -> None:
-        """Have a buffer there that backward reads: what forward has left, or what runs again."""
+        """Give a buffer that backward reads a variable: of what forward has left, or of what runs again."""
         pending = [number]
         while pending:
             number = pending[-1]
@@ -358,7 +361,7 @@ class ProgramWriter:
         if use.layout == buffer.layout:
             return code.tensors[use.buffer]
         if use.buffer in self._kept:
-            return f"{code.tensor(use)}.detach()"  # whose versions count with those of what is kept
+            return f"{code.tensor(use)}.detach()"  # it shares the version counter of what is kept
         return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
 
 

@@ -1,7 +1,7 @@
-"""What ran of a region, op by op below autograd: the calls, and which buffers they read, make and write to.
+"""The ops that a region ran below autograd: the calls, and which buffers they read, make and write to.
 
-A tensor is known by its storage and its layout, so views need no calls of their own: whoever reads one reads a buffer
-through a layout. A buffer is what a storage holds from one write to the next.
+A tensor is known by its storage and its layout, so views need no calls of their own: whoever reads a view reads a
+buffer through a layout. A buffer is what a storage holds from one write to the next.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Buffer:
     """What a storage holds from one write to the next."""
 
     layout: Layout
-    """Of the tensor in which it was seen first."""
+    """The layout of the tensor in which it was seen first."""
     nbytes: int
     root: int
-    """The first buffer in the same storage: who writes in place writes into its tensor."""
+    """The first buffer in the same storage. An op that writes in place writes into the tensor of that."""
     given: int | None = None
-    """The position of the tensor that it was given in; None of what a call made."""
+    """The position of the input that has it; None if a call made it."""
     call: int | None = None
     """The call that made it, or wrote it."""
     constant: Tensor | None = None
-    """The tensor itself, of a literal in the code."""
+    """The tensor itself, if it is a literal in the code."""
 
 
 class Call(NamedTuple):
@@ -67,7 +67,7 @@ class Call(NamedTuple):
     results: tuple[int | None, ...]
     """The buffers of its outputs; None for one that is no tensor, or that shares the memory of another."""
     written: tuple[tuple[int, int], ...]
-    """Of each storage that it writes to, the buffer before and after."""
+    """For each storage that it writes to, the buffers before and after."""
     is_sequence: bool
     """Whether it returns several outputs."""
 
@@ -87,22 +87,22 @@ def uses_in(value: Any) -> Iterator[Use]:
 
 @dataclass
 class Recording:
-    """Calls, and the buffers that they are about. Holds no tensors but small constants."""
+    """Calls, and the buffers that they read and make. It holds no tensors but small constants."""
 
     is_open: bool = False
     """Whether calls may read tensors that were not given before."""
     expected: Recording | None = None
-    """Another one, whose calls this one must repeat, as far as those go: with other buffers."""
+    """Another recording. The calls of this one must be the same, as far as that goes, with buffers of its own."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     placed: set[int] = field(default_factory=set)
-    """The given buffers of which something was read at a place that is counted from the start of their storage."""
+    """The given buffers that were read at a place that is counted from the start of their storage."""
     _current: dict[int, int] = field(default_factory=dict)
-    """The buffer in each storage, by the address of its StorageImpl …"""
+    """The buffer in each storage, by the address of the StorageImpl."""
     _weak: list[Any] = field(default_factory=list)
-    """… which cannot be used again while these are held."""
+    """Weak references to these storages: while they are held, their addresses cannot be used again."""
     _same: dict[int, int] = field(default_factory=dict)
-    """The buffer here for each one of what is expected."""
+    """For each buffer of the expected recording, the one here."""
 
     def close(self) -> None:
         """Forget which storages the buffers were in."""
@@ -114,7 +114,7 @@ class Recording:
         self.close()
 
     def give(self, tensor: Tensor, position: int) -> int:
-        """A tensor that no call has made."""
+        """Add a tensor that no call has made."""
         if not is_plain(tensor):
             raise NotCapturable(f"it is given a {type(tensor).__name__} that is no plain view of a storage")
         if tensor.untyped_storage()._cdata in self._current:
@@ -122,13 +122,13 @@ class Recording:
         return self._new(tensor, given=position)
 
     def receive(self, gradient: Tensor) -> int:
-        """The gradient of an output, which is given to backward."""
+        """Add the gradient of an output, which backward is given."""
         if not is_plain(gradient):
             raise NotCapturable(f"its backward is given a {type(gradient).__name__} that is no plain view of a storage")
         return self._new(gradient)
 
     def use(self, tensor: Tensor) -> Use:
-        """A tensor as something seen before."""
+        """A tensor that an op reads, as a ``Use`` of a buffer that has been seen before."""
         if not is_plain(tensor):
             raise NotCapturable(f"an op reads a {type(tensor).__name__} that is no plain view of a storage")
         number = self._current.get(tensor.untyped_storage()._cdata)
@@ -151,14 +151,14 @@ class Recording:
         self._current[storage._cdata] = buffer
 
     def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> _Started | None:
-        """An op is about to run; None of one that makes nothing new."""
+        """An op is about to run. Returns None if it makes nothing new."""
         known = facts(op)
         if known.kind is Kind.VIEW:
             if isinstance(op, OpOverload) and _DATA_DEPENDENT.intersection(op.tags):
                 raise NotCapturable(f"{known.name} depends on data")
             if op is torch.ops.aten.lift_fresh.default:
                 self._see_constant(args[0])
-            is_forward = self.expected is not None  # in backward it is our hooks that see views
+            is_forward = self.expected is not None  # in backward our own hooks make such views
             if is_forward and op is torch.ops.aten.as_strided.default and kwargs.get("storage_offset", args[3:]) != ():
                 self._place(args[0])
             return None
@@ -169,14 +169,14 @@ class Recording:
         written = tensors_in(at(known.writes, args, kwargs))
         started = _Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
         if self.is_open or self.expected is not None:
-            for tensor in written:  # before it does: that could not be taken back
+            for tensor in written:  # before the op writes, which could not be taken back
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
                     raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
         self._compare(started)
         return started
 
     def _compare(self, started: _Started) -> None:
-        """Before an op runs: it must be what is expected, if anything is."""
+        """Before an op runs: it must be the one that is expected, if any is."""
         if self.expected is None:
             return
         calls = self.expected.calls
@@ -242,7 +242,7 @@ class Recording:
         )
 
     def add(self, first: Use, second: Use) -> Use:
-        """The call by which autograd adds up two gradients of one tensor; its sum is yet to be seen."""
+        """Add the call by which autograd adds up two gradients of one tensor. Nobody has seen the sum yet."""
         layout = Layout.of(_on_meta(first.layout) + _on_meta(second.layout))
         number = len(self.buffers)
         nbytes = layout.shape.numel() * layout.dtype.itemsize
@@ -251,12 +251,12 @@ class Recording:
         return Use(number, layout)
 
     def _see_constant(self, tensor: Tensor) -> None:
-        """What ``torch.tensor`` makes of a literal."""
+        """Remember what ``torch.tensor`` makes of a literal."""
         if is_plain(tensor) and not self.knows(tensor) and tensor.untyped_storage().nbytes() <= LARGEST_COPY:
             self.buffers[self._new(tensor)].constant = tensor.clone()
 
     def _place(self, tensor: Tensor) -> None:
-        """A tensor whose place is counted from the start of its storage."""
+        """Note that the place of a tensor is counted from the start of its storage."""
         number = self._current.get(tensor.untyped_storage()._cdata)
         if number is not None and self.buffers[root := self.buffers[number].root].given is not None:
             self.placed.add(root)

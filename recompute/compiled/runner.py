@@ -27,7 +27,7 @@ class Runner:
 
     @property
     def variant(self) -> Hashable:
-        """Differs from the last run's where this is going to run other ops than then."""
+        """Differs from that of the last run if this one is going to run other ops."""
         return None
 
     def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -38,7 +38,7 @@ class Runner:
         return self.run_plain(module, forward, args, kwargs)
 
     def run_training(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """The module trains in eager code, and autograd records: what the rule is for."""
+        """The module trains in eager code, and autograd records. This is what the rule is for."""
         raise NotImplementedError
 
     def run_compiled(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -46,5 +46,5 @@ class Runner:
         return self.run_plain(module, forward, args, kwargs)
 
     def run_plain(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """In any other situation nothing is held for backward, or nothing may be dropped: in evaluation, for one."""
+        """Any other situation, such as evaluation: nothing is held for backward, or nothing may be dropped."""
         return forward(*args, **kwargs)

@@ -1,8 +1,8 @@
 """A rule under ``torch.compile``: the compiler gets a region, and is told which of its ops run again in backward.
 
-To the compiler a region is torch's checkpoint, and the choice of ops is selective checkpointing's tags, which its
-partitioner follows. The choice is the one of eager code: an ``OpPolicy`` says of each op whether it may run again, and
-one minimum cut over the region, at the rule's price, chooses among these.
+To the compiler a region is torch's checkpoint. The choice of ops is told by the tags of selective checkpointing, which
+the compiler's partitioner follows. Ops are chosen as in eager code: an ``OpPolicy`` says of each op whether it may run
+again, and one minimum cut over the region, at the rule's price, chooses among these.
 
 Where regions nest, the cut of the outermost one decides, among the ops that the innermost rules let run again. All ops
 run again inside of a plain checkpoint. ``action: keep`` ends the regions around it.
@@ -33,7 +33,7 @@ from recompute.policy.rules import PRICE
 def is_compiling_training(module: nn.Module | None = None) -> bool:
     """Whether ``torch.compile`` is tracing this for training, so that it is the compiler that runs ops again.
 
-    module: whose ``training`` flag counts; None for a function, which has none.
+    module: the one whose ``training`` flag counts; None for a function, which has none.
     """
     return (
         torch.compiler.is_compiling()
@@ -69,13 +69,13 @@ class _Tracing:
     """The regions that AOTAutograd is tracing now, which one thread does at a time."""
 
     op_policies: ClassVar[list[OpPolicy]] = []
-    """Of the regions, from the outermost in."""
+    """The op policies of the regions, the outermost first."""
     partitioner: ClassVar[RegionPartitioner | None] = None
-    """Of the outermost of these that has a tape in eager code."""
+    """The partitioner of the outermost region that would have a tape in eager code."""
 
 
 def _applicable() -> Iterator[OpPolicy]:
-    """The op policies that have a say here, from the innermost out: as in eager code, up to the first ``keep``."""
+    """The op policies that have a say here, the innermost first: as in eager code, up to the first ``keep``."""
     return itertools.takewhile(lambda each: each.mechanism is not Mechanism.KEEP, reversed(_Tracing.op_policies))
 
 
@@ -84,7 +84,7 @@ def _is_checkpoint(op_policy: OpPolicy) -> bool:
 
 
 def _checkpoint_policy(op: Any, args: tuple, kwargs: dict) -> CheckpointPolicy:
-    """The choice for an op by the innermost rule, unless a checkpoint around that runs the op again in any case."""
+    """What the innermost rule says of an op, unless a checkpoint around that runs the op again in any case."""
     innermost: bool | None = None
     for op_policy in _applicable():
         if innermost is None or _is_checkpoint(op_policy):
@@ -102,13 +102,13 @@ def _may_rerun(op_policy: OpPolicy, op: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def _policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What torch's selective checkpointing asks of each op. The cut may still keep what may run again."""
+    """The answer that torch's selective checkpointing wants for each op. The cut may still keep what may run again."""
     is_saved = _checkpoint_policy(op, args, kwargs) is CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts(op_policy: OpPolicy) -> tuple[Any, Any]:
-    """What torch's checkpoint enters around a region and around its second run, as AOTAutograd traces both."""
+    """The contexts of torch's checkpoint for a region and for its second run, both of which AOTAutograd traces."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
         raise UnsupportedError(
             "a module under a policy is in compiled code that does not reach torch's AOTAutograd as one graph, so the "
@@ -119,7 +119,7 @@ def _contexts(op_policy: OpPolicy) -> tuple[Any, Any]:
             "'eager' does: use 'inductor' or 'aot_eager'."
         )
     first, second = create_selective_checkpoint_contexts(_policy_fn, allow_cache_entry_mutation=True)
-    first.op_policy = op_policy  # torch wants modes of its own, or of their kind
+    first.op_policy = op_policy  # torch accepts only modes of its own classes, or subclasses of these
     first.__class__ = _region_mode(type(first))  # type: ignore[arg-type]
     return first, second
 
@@ -127,7 +127,7 @@ def _contexts(op_policy: OpPolicy) -> tuple[Any, Any]:
 @functools.cache
 def _region_mode(mode: Any) -> type:
     """A subclass of ``mode``, torch's own for selective checkpointing, which also shows each op to a partitioner."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # which takes a second to load
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # it takes a second to load
 
     class RegionMode(mode):
         def __enter__(self) -> Any:
@@ -140,7 +140,7 @@ def _region_mode(mode: Any) -> type:
             self.graph = graph if is_outermost and self.op_policy.mechanism is not Mechanism.KEEP else None
             self.start = 0 if graph is None else len(graph.nodes)
             self.sees_saves = proxies is None and _Tracing.partitioner is not None
-            self.respect_saved_tensors_hooks = False  # torch 2.15 would ask whether it should: they are ours
+            self.respect_saved_tensors_hooks = False  # torch 2.15 asks for this: the hooks are ours
             if self.sees_saves:
                 self.calls_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
                 torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
@@ -211,6 +211,21 @@ def refuse_first_run() -> None:
     raise UnsupportedError(_FIRST_RUN)
 
 
-# As torch.compiler.disable does, which would load the compiler.
+# torch.compiler.disable does this too, but would load the compiler.
 refuse_first_run._torchdynamo_disable = True  # type: ignore[attr-defined]
 refuse_first_run._torchdynamo_disable_msg = _FIRST_RUN  # type: ignore[attr-defined]
+
+
+_OFFLOADS = (
+    "a rule that offloads governs a module in compiled code, where no hook sees what is held for backward. Compile "
+    "less than that module, or give it a rule that does not offload."
+)
+
+
+def refuse_offloading() -> None:
+    """Raise in the place of what would offload in compiled code."""
+    raise UnsupportedError(_OFFLOADS)
+
+
+refuse_offloading._torchdynamo_disable = True  # type: ignore[attr-defined]
+refuse_offloading._torchdynamo_disable_msg = _OFFLOADS  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Comparing two runs of a model: what makes them comparable, and by how much their tensors differ."""
+"""Makes two runs of a model comparable, and says by how much their tensors differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from recompute.engine.recipes import count_different
+from recompute.engine.bit_comparison import count_different
 
 
 def max_difference(found: Tensor, expected: Tensor) -> float:
@@ -20,7 +20,7 @@ def max_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are equal bit for bit, where NaN is NaN and 0 is not -0; or are both None."""
+    """Whether two tensors are equal bit for bit, or both are None. A NaN equals itself, and 0 does not equal -0."""
     if one is None or other is None:
         return one is other
     return one.shape == other.shape and one.dtype is other.dtype and count_different(one, other) == 0
@@ -46,7 +46,7 @@ def wider_dtype(model: nn.Module) -> torch.dtype:
 
 
 class Widened(TorchFunctionMode):
-    """Gives `dtype` to who asks for float32, as Hugging Face's norms, rotary tables and loss always do."""
+    """Has code that casts to float32 cast to `dtype` instead: Hugging Face's norms, rotary tables and losses do."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -63,18 +63,18 @@ class Widened(TorchFunctionMode):
 
 @contextmanager
 def deterministic(on_cuda: bool) -> Iterator[None]:
-    """On CUDA, have attention's backward and others add in a fixed order: otherwise a model differs from itself.
+    """On CUDA, have ops such as attention's backward add in a fixed order; otherwise two equal runs differ.
 
-    It costs time. On the CPU there is nothing to ask for.
+    It costs time. On the CPU they add in a fixed order anyway.
     """
     if not on_cuda:
         yield
         return
     before = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch insists on
-    torch.use_deterministic_algorithms(True)  # with warn_only, cuDNN's attention would not obey
-    torch.backends.cudnn.benchmark = False  # or two runs may choose different algorithms
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic algorithms require it
+    torch.use_deterministic_algorithms(True)  # cuDNN's attention ignores this if warn_only is set
+    torch.backends.cudnn.benchmark = False  # otherwise two runs may choose different algorithms
     try:
         yield
     finally:

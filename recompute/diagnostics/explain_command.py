@@ -1,4 +1,4 @@
-"""What `recompute explain` does: a policy on a model that takes no memory, and what it keeps and drops of it."""
+"""What `recompute explain` does: puts a policy on a model of fake tensors, and says what it keeps and drops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recompute.policy.rules import Policy
 
 
 def explain_policy(policy: Policy, model: str, **asked: Any) -> str:
-    """The model and the batch in a line, then ``explain()`` after one forward.
+    """A line on the model and the batch, then ``explain()`` after one forward.
 
     model: as ``build`` takes it. asked: as ``build_options`` takes it.
     """

@@ -1,4 +1,4 @@
-"""What to do about an out-of-memory error: which modules hold what, and which rule would free how much."""
+"""Explains an out-of-memory error: which modules hold how much, and which rule would free how much."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from recompute.units import humanize
 logger = logging.getLogger(__name__)
 
 _PARTS = 3
-"""Of a layer, to try rules for: those that hold most."""
+"""For how many parts of a layer rules are tried: for those that hold most."""
 _PLAIN = bool, int, float, str, torch.dtype, torch.device
 
 
 class Freed(NamedTuple):
-    """A rule, and by how much it would lower a step's peak, put before the policy's other rules."""
+    """A rule, and by how many bytes it would lower a step's peak if it came before the policy's other rules."""
 
     rule: str
     nbytes: int
@@ -46,23 +46,23 @@ class Freed(NamedTuple):
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What is known of an out-of-memory error. What it says of the step is that of one on fake tensors."""
+    """What is known of an out-of-memory error. Its figures of the step come from a step on fake tensors."""
 
     where: str
     """ "forward of model.layers.3.mlp (LlamaMLP)" …"""
     device: str
-    """What the device has, and how much of it is taken; "" where nobody counts."""
+    """How much memory the device has, and how much of it is taken; "" where nobody counts."""
     static: Mapping[str, int]
-    """Bytes that were there before the step, by what they are."""
+    """Bytes that were there before the step, by what they are: "parameters", "gradients" …"""
     peak_nbytes: int = 0
-    """The most that a step takes above that."""
+    """The most that a step takes above these."""
     peak_moment: str = ""
     activations: tuple[ModuleActivations, ...] = ()
-    """What modules hold for backward, most first."""
+    """What modules hold for backward, the largest first."""
     rules: tuple[Freed, ...] = ()
-    """Those that would free most first."""
+    """Rules that would lower the peak, the most helpful first."""
     problem: str = ""
-    """Why nothing is known of the step, if so."""
+    """Why nothing is known of the step; "" if it is known."""
 
     def __str__(self) -> str:
         blocks = [f"out of memory in the {self.where}{self.device and f'; {self.device}'}"]
@@ -93,23 +93,25 @@ def _table(headers: tuple[str, ...], rows: list[Any]) -> str:
 
 @contextmanager
 def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
-    """Should the device run out of memory inside, say what holds it, and what would free how much.
+    """If the device runs out of memory inside, say what holds it, and which rules would free how much.
 
         with explain_out_of_memory(model):
             trainer.train()
 
-    The error is raised on, with an ``OutOfMemory`` as a note (from Python 3.11 on); it is also logged, as an error of
-    the logger ``recompute.diagnostics.out_of_memory``. That takes seconds, and no memory of the device: a step on the
-    last batch's shapes runs on fake tensors, as ``recompute.estimate`` does, under the policy that is on ``model``.
+    The error is raised again, with an ``OutOfMemory`` as a note (from Python 3.11 on). The logger
+    ``recompute.diagnostics.out_of_memory`` logs the same text as an error.
 
-    model: what is called in training, or a part of it, under any policy or none.
+    Finding out takes seconds, and no memory of the device. A step on the last batch's shapes runs on fake tensors, as
+    in ``recompute.estimate``, under the policy that is on ``model``.
+
+    model: the module that is called in training, or a part of it, under any policy or none.
     """
     latest = _Latest()
     hook = model.register_forward_pre_hook(latest, with_kwargs=True)
     try:
         yield
     except torch.OutOfMemoryError as error:
-        hook.remove()  # which a copy would call
+        hook.remove()  # or the copy that the report is made of would call it
         inner = unwrapped(model)
         report = _report(inner, latest, _where(inner, error))
         logger.error("%s", report)
@@ -121,7 +123,7 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
 
 
 class _Latest:
-    """What the latest forward in training began with, of tensors their shapes alone."""
+    """The arguments of the latest forward in training, with tensors reduced to their shapes, and how it was called."""
 
     def __init__(self) -> None:
         self.batch: Any = None
@@ -142,11 +144,11 @@ class _Latest:
 def _outline(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return value if isinstance(value, _PLAIN) else None  # a cache, say, which would hold tensors
+    return value if isinstance(value, _PLAIN) else None  # any other object, such as a cache, might hold tensors
 
 
 def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """As ``recompute.estimate`` takes a batch: either all by position or all by name."""
+    """The arguments as ``recompute.estimate`` takes a batch: either all by position or all by name."""
     if not args or not kwargs:
         return args or kwargs
     signature = inspect.signature(module.forward)
@@ -162,7 +164,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _where(model: nn.Module, error: BaseException) -> str:
-    """What ran, as the error's traceback has it."""
+    """What ran when the error came up, as its traceback tells: "backward of model.layers.3.mlp (LlamaMLP)"."""
     paths = {module: path for path, module in model.named_modules()}
     phase, innermost = "forward", None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -233,12 +235,12 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
 
 
 def _peak(step: SimulatedStep) -> tuple[int, str]:
-    """In bytes, gradients with it, and when."""
+    """The step's peak in bytes, with gradients, and when it is."""
     return max((moment.peak_nbytes(lambda nbytes: nbytes), moment.name) for moment in step.moments)
 
 
 def _rules(model: nn.Module, estimator: ModelEstimator, step: SimulatedStep) -> Iterator[Rule]:
-    """For the layers, for those of their parts that hold most, and for the head."""
+    """Rules to try: for the layers, for those of their parts that hold most, and for the head."""
     layers: dict[str, dict[str, int]] = {}
     for path, nbytes in step.held.items():
         unit = unit_of(path)
@@ -256,6 +258,6 @@ def _rules(model: nn.Module, estimator: ModelEstimator, step: SimulatedStep) -> 
 
 
 def _text(rule: Rule) -> str:
-    """As a line of a policy file."""
+    """The rule as a line of a policy file."""
     via = f", via: {rule.via}" if rule.via == "kernel" else ""
     return f'- {{match: "{rule.match[0]}", action: {rule.action}{via}}}'

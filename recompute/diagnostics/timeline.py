@@ -1,4 +1,4 @@
-"""Which tensors live when, in a training step: as a Chrome trace and as a plot."""
+"""Shows which tensors live when in a training step, as a Chrome trace and as a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recompute.counters import host_seconds
-from recompute.engine.recipes import in_backward, local
+from recompute.engine.thread_state import in_backward, local
 from recompute.estimation.module_tracker import ModuleTracker, pattern_of, unit_of
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.units import humanize
@@ -26,7 +26,7 @@ from recompute.units import humanize
 Phase = Literal["forward", "backward", "regeneration"]
 
 _MADE = {"forward": "made in forward", "backward": "made in backward", "regeneration": "regenerated"}
-_SMALL = 4096  # of the peak, what is too small a part to be shown by itself
+_SMALL = 4096  # a trace leaves out tensors that are less than one part in so many of the peak
 _OTHERS = "other modules"
 _COLORS = {_OTHERS: "0.8", _MADE["backward"]: "0.5", _MADE["regeneration"]: "crimson"}
 _DISTINCT = (0, 1, 2, 4, 5, 6, 8, 9)  # of matplotlib's ten: neither red nor grey
@@ -37,7 +37,7 @@ class TensorLifetime:
     """A tensor's memory, from when an op makes it until it is freed."""
 
     path: str
-    """Of the module that made it: in backward, of that whose backward did. "" is outside of all."""
+    """The path of the module whose forward, or whose part of backward, made it; "" outside of all modules."""
     phase: Phase
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class TensorLifetime:
 
 
 class Span(NamedTuple):
-    """Something that runs: the forward of a module, ops of its backward in a row, or of its regeneration."""
+    """A module's forward, or a row of ops of its backward or of what backward regenerates for it."""
 
     path: str
     phase: Phase
@@ -66,9 +66,10 @@ class Timeline(AbstractContextManager["Timeline"]):
         timeline.save("step.json")  # for ui.perfetto.dev or chrome://tracing
         timeline.plot().savefig("step.png")
 
-    What was there before the block counts nothing, nor do freeing it and what an op takes and gives back while it runs.
-    Seconds are the host's, who takes memory when it launches an op and not when the device runs it; showing each op to
-    Python slows it down. For eager code: of compiled code it sees only what goes in and out. Also on fake tensors.
+    Tensors from before the block do not count, nor does freeing them, nor does memory that an op takes and gives back
+    while it runs. Seconds are those of the host, which allocates memory when it launches an op and not when the device
+    runs it. Each op is seen from Python, which slows the host down. Use it for eager code: of compiled code it sees
+    only what goes in and out. Fake tensors work, too.
     """
 
     def __init__(self, model: nn.Module):
@@ -116,7 +117,8 @@ class Timeline(AbstractContextManager["Timeline"]):
             return ("regeneration" if local.regenerating else "forward"), path
         if self.backward is None:
             self.backward = self._latest
-        if local.regenerating or path:  # by us, or a checkpoint of torch's, in which modules run again
+        # We regenerate, or one of torch's checkpoints does, in whose backward modules run again.
+        if local.regenerating or path:
             return "regeneration", path or self._tracker.in_backward()
         return "backward", self._tracker.in_backward()
 
@@ -154,7 +156,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             self.spans.append(Span(self._tracker.path, "forward", start, self._latest))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it in the Trace Event Format: modules as slices, tensors by layer, and the bytes that are alive."""
+        """Write a Chrome trace (Trace Event Format): modules as slices, tensors by layer, and the bytes alive."""
         events = [*self._slices(), *self._asynchronous(), *self._counters()]
         events.sort(key=lambda event: event["ts"])
         names = [("process_name", 0, type(self.model).__name__)]
@@ -177,7 +179,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             }
 
     def _asynchronous(self) -> Iterator[dict[str, Any]]:
-        """One slice for each tensor, above the others of its layer."""
+        """One slice for each tensor, stacked with those of its layer."""
         for number, held in enumerate(self.tensors):
             if held.nbytes * _SMALL < self.peak_nbytes:
                 continue
@@ -203,7 +205,7 @@ class Timeline(AbstractContextManager["Timeline"]):
     def _alive(
         self, groups: dict[str, list[TensorLifetime]]
     ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.int64]]]:
-        """The seconds at which something changes, and of each group the bytes alive from then on."""
+        """The times at which something changes, in seconds, and the bytes of each group alive from each of them on."""
         changes = [
             (name, seconds, sign * held.nbytes)
             for name, members in groups.items()
@@ -221,7 +223,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         return held.nbytes * ((self.seconds if held.freed is None else held.freed) - held.made)
 
     def plot(self) -> Figure:
-        """Bytes alive over time: of what forward made, by module; what came back; and what backward made."""
+        """Bytes alive over time: what forward made, by module; what was regenerated; and what backward made."""
         made: dict[str, list[TensorLifetime]] = {}
         for held in self.tensors:
             name = _MADE[held.phase] if held.phase != "forward" else pattern_of(held.path) or "outside of all modules"

@@ -1,4 +1,4 @@
-"""Whether a model computes under a policy what it computes without it, and if not, where the two part."""
+"""Checks whether a model computes the same under a policy as without it, and says where it does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
-from recompute.attach.check_effect import listed, means_to_drop
+from recompute.attach.check_effect import has_effect, listed
 from recompute.compiled.unwrap import uncompiled
 from recompute.diagnostics.comparing_runs import (
     Widened,
@@ -22,7 +22,7 @@ from recompute.diagnostics.comparing_runs import (
     same_bits,
     wider_dtype,
 )
-from recompute.engine.recipes import count_different, verifying
+from recompute.engine.bit_comparison import count_different, verifying
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import describe
 from recompute.errors import GradientMismatch, NoEffectError, UnsupportedError
@@ -30,9 +30,9 @@ from recompute.profiling.model_run import Loss, arguments_of, copy_of, left_as_i
 from recompute.substitution.kernel_runner import kernel_of
 
 Tensors = Mapping[str, Tensor | None]
-"""By name, on the host; None for a parameter that got no gradient."""
+"""Tensors by name, on the host; None for a parameter that got no gradient."""
 
-_SHOWN = 5  # of the tensors that differ, of each kind
+_SHOWN = 5  # so many of the tensors of each kind that differ are named
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Verification:
 
     policy: str
     gradients: int
-    """How many were compared."""
+    """How many gradients were compared."""
     bitwise: bool
     """Whether all that was compared is equal bit for bit."""
     max_difference: float
-    """The largest between two elements of a gradient."""
+    """The largest difference of two elements of a gradient."""
     relative_error: float
-    """‖difference‖ / ‖gradient‖, of all gradients together."""
+    """‖difference‖ / ‖gradient‖, over all gradients together."""
     tolerance: float
-    """Twice what rounding makes of ``relative_error`` without the policy; 0 where all bits are equal."""
+    """Twice the ``relative_error`` that rounding alone makes without the policy; 0 where all bits are equal."""
     dropped_tensors: int
-    """Each of which came back as it was."""
+    """How many tensors were dropped. Each of them came back as it was."""
     dropped_nbytes: int
     kept_nbytes: int
     """Bytes that the governed modules saved under the policy; the inputs that a checkpoint holds do not count."""
@@ -94,11 +94,14 @@ def verify(
     loss: makes a scalar of the output. Without one it is the output's own ``loss``; if there is none either, backward
     starts from every tensor in the output, with a gradient of fixed signs.
 
-    Raises ``NoEffectError`` if the policy is to drop something, and governs nothing of the model or drops nothing here;
-    ``GradientMismatch`` that names what differs; ``RegenerationError`` with the module and the op that did not
-    give back what was dropped; ``MutationError`` where the run itself changes a parameter, as an optimizer in a hook
-    does; ``UnsupportedError`` where a kernel's rounding cannot be judged, as the model does not run in a wider dtype;
-    and what ``recompute.apply`` and the model raise.
+    Raises
+
+    - ``GradientMismatch``, which names what differs,
+    - ``RegenerationError`` with the module and the op that did not give back what was dropped,
+    - ``NoEffectError`` if the policy is meant to drop something but governs nothing of the model or drops nothing here,
+    - ``MutationError`` where the run itself changes a parameter, as an optimizer in a hook does,
+    - ``UnsupportedError`` where a kernel's rounding cannot be judged because the model does not run in a wider dtype,
+    - and what ``recompute.apply`` and the model raise.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.verify takes a torch.nn.Module, got {type(model).__name__}")
@@ -143,7 +146,7 @@ def verify(
 
 
 class _Outcome(NamedTuple):
-    """Of one run: what there is to compare, by kind and name, and the random state at its end."""
+    """What one run leaves to compare, by kind and name, and the random state at its end."""
 
     tensors: Mapping[str, Tensors]
     rng: RngState
@@ -151,7 +154,7 @@ class _Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class _Trial:
-    """Forward and backward of a model on a batch, as often as one likes."""
+    """Runs forward and backward of a model on a batch, any number of times."""
 
     model: nn.Module
     batch: Any
@@ -225,16 +228,22 @@ def _is_exact(handle: AppliedPolicy, model: nn.Module) -> bool:
 
 
 def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> None:
-    """Raise if the run was one without a policy: comparing it with one would say that all is well, whatever is."""
+    """Raise if the policy did nothing in the run: comparing two runs without a policy would say that all is well."""
     stats, policy = handle.stats(), handle.policy
-    # What a kernel saves less is not dropped, and of compiled code the compiler alone knows.
+    # What a kernel does not save is not counted as dropped, nor is what a compiler does not save.
     kernels = [] if is_exact else [kernel_of(each.runner) for each in handle._attachments]
-    if stats.dropped_tensors or any(kernel is not None and kernel.statistics.frames for kernel in kernels):
+    if (
+        stats.dropped_tensors
+        or stats.offloaded_tensors
+        or any(kernel is not None and kernel.statistics.frames for kernel in kernels)
+    ):
         return
-    if not means_to_drop(policy) or any(map(_is_compiled, (model, *model.modules()))):
+    if not has_effect(policy) or any(map(_is_compiled, (model, *model.modules()))):
         return
     paths = [each.path or type(model).__name__ for each in handle._attachments if each.rule is not None]
-    found = "which ran and dropped nothing" if stats.frames else "none of which ran with gradients"
+    found = (
+        "which ran and neither dropped nor offloaded anything" if stats.frames else "none of which ran with gradients"
+    )
     raise NoEffectError(
         f"policy {policy.name} governs {listed(paths)}, {found} on this batch: there is nothing to verify. "
         "handle.explain(), after a forward under recompute.apply(), says why each tensor is kept"
@@ -253,8 +262,9 @@ def _differing(found: Tensors, expected: Tensors) -> list[str]:
 def _beyond_rounding(names: Iterable[str], found: Tensors, expected: Tensors, wide: Tensors) -> list[str]:
     """Those of ``names`` under which tensors differ by more than twice the rounding error.
 
-    That is a tensor's own error, or its share of the error of all of them where that is more: in a small tensor the
-    roundings may have cancelled out by chance. Other numbers may differ where rounding changes them, as it does ranks.
+    The rounding error is that of the tensor itself, or its share of the error of all tensors if that is more, because
+    in a small tensor the roundings may have cancelled out by chance. Numbers that are not floating-point may differ,
+    too, where rounding changes them, as it changes ranks.
     """
     share = relative_error(*_pairs(expected, wide))
     beyond = []

@@ -12,7 +12,7 @@ from recompute.policy.rules import Policy
 
 
 def verify_policy(policy: Policy, model: str, **asked: Any) -> Iterator[str]:
-    """Yields the model and the batch in a line, and then what ``recompute.verify`` found, and raises what it raises.
+    """Yields a line on the model and the batch, and then what ``recompute.verify`` found. Raises what that raises.
 
     model: as ``build`` takes it. asked: as ``build_options`` takes it.
     """

@@ -1,8 +1,8 @@
-"""DTensors: a tensor of this rank, and a layout over all of them.
+"""DTensors: each is a part that this rank has, a plain tensor, and a layout over all ranks.
 
-An op on DTensors is ops on what each rank has, and collectives between those. A tape sees these, below the DTensor,
-and drops and regenerates them as any others; of the DTensor only its layout is held. What a rank has counts no version
-when the DTensor is changed in place, so the DTensor's own count is watched (invariant 5).
+An op on DTensors becomes ops on the parts, and collectives between ranks. A tape sees these, below the DTensor, and
+drops and regenerates their outputs as those of any other op. Of the DTensor only its layout is held. A part does not
+count it when its DTensor is changed in place, so the DTensor's own version is checked (invariant 5).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def are_sharded(kinds: Iterable[type]) -> bool:
-    """Whether tensors of one of these classes have others inside that the ops are carried out on."""
+    """Whether one of these classes has another tensor inside, on which ops are carried out."""
     ours = _kinds()
     return any(kind in ours for kind in kinds)
 
@@ -26,7 +26,7 @@ def has_layout(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """What this rank has of ``tensor``, as soon as the collective that fills it is done: itself, if it is plain."""
+    """This rank's part of ``tensor``, once the collective that fills it is done; ``tensor`` itself if it is plain."""
     if type(tensor) in (Tensor, nn.Parameter) or type(tensor) not in _kinds():
         return tensor
     if has_layout(tensor):
@@ -35,7 +35,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def _kinds() -> tuple[Any, ...]:
-    """DTensors, and what stands for the result of a collective until somebody waits for it."""
+    """The classes of DTensors, and of the results of collectives for which nobody has waited yet."""
     return (
         _class_in("torch.distributed.tensor", "DTensor"),
         _class_in("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
@@ -43,5 +43,8 @@ def _kinds() -> tuple[Any, ...]:
 
 
 def _class_in(module: str, name: str) -> Any:
-    """A class of a module that is slow to import, or not there at all; of what was not imported there is no tensor."""
+    """A class of a module that may be slow to import, or missing, so it is not imported here.
+
+    If nobody has imported it there are no such tensors, and this returns something that is no tensor's class.
+    """
     return getattr(sys.modules.get(module), name, _class_in)

@@ -1,6 +1,6 @@
 """``recompute.keep``: tensors that are never dropped.
 
-In eager code it tells the regions around. In compiled code it is an op, whose output those rules keep that name it.
+In eager code it tells the regions around it. In compiled code it is an op, and a rule that names it keeps its output.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from recompute.engine.modes import hidden_from_any_modes
-from recompute.engine.recipes import local, open_book
+from recompute.engine.recipe_book import open_book
+from recompute.engine.thread_state import local
 from recompute.policy.rules import is_tensor_name
 
 _LIBRARY = torch.library.Library("recompute", "FRAGMENT")
@@ -19,7 +20,7 @@ torch.library.register_fake("recompute::kept", lambda tensor, name: torch.empty_
 torch.library.register_autograd("recompute::kept", lambda ctx, gradient: (gradient, None), lib=_LIBRARY)
 
 keep_op = torch.ops.recompute.kept.default
-"""``(tensor, name) -> tensor``: a copy, which costs its bytes, as an op's output may not be its input."""
+"""``(tensor, name) -> tensor``: a copy, which costs its bytes, because an op may not return its input."""
 
 
 def keep(tensor: Tensor, name: str | None = None) -> Tensor:

@@ -37,7 +37,7 @@ _local = _HiddenModes()
 
 
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes in force, innermost last; without those of torch that are beneath all others."""
+    """The dispatch modes in force, innermost last, without those of torch that lie beneath all others."""
     modes = map(_C._get_dispatch_stack_at, range(count_dispatch_modes()))
     return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
 
@@ -48,7 +48,7 @@ def function_modes() -> list[Any]:
 
 
 def is_foreign(mode: Any) -> bool:
-    """Whether nobody knows what a mode does to the ops that it sees."""
+    """Whether a mode is neither torch's nor ours, so that nobody knows what it does to the ops that it sees."""
     return not type(mode).__module__.startswith(_TRUSTED)
 
 
@@ -62,7 +62,7 @@ def has_foreign_modes() -> bool:
 
 
 def are_modes_hidden() -> bool:
-    """Whether ``hidden_from_modes`` hides from a mode here."""
+    """Whether ``hidden_from_modes`` is hiding something from a foreign mode here."""
     return bool(_local.hidden)
 
 
@@ -101,7 +101,7 @@ def _trusted(modes: list[Any]) -> list[Any]:
 
 @contextmanager
 def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
-    """Under just these modes, and those of torch that are beneath all others."""
+    """The span in which just these modes are in force, and those of torch that lie beneath all others."""
     present = dispatch_modes(), function_modes()
     _put_dispatch_modes(dispatch)
     _put_function_modes(functions)
@@ -114,7 +114,7 @@ def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def hidden_from_modes() -> Iterator[None]:
-    """For what the engine itself does with tensors: no mode but those that are trusted sees it, or changes it."""
+    """The span of what the engine itself does with tensors: only trusted modes see it or change it."""
     modes = dispatch_modes()
     before = _local.hidden
     with under(_trusted(modes), _trusted(function_modes())):
@@ -129,14 +129,14 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def hidden_from_any_modes() -> AbstractContextManager[None]:
-    """``hidden_from_modes``, if there is anyone to see."""
+    """``hidden_from_modes`` if there are foreign modes; else nothing, which costs less."""
     if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
         return hidden_from_modes()
     return _NOTHING
 
 
 def runs_hidden_from_modes(method: F) -> F:
-    """A method of the engine that runs ``hidden_from_modes``."""
+    """Have a method of the engine run in ``hidden_from_modes``, if there are foreign modes."""
 
     @functools.wraps(method)
     def run(*args: Any) -> Any:
@@ -150,7 +150,7 @@ def runs_hidden_from_modes(method: F) -> F:
 
 @contextmanager
 def shown_to_modes() -> Iterator[None]:
-    """For what runs again, inside of ``hidden_from_modes``: the modes hidden from see it."""
+    """The span of what runs again, inside of ``hidden_from_modes``: the foreign modes see it again."""
     with under([*dispatch_modes(), *_local.hidden], function_modes()):
         yield
 
@@ -165,7 +165,7 @@ class ActiveModes:
         self._functions = function_modes() if count_function_modes() else []
 
     def replayed(self) -> AbstractContextManager[None]:
-        """Under them, and under the dispatch modes in force now, which see all that backward does."""
+        """The span in which these modes are in force again, beside the present ones, which see all of backward."""
         if not (
             self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_modes_hidden()
         ):

@@ -1,7 +1,8 @@
 """The settings of torch that an op's result depends on besides its arguments: captured, compared, put back.
 
-An op that runs again in backward must run under those of forward: the default dtype says what type promotion and
-factories give, threads say in which order a sum is added up, and flags say which algorithm runs and how it rounds.
+An op that runs again in backward must run under the settings of forward. The default dtype decides what type promotion
+and factories give, the number of threads in which order a sum is added up, and flags which algorithm runs and how it
+rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _flushes_denormals() -> bool:
 
 
 def _matmul_precision() -> str | None:
-    """None where the newer ``fp32_precision`` says something else, which torch refuses to hide."""
+    """None where it contradicts the newer ``fp32_precision``: torch raises an error then."""
     try:
         return _C._get_float32_matmul_precision()
     except RuntimeError:
@@ -66,8 +67,8 @@ def _fp32(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], Any
     return functools.partial(get, backend, op), functools.partial(put, backend, op)
 
 
-# Not the order in which attention's backends are tried: on Hopper torch itself changes that in the first attention that
-# runs (``priority_order`` in ATen/native/transformers/cuda/sdp_utils.cpp), in the middle of a region.
+# The order in which attention's backends are tried is not among these. On Hopper torch itself changes it during the
+# first attention (``priority_order`` in ATen/native/transformers/cuda/sdp_utils.cpp), in the middle of a region.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, _C._set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
@@ -86,7 +87,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
-    (_matmul_precision, _set_matmul_precision),  # sets some of those below, which may then say it more exactly
+    (_matmul_precision, _set_matmul_precision),  # also sets some of those below, so those, more exact, come after it
     (_cudnn_allows_tf32, _set_cudnn_allows_tf32),
     _fp32("generic", "all"),
     _fp32("cuda", "all"),
@@ -112,17 +113,17 @@ class Numerics:
         return [get() for get in _getters] == self._values
 
     def are(self, others: Numerics) -> bool:
-        """Whether these are the same."""
+        """Whether ``others`` are the same settings."""
         return self._values == others._values
 
     def put(self) -> None:
-        """Put them in force, as far as they are not."""
+        """Put those in force that are not."""
         for (get, put), value in zip(_SETTINGS, self._values, strict=True):
             if get() != value:
                 put(value)
 
     def replayed(self) -> AbstractContextManager[None]:
-        """In force for a time, and the present ones again at the end."""
+        """The span in which these settings are in force. Afterwards the present ones are again."""
         present = Numerics()
         return _NOTHING if present._values == self._values else self._instead_of(present)
 
@@ -137,7 +138,7 @@ class Numerics:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """``dtype`` as the default one for a time."""
+    """The span in which ``dtype`` is the default one."""
     present = torch.get_default_dtype()
     _C._set_default_dtype(dtype)
     try:

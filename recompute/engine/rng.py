@@ -1,4 +1,8 @@
-"""What a region drew from: random generators captured at its start, compared at its end, put back around a replay."""
+"""Random generators: captured when a region starts, compared when it ends, and put back while it runs again.
+
+``RngState`` does all three. Every region captures the global generators of torch, Python and NumPy, so that has to be
+cheap: a ``_CachedSource`` asks its generator for the state only if the generator's memory has changed.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +40,13 @@ class RandomSource(ABC):
 
 
 class _CpuSource(RandomSource):
-    """The CPU's default generator, or a ``torch.Generator`` on the CPU: its whole state (5 KB), as bytes to compare."""
+    """The CPU's default generator, or a ``torch.Generator`` on the CPU. Its state is 5 KB, held as bytes to compare."""
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
 
     def state(self) -> bytes:
-        with _disable_current_modes():  # one that makes tensors fake, say
+        with _disable_current_modes():  # a mode might make the state a fake tensor, say
             return bytes(_numpy(self.generator.get_state()))
 
     def restore(self, state: bytes) -> None:
@@ -50,11 +54,11 @@ class _CpuSource(RandomSource):
             self.generator.set_state(torch.from_numpy(np.frombuffer(bytearray(state), np.uint8)))
 
 
-_numpy = torch._C.TensorBase.numpy  # which tells no tape that memory is handed out
+_numpy = torch._C.TensorBase.numpy  # ``Tensor.numpy`` would tell tapes that memory is handed out
 
 
 class _CudaSource(RandomSource):
-    """A CUDA generator: Philox, so a seed and an offset say all."""
+    """A CUDA generator. Its algorithm is Philox, whose whole state is a seed and an offset."""
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
@@ -79,8 +83,8 @@ class _CudaSource(RandomSource):
 class StateTracker(Protocol):
     """Swaps the states of CUDA generators by name, as trainers with tensor parallelism do.
 
-    Any object whose class has these two methods is taken for one. Trackers of several libraries are alike in this, so
-    none of them needs an adapter, and a user's own works too.
+    Any object whose class has these two methods counts as a tracker. The trackers of several libraries have them, so no
+    library needs an adapter, and a user's own tracker works too.
     """
 
     def get_states(self) -> dict[str, Any]: ...
@@ -110,9 +114,10 @@ class _TrackerSource(RandomSource):
 
 
 def _fields_of(value: Any) -> Any:
-    """A view, as long as ``value`` lives, of the fields that its C type has. None but in CPython.
+    """A view of the fields that the C type of ``value`` has, valid as long as ``value`` lives; None outside of CPython.
 
-    Python's and NumPy's generators have their whole state there. To ask them for it takes 7 and 33 us, this 0.1.
+    Python's and NumPy's generators have their whole state in these fields. To ask them for it takes 7 and 33 us, to
+    read the fields 0.1 us.
     """
     if sys.implementation.name != "cpython":
         return None
@@ -134,20 +139,23 @@ class _PythonSource(RandomSource):
 
 
 class _NumpySource(RandomSource):
-    """A NumPy ``Generator``: its bit generator is all the state there is."""
+    """A NumPy ``Generator``. Its bit generator has its whole state."""
 
     def __init__(self, generator: np.random.Generator):
         self.generator = generator
 
     def state(self) -> bytes:
-        return pickle.dumps(self.generator.bit_generator.state)  # a copy, and of arrays too one that compares
+        return pickle.dumps(self.generator.bit_generator.state)  # a copy; == could not compare arrays in it
 
     def restore(self, state: bytes) -> None:
         self.generator.bit_generator.state = pickle.loads(state)
 
 
 class _LegacyNumpySource(RandomSource):
-    """NumPy's global generator, or a ``RandomState``: a bit generator, and every second normal number held back."""
+    """NumPy's global generator, or a ``RandomState``. It makes two normal numbers at a time and holds the second back.
+
+    So its state is that of its bit generator, and that number.
+    """
 
     def __init__(self, generator: np.random.RandomState):
         self.generator = generator
@@ -160,12 +168,12 @@ class _LegacyNumpySource(RandomSource):
 
 
 class _CachedSource(RandomSource):
-    """A source that any code may draw from, so that every region looks at it: cheap where nobody has drawn."""
+    """A global generator. Any code may draw from it, so every region looks at it: cheaply, if nobody has drawn."""
 
     def __init__(self, source: RandomSource):
         self.generator = source.generator
         self._source = source
-        self._last: tuple[Any, Any] = (None, None)  # a copy of its memory, and its state then
+        self._last: tuple[Any, Any] = (None, None)  # as last read: a copy of its memory, and its state
 
     def state(self) -> Any:
         memory = self.memory()
@@ -182,32 +190,38 @@ class _CachedSource(RandomSource):
         self._source.restore(state)
 
     def copy_of(self, state: Any) -> tuple[Any, ...] | None:
-        """The copy of the memory that had this state; None if it is not that of the last look."""
+        """The copy of the memory that goes with ``state``; None unless that is the state that was read last."""
         copy, last = self._last
         return copy if last is state else None
 
     @abstractmethod
     def memory(self) -> tuple[Any, ...] | None:
-        """All that the state consists of, as it is now: views of memory, and numbers. None where it cannot be had."""
+        """All that the state consists of now, as views of memory and numbers; None where these cannot be had."""
 
 
 def _copy_of(part: Any) -> Any:
-    return bytearray(part) if isinstance(part, ctypes.Array) else part  # is compared with a view without copying that
+    return bytearray(part) if isinstance(part, ctypes.Array) else part  # == with a view does not copy the view
 
 
-_WORDS = 624  # of 4 bytes, that a CPU generator makes its numbers of
-_BEFORE, _BEHIND = 20, 28  # bytes: of the seed, and of which word is next; of the normal numbers held back
+_WORDS = 624  # of 4 bytes each, from which a CPU generator makes its numbers
+# Bytes around the words: before them the seed and the number of the next word, behind them the normal numbers that are
+# held back.
+_BEFORE, _BEHIND = 20, 28
 
 
 def _words_of(generator: torch.Generator) -> bytes:
-    """A CPU generator's words, which its state has as integers of 8 bytes behind others of 24."""
+    """A CPU generator's words. ``get_state`` gives them as integers of 8 bytes each, behind 24 other bytes."""
     return _numpy(generator.get_state())[24:].view(np.int64)[:_WORDS].astype(np.uint32).tobytes()
 
 
 def _where_words_are() -> int | None:
-    """How many bytes into a CPU generator its words begin; None unless all that it draws is seen to show there."""
+    """How many bytes into a CPU generator its words begin. torch promises no such layout, so a probe looks for them.
+
+    None unless each draw from the probe is seen to change the memory that ``_memory_of`` shows.
+    """
     probe = torch.Generator()
-    place = ctypes.string_at(_address_of(probe), 256).find(_words_of(probe)[:64])  # it is ten times as long as that
+    # A generator is ten times as long as the bytes that are read here.
+    place = ctypes.string_at(_address_of(probe), 256).find(_words_of(probe)[:64])
     if place < _BEFORE or _memory_of(probe, place).raw[_BEFORE:-_BEHIND] != _words_of(probe):
         return None
     seen = [_memory_of(probe, place).raw]
@@ -224,12 +238,12 @@ def _address_of(generator: torch.Generator) -> int:
 
 
 def _memory_of(generator: torch.Generator, place: int) -> Any:
-    """A view, as long as ``generator`` lives, of all that its next numbers depend on."""
+    """A view of all that the generator's next numbers depend on, valid as long as ``generator`` lives."""
     return (ctypes.c_char * (_BEFORE + _WORDS * 4 + _BEHIND)).from_address(_address_of(generator) + place - _BEFORE)
 
 
 class _GlobalCpu(_CachedSource):
-    """What ops on the CPU draw from that are given no generator."""
+    """The generator that ops on the CPU draw from if they are given none."""
 
     def __init__(self) -> None:
         super().__init__(_CpuSource(torch.default_generator))
@@ -241,7 +255,7 @@ class _GlobalCpu(_CachedSource):
 
 
 class _GlobalPython(_CachedSource):
-    """What the functions of Python's ``random`` draw from."""
+    """The generator that the functions of Python's ``random`` draw from."""
 
     def __init__(self) -> None:
         super().__init__(_PythonSource(random._inst))
@@ -252,7 +266,7 @@ class _GlobalPython(_CachedSource):
 
 
 class _GlobalNumpy(_CachedSource):
-    """What the functions of ``numpy.random`` draw from."""
+    """The generator that the functions of ``numpy.random`` draw from."""
 
     def __init__(self) -> None:
         super().__init__(_LegacyNumpySource(np.random.mtrand._rand))
@@ -261,7 +275,7 @@ class _GlobalNumpy(_CachedSource):
 
     def memory(self) -> tuple[Any, ...] | None:
         bits, fields = self._bits
-        if bits is not self.generator._bit_generator:  # np.random.set_bit_generator
+        if bits is not self.generator._bit_generator:  # somebody has called np.random.set_bit_generator
             bits = self.generator._bit_generator
             fields = _fields_of(bits) if type(bits).__module__.startswith("numpy.random.") else None
             self._bits = bits, fields
@@ -269,17 +283,17 @@ class _GlobalNumpy(_CachedSource):
 
 
 class _GlobalGenerators:
-    """The generators that any code may draw from on the CPU: one comparison for all of them where nobody has drawn."""
+    """The three global generators on the CPU. If nobody has drawn, one comparison finds that out for all of them."""
 
     def __init__(self) -> None:
         self._python: Any = random._inst
         self._numpy: Any = np.random.mtrand._rand
         self._sources = (_GlobalCpu(), _GlobalPython(), _GlobalNumpy())
-        # Views of all their memory, a copy of it, and their states then.
+        # As last read: views of all their memory, a copy of it, and their states.
         self._last: tuple[tuple[Any, ...], Any, list[tuple[RandomSource, Any]]] = ((None,) * 4, None, [])
 
     def states(self) -> list[tuple[RandomSource, Any]]:
-        """Each with its state: the same list as the last time where the states are the same."""
+        """Each generator with its state. Returns the same list object as last time if no state has changed."""
         (cpu, python, bits, numpy), before, states = self._last
         if before == (cpu, python, self._python.gauss_next, bits, numpy, self._numpy._bit_generator):
             return states
@@ -299,7 +313,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.G
 
 
 def _source(value: Any) -> RandomSource | None:
-    """The source of randomness that ``value`` is, or of which it is a method."""
+    """The source that ``value`` is, or of which it is a method; None if it is neither."""
     if isinstance(value, torch.Generator):
         return _CudaSource(value) if value.device.type == "cuda" else _CpuSource(value)
     value = getattr(value, "__self__", value) if isinstance(value, (MethodType, BuiltinMethodType)) else value
@@ -321,14 +335,14 @@ def is_random_source(value: Any) -> bool:
 
 
 class RngState:
-    """The states of the default generators of the CPU, each CUDA device, Python and NumPy, and of those given."""
+    """The states of the default generators of the CPU, each CUDA device, Python and NumPy, and of any others given."""
 
     __slots__ = ("_defaults", "_states")
 
     def __init__(self, extra: Iterable[Any] = (), *, name: str = "a region"):
-        """name: of the module that is going to draw, for errors."""
+        """name: of the module that is going to draw; errors mention it."""
         try:
-            self._states = _GLOBALS.states()  # shared: what is included makes another list
+            self._states = _GLOBALS.states()  # others have the same list, so it is never changed, only replaced
             if torch.cuda.is_initialized():
                 devices = map(_CudaSource, torch.cuda.default_generators)
                 self._states = [*self._states, *((source, source.state()) for source in devices)]
@@ -350,21 +364,21 @@ class RngState:
         return captured
 
     def include(self, value: Any) -> None:
-        """Capture the state of another source, unless it has been captured."""
+        """Also capture the state of ``value``, if it is a source that has not been captured yet."""
         source = _source(value)
         if source is not None and all(known.generator is not source.generator for known, _ in self._states):
             self._states = [*self._states, (source, source.state())]
 
     def extra(self) -> list[Any]:
-        """What has been included besides the defaults."""
+        """The generators that were included besides the default ones."""
         return [source.generator for source, _ in self._states[self._defaults :]]
 
     def is_beyond_torch(self) -> bool:
-        """Whether there is a source here that is none of torch's generators."""
+        """Whether some source here is not one of torch's generators."""
         return any(not isinstance(source.generator, torch.Generator) for source, _ in self._states)
 
     def drawn(self) -> RngState | None:
-        """Only the sources that have been drawn from since this was taken; None where there are none."""
+        """The captured states of those sources that have been drawn from since; None if there are none."""
         if self._states is _GLOBALS.states():
             return None
         changed = [
@@ -379,20 +393,23 @@ class RngState:
         return drawn
 
     def __enter__(self) -> None:
-        """Leave the generators alone now. At the end their captured states are put back (invariant 6)."""
+        """Do nothing yet: ``__exit__`` puts the captured states back (invariant 6)."""
 
     def __exit__(self, *error: object) -> None:
         if (drawn := self.drawn()) is not None:
             drawn.restore()
 
     def restore(self) -> None:
-        """Put the captured states in force."""
+        """Give the generators their captured states."""
         for source, state in self._states:
             source.restore(state)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Put the captured states in force, and the present ones back at the end, also after an error (invariant 6)."""
+        """The span in which the generators have their captured states.
+
+        At the end they get their present ones back, also after an error (invariant 6).
+        """
         present = [(source, source.state()) for source, _ in self._states]
         try:
             self.restore()

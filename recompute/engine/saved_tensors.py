@@ -1,4 +1,4 @@
-"""What stands for a saved tensor until backward wants it, and who accounts for it."""
+"""What autograd holds in the place of a saved tensor until backward wants it, and the statistics of regions."""
 
 from __future__ import annotations
 
@@ -32,20 +32,23 @@ class RegionStatistics:
     """Saved tensors dropped, each storage counted once a frame."""
     dropped_nbytes: int = 0
     kept_nbytes: int = 0
-    """Bytes held for backward that its frames saved, or that the kernels in its place did, and that live for no other
-    reason."""
+    """Bytes that live only because its frames, or the kernels in its place, saved them for backward."""
     eager_nbytes: int = 0
     """Bytes that the same code holds for backward without the policy."""
     regenerations: int = 0
     """Times backward made it, or an op in it, run again."""
     regenerated_nbytes: int = 0
-    """Bytes that came back so, with those of what had to come back on the way."""
+    """Bytes that came back, including those of values that only served to bring others back."""
+    offloaded_tensors: int = 0
+    """Storages that were copied off the device."""
+    offloaded_nbytes: int = 0
+    """Bytes of these. They are among those kept, but for what is given to a checkpoint."""
     stopwatch: Stopwatch | None = None
     """Times the regenerations, if that was asked for."""
     plan: SavePlan | None = None
     """What its last frame kept and dropped, and why."""
     dropped_outputs: list[DroppedOutput] = field(default_factory=list)
-    """The outputs of its last frame that were dropped, too."""
+    """The outputs of its last frame that were dropped too."""
 
 
 class DroppedOutput(NamedTuple):
@@ -57,7 +60,7 @@ class DroppedOutput(NamedTuple):
 
 
 class PackedTensor:
-    """What stands for a tensor until backward wants it."""
+    """What is held in the place of a tensor until backward wants it."""
 
     __slots__ = ()
 
@@ -81,12 +84,12 @@ class KeptTensor(PackedTensor):
 
 
 class ParameterReference(PackedTensor):
-    """A parameter, or a view of one. It is held by the object that it is: who gathers weights may swap its memory.
+    """A parameter, or a view of one. The object is held and not its memory, which libraries that gather weights swap.
 
-    Of a DTensor it is the part of this rank.
+    Of a DTensor it gives this rank's part.
 
-    memory: the memory that the parameter has now. It is used also if ``parameter.data`` is replaced later, as autograd
-    holds the memory of a view. Of a parameter itself autograd holds only the object: there it is None.
+    memory: of a view, the memory that the parameter has now. Autograd holds the memory of a view, so this is used even
+    if ``parameter.data`` is replaced later. None of the parameter itself, of which autograd holds only the object.
     """
 
     __slots__ = ("layout", "memory", "name", "parameter", "version")
@@ -117,11 +120,11 @@ class ParameterReference(PackedTensor):
 
 
 class ParameterView(PackedTensor):
-    """A view of a parameter, by the memory that it had in forward.
+    """A view of a parameter, in the memory that the parameter had in forward.
 
-    Where that memory has been freed since, as by FSDP, it is a ``ParameterReference`` like any other.
+    If that memory has been freed since, as FSDP does, this acts like a ``ParameterReference``.
 
-    parameter: one whose memory may be held.
+    parameter: one for which ``may_hold_memory`` is true.
     """
 
     __slots__ = ("name", "parameter", "version", "view")
@@ -142,12 +145,12 @@ class ParameterView(PackedTensor):
 
 
 class VersionGuard:
-    """Refuses a DTensor that was changed in place, also for its part on this rank, which counts no versions itself."""
+    """Refuses a DTensor that was changed in place. Its part on this rank, which counts no versions, needs that too."""
 
     __slots__ = ("_name", "_shell", "_version")
 
     def __init__(self, alias: Any, name: str):
-        """alias: of the DTensor, which nobody else has. It is emptied, and still shares the count of versions."""
+        """alias: an alias of the DTensor that nobody else has. It is emptied, but still shares the version counter."""
         alias._local_tensor = None
         self._shell = alias
         self._version = version_of(alias)
@@ -158,7 +161,7 @@ class VersionGuard:
 
 
 class PackedDTensor(PackedTensor):
-    """A DTensor, by what stands for this rank's part of it."""
+    """A DTensor, made again from what is held of this rank's part."""
 
     __slots__ = ("_kind", "_spec", "_watch", "whole")
 
@@ -188,7 +191,7 @@ class KeptShard(KeptTensor):
 
 
 class PackedByOuterHook(PackedTensor):
-    """What saved-tensor hooks of others, around the region, made of a tensor."""
+    """What the saved-tensor hooks of others around the region returned for a tensor."""
 
     __slots__ = ("packed", "unpack")
 
@@ -214,10 +217,10 @@ class PackedView(PackedTensor):
 
 
 def seen_as(tensor: Tensor, layout: Layout) -> Tensor:
-    """The view of ``tensor``'s memory that has ``layout``, with its count of versions."""
+    """The view of ``tensor``'s memory that has ``layout``. It shares the version counter of ``tensor``."""
     if Layout.of(tensor) == layout:
         return tensor
-    if tensor.dtype is not layout.dtype:  # as whole elements of both dtypes, from the start
+    if tensor.dtype is not layout.dtype:  # see the memory from its start, in whole elements of both dtypes
         larger = max(tensor.dtype.itemsize, layout.dtype.itemsize)
         count = tensor.untyped_storage().nbytes() // larger * (larger // tensor.dtype.itemsize)
         tensor = tensor.as_strided((count,), (1,), 0).view(layout.dtype)
@@ -238,7 +241,7 @@ def pack_through(hooks: Hooks | None, tensor: Tensor, name: str) -> PackedTensor
 
 
 def fetch(value: Any) -> Any:
-    """``value`` with the tensors in the places of all that stands for them, also inside lists and dicts."""
+    """``value`` with the tensor in the place of each ``PackedTensor``, also inside of lists and dicts."""
     if isinstance(value, PackedTensor):
         return value.get()
     if isinstance(value, (list, tuple)):
@@ -247,7 +250,7 @@ def fetch(value: Any) -> Any:
 
 
 def packed_in(value: Any) -> Iterator[PackedTensor]:
-    """All that stands for a tensor in ``value``."""
+    """Each ``PackedTensor`` in ``value``. In the place of a view or a DTensor it is what that is made from."""
     if isinstance(value, PackedTensor):
         yield value.whole if isinstance(value, (PackedView, PackedDTensor)) else value
     elif isinstance(value, (list, tuple, dict)):
@@ -267,8 +270,25 @@ def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def has_only_our_hooks(hooks: Hooks | None) -> bool:
+    """Whether these hooks are a scope of ours, or there are none, and there are none of others around them."""
+    while hooks is not None and hooks[1] is unpack_saved:
+        hooks = hooks[0].__self__.outer  # type: ignore[attr-defined]
+    return hooks is None
+
+
+def are_held_as_they_are(hooks: Hooks | None) -> bool:
+    """Whether all that these hooks do to a tensor that no recipe gives back is to hold it, where it is."""
+    while hooks is not None and hooks[1] is unpack_saved:
+        scope = hooks[0].__self__  # type: ignore[attr-defined]
+        if getattr(scope, "holds_elsewhere", False):
+            return False
+        hooks = scope.outer
+    return hooks is None
+
+
 def explain_transforms(error: BaseException | None, statistics: RegionStatistics) -> None:
-    """Raise what says more, if ``error`` is that of a transform of ``torch.func``, which refuses all such hooks."""
+    """Raise a clearer error, if ``error`` is that of a ``torch.func`` transform, which refuses saved-tensor hooks."""
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         raise UnsupportedError(
             f"in {statistics.name}: torch.func.grad, vjp, jacrev and hessian cannot be called inside of a module under "
@@ -278,7 +298,7 @@ def explain_transforms(error: BaseException | None, statistics: RegionStatistics
 
 
 def is_inside_checkpoint() -> bool:
-    """Whether what is saved now goes to a checkpoint, ours or torch's, be it the first run or a replay."""
+    """Whether what is saved now goes to a checkpoint, ours or torch's, in its first run or in a replay."""
     hooks = top_hooks()
     while hooks is not None and hooks[1] is unpack_saved:
         scope = hooks[0].__self__  # type: ignore[attr-defined]
@@ -311,24 +331,26 @@ _storages: dict[int, StorageWeakRef] = {}
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Which storage a parameter or buffer has, to be compared by ``cdata``; None where that may change by itself.
+    """Which storage a parameter or buffer has, to compare by its ``cdata``; None where that may change by itself.
 
-    The reference keeps the address from being used again (invariant 3). It is remembered by the tensor's id, which may
-    be used again, but not by a tensor with that storage.
+    The reference keeps the address from being used again (invariant 3). References are remembered by the tensor's id.
+    Another tensor may have that id later, but then its storage has another address, and the reference is replaced.
     """
     if type(tensor) not in _STRIDED or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     storage, number = tensor.untyped_storage(), id(tensor)
     known = _storages.get(number)
     if known is None or known.cdata != storage._cdata:
-        if len(_storages) >= 1 << 16:  # most are of tensors that are gone: no callback tells, as none may refer to
-            _storages.clear()  # a parameter weakly, lest torch.utils.swap_tensors refuse it
+        # Most references are of tensors that are gone. No weak reference may tell us which, because
+        # torch.utils.swap_tensors refuses a parameter that has one.
+        if len(_storages) >= 1 << 16:
+            _storages.clear()
         known = _storages[number] = StorageWeakRef(storage)
     return known
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """The address of the tensor's StorageImpl, or of its part on this rank; None for one with none (sparse, say)."""
+    """The address of the StorageImpl of a tensor, or of a DTensor's part on this rank; None if it has none (sparse)."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if type(tensor) is not Tensor:

@@ -1,4 +1,7 @@
-"""Spans of forward that say what becomes of what autograd saves there: scopes around whole models, and exceptions."""
+"""Spans of forward that decide what becomes of the tensors that autograd saves in them.
+
+A ``RecipeScope`` is around a whole model. A ``KeepScope`` and a ``BypassScope`` make exceptions inside of it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch.autograd import forward_ad
 
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.recipes import RecipeBook, local, open_book
+from recompute.engine.recipe_book import RecipeBook, open_book
 from recompute.engine.saved_tensors import (
     Hooks,
     PackedDTensor,
@@ -22,6 +25,7 @@ from recompute.engine.saved_tensors import (
     top_hooks,
     unpack_saved,
 )
+from recompute.engine.thread_state import local
 from recompute.errors import warn
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -30,9 +34,10 @@ _has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[
 
 
 def is_recording() -> bool:
-    """Whether autograd records, by saved-tensor hooks if there are any, and plainly.
+    """Whether autograd records here, in a way that saved-tensor hooks can follow.
 
-    Not where a compiler, a functional transform or forward-mode differentiation is at work.
+    It does not where a compiler, a functional transform or forward-mode differentiation is at work, nor where hooks are
+    disabled.
     """
     return (
         torch.is_grad_enabled()
@@ -45,7 +50,7 @@ def is_recording() -> bool:
 
 @functools.cache
 def _goes_without() -> bool:
-    """False, and the first time a warning."""
+    """Always False. The first time it warns."""
     warn(
         "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and a policy needs "
         "them: modules run as without it, and nothing is dropped. Take them out of the policy, or run them outside of "
@@ -55,9 +60,9 @@ def _goes_without() -> bool:
 
 
 class RecipeScope:
-    """The span in which the outputs that recipes give back are dropped, wherever they are saved.
+    """The span in which outputs that recipes give back are dropped, whichever module saves them.
 
-    Innermost scopes share the book of the outermost one, so that a consumer in any of them finds the recipe.
+    Scopes inside of another one share its book, so that a module in any of them finds the recipe.
     """
 
     is_checkpoint = False
@@ -91,7 +96,7 @@ class RecipeScope:
 class KeepScope:
     """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops.
 
-    There are no hooks of ours in it, so that ``torch.func.grad``, which bears none, works there.
+    Our hooks are taken off for this span, so that ``torch.func.grad``, which refuses hooks, works in it.
     """
 
     def __enter__(self) -> None:
@@ -108,9 +113,9 @@ class KeepScope:
 
 
 class BypassScope:
-    """The span in which what autograd saves goes past a scope, to the hooks around it: about 3 µs less a tensor.
+    """The span in which what autograd saves goes past a scope, to the hooks around it. It saves about 3 µs a tensor.
 
-    For what is known to save nothing that a scope could drop. Inside other regions it changes nothing.
+    It is for code that is known to save nothing that a scope could drop. Inside of other regions it changes nothing.
     """
 
     __slots__ = ("_hooks",)

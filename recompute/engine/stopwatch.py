@@ -1,4 +1,4 @@
-"""How long backward takes to regenerate: on CUDA by events, which wait for nothing."""
+"""How long backward takes to regenerate. On CUDA, events measure it, for which the CPU need not wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MANY = 1024
 
 
 class Stopwatch:
-    """Adds up the seconds between ``start()`` and ``stop()``: the CPU's, or those of what the current stream runs."""
+    """Adds up the seconds between ``start()`` and ``stop()``: of the CPU, or of what the current CUDA stream runs."""
 
     def __init__(self, device: torch.device):
         self._on_cuda = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""The model that a file describes, and a batch for it: real, or on fake tensors, which have shapes and no memory."""
+"""Builds the model that a file describes, and a batch for it: real, or of fake tensors, which take no memory."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ def build(
 ) -> tuple[nn.Module, Any]:
     """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
 
-    source: an ablation's configuration file (YAML, of which ``model`` counts), a file or a folder with the
-        ``config.json`` of a Hugging Face model, the name of such a model, or such a configuration; or
-        ``package.module:factory``, a function that returns a model and a batch, of sizes of its own.
-    sequence_length: of token ids (batch_size, sequence_length); at most as many as the model has positions for.
-    stretches: give it more positions, if it is to have them by its configuration.
+    source: one of
+
+        - an ablation's configuration file (YAML), of which the section ``model`` counts,
+        - a Hugging Face configuration, its ``config.json``, the folder of that, or the name of the model,
+        - ``package.module:factory``, a function that returns a model and a batch, whose sizes are its own.
+    sequence_length: token ids are (batch_size, sequence_length), which the model must have positions for.
+    stretches: whether to give the model more positions where its configuration has too few.
 
     Leaves the global random state as it was. Raises ``PolicyError`` for a configuration that is not valid, and
-    ``ModelError`` where there is none, or the model is given neither tokens nor images.
+    ``ModelError`` where there is none, or the model takes neither tokens nor images.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(_SEED)
@@ -65,7 +67,7 @@ def build(
 
 
 def build_options(*, seq_len: int, batch_size: int, dtype: str, device: str) -> dict[str, Any]:
-    """The options of ``build`` from a command line's: dtype and device by name, "auto" being CUDA if there is one."""
+    """The options of ``build`` from those of a command line, where dtype and device are names ("auto": CUDA if any)."""
     return {
         "sequence_length": seq_len,
         "batch_size": batch_size,
@@ -81,11 +83,11 @@ def build_fake(source: Source, *, device: torch.device, **options: Any) -> Itera
     Raises ``ModelError`` where the model asks inside for the value of a tensor.
     """
     with without_packing(_called(source)), FakeTensorMode():
-        with no_init_weights():  # which asks for values, of some models
+        with no_init_weights():  # initializing some models asks for the values of tensors
             model, batch = build(source, device=torch.device("cpu"), **options)
         if isinstance(model, transformers.PreTrainedModel):
-            model.tie_weights()  # which initializing would have done
-        if device.type != "cpu":  # only now: CUDA's random state is not to be saved and put back among fakes
+            model.tie_weights()  # initializing would have done this
+        if device.type != "cpu":  # not earlier: CUDA's random state cannot be saved and put back under fake tensors
             move(model, device)
             batch = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), batch)
         yield model, batch
@@ -93,12 +95,12 @@ def build_fake(source: Source, *, device: torch.device, **options: Any) -> Itera
 
 @contextmanager
 def without_packing(name: str) -> Iterator[None]:
-    """Have Hugging Face's attention make of fake positions what it makes of a single sequence's.
+    """Have Hugging Face's attention treat fake positions like those of a single sequence.
 
     Raises ``ModelError`` where the model, called ``name``, asks inside for the value of a tensor.
     """
     find = masking_utils.find_packed_sequence_indices
-    # Asked about fake positions, it allows for several sequences in a row, whose mask changes what attention saves.
+    # Of fake positions it cannot tell, and would assume several sequences in a row, whose mask changes what is saved.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
@@ -154,7 +156,7 @@ def _refusals_named(source: Source) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # transformers checks some values, and of others comes upon what follows from them: any exception may come.
+        # transformers checks some values. Others lead to errors anywhere in its code, so any exception may come.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         told = (lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]).rstrip(".")
         kind = "" if isinstance(error, (OSError, ValueError)) or len(lines) > 1 else f"{type(error).__name__}: "

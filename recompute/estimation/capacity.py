@@ -1,4 +1,4 @@
-"""Whether a training step fits a device, and the largest batch and the longest sequences that do."""
+"""Finds out whether a training step fits a device, and the largest batch and the longest sequences that do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recompute.estimation.gpus import find_gpu, read_size
 from recompute.units import humanize
 
 _MOST_BATCH, _MOST_TOKENS = 2**16, 2**22
-_TRIES = 6  # along a line, before halving
+_TRIES = 6  # so many guesses follow a line; after them the range is halved
 
 
 class Fit(NamedTuple):
@@ -22,9 +22,9 @@ class Fit(NamedTuple):
     seq_len: int
     peak_nbytes: int
     largest_batch: int
-    """At this sequence length; 0: none fits."""
+    """The largest batch at this sequence length; 0: none fits."""
     longest_sequence: int
-    """At this batch size, as far as the steps in which ``fit`` looks tell; 0: none fits."""
+    """The longest sequence at this batch size, of the lengths that ``fit`` tries; 0: none fits."""
 
     @property
     def fits(self) -> bool:
@@ -44,7 +44,10 @@ class Fit(NamedTuple):
 
 
 def read_capacity(gpu: str | None, memory: str | None) -> tuple[str, int] | None:
-    """What a command line calls a device, and its bytes; None where it names none. Raises ``ModelError``."""
+    """The name of the device that a command line describes, and its bytes; None if it describes none.
+
+    Raises ``ModelError`` for what cannot be read.
+    """
     if gpu is None and memory is None:
         return None
     known = None if gpu is None else find_gpu(gpu)
@@ -63,9 +66,11 @@ def fit(
     seq_len: int,
     progress: Callable[[str, int, int], None],
 ) -> Fit:
-    """Look for what fits. peak_nbytes: of a batch size and a sequence length; it grows with either.
+    """Search for the largest batch and the longest sequence that fit.
 
-    Sequences are tried in steps of 256 tokens, of fewer where ``seq_len`` is shorter.
+    peak_nbytes: the peak of a batch size and a sequence length. It grows with either.
+
+    Lengths are tried in steps of 256 tokens, or of fewer where ``seq_len`` is shorter.
     """
     known: dict[tuple[int, int], int] = {}
 
@@ -87,9 +92,9 @@ def fit(
 def _largest(peak: Callable[[int], int], start: int, capacity: int, most: int) -> int:
     """The largest number up to ``most`` whose peak is within the capacity; 0 if there is none.
 
-    Peaks are nearly linear, so the line through two of them is followed first.
+    Peaks are nearly linear, so the first guesses follow the line through two of them.
     """
-    low, high = 0, most + 1  # what fits, and what does not
+    low, high = 0, most + 1  # low fits, and high does not
     points: list[tuple[int, int]] = []
     guess = start
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""Whether a file can be the configuration of a model: told before anything heavy is imported."""
+"""Checks whether a file can be the configuration of a model, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPECTED = (
 def check_source(source: str) -> None:
     """Raise ``ModelError`` where ``source`` is a path at which there is no configuration of a model.
 
-    What is no path may be a name that Hugging Face knows: whether it is takes transformers to tell.
+    Anything else may be a name that Hugging Face knows, which only transformers can tell.
     """
     path = Path(source)
     if path.is_dir():

@@ -1,6 +1,7 @@
 """Makes fake CPU tensors run as tensors on a CUDA device would: the same kernels, and the same tensors saved.
 
-Not fake CUDA tensors: their backward asks for streams, and without a GPU there are none (torch 2.11 to 2.15).
+Fake CUDA tensors would not do: their backward asks for streams, which there are none of without a GPU (torch 2.11 to
+2.15).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from recompute.engine.recipes import local
+from recompute.engine.thread_state import local
 
 _aten = torch.ops.aten
 _torchs_attention = F.scaled_dot_product_attention
@@ -25,7 +26,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def as_on_cuda(*, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, in this thread, ops on fake CPU tensors choose as on CUDA. autocast: run forward and loss under it."""
+    """Inside, in this thread, torch chooses the kernels of CUDA for fake CPU tensors.
+
+    autocast: the dtype of CUDA's autocast, if forward and loss are to run under it.
+    """
     before, local.simulates_cuda = local.simulates_cuda, True
     attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention_here
     dropout, F.dropout = F.dropout, _dropout_here
@@ -52,7 +56,7 @@ def _dropout_here(input: Tensor, p: float = 0.5, training: bool = True, inplace:
 
 
 def _attention_here(*args: Any, **kwargs: Any) -> Tensor:
-    """As on CUDA, in this thread. Functions of torch's that call attention hide that from a mode."""
+    """Attention as on CUDA, in this thread. A mode does not see it where functions of torch's own call it."""
     return (_attention if local.simulates_cuda else _torchs_attention)(*args, **kwargs)
 
 
@@ -70,7 +74,8 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALVES else tensor
 
 
-# The list of CUDA's autocast in ATen/autocast_mode.h; the CPU's is another. As torch and torch.nn.functional name them.
+# Functions, by their names in torch and torch.nn.functional, that CUDA's autocast runs in float32. The list is that of
+# ATen/autocast_mode.h; the CPU's is another.
 _WIDENED_NAMES = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
     layer_norm group_norm norm cosine_similarity poisson_nll_loss nll_loss hinge_embedding_loss kl_div l1_loss
@@ -92,9 +97,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The form that CUDA takes (``sdp_utils.cpp`` in ATen/native/transformers/cuda): flash, else efficient, else math.
+    """Attention by the kernel that CUDA chooses: flash, else efficient, else math.
 
-    cuDNN's, which Hopper may take in flash's place, saves tensors of the same sizes.
+    ``sdp_utils.cpp`` in ATen/native/transformers/cuda. Hopper may choose cuDNN's in the place of flash, which saves
+    tensors of the same sizes.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -120,7 +126,8 @@ def _attention(
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """What is added to the scores: a mask of bools becomes numbers, and rows begin at multiples of 16 bytes.
 
-    By the ops of ``convert_boolean_attn_mask`` in ATen/native/transformers/attention.cpp: a tape drops the same then.
+    It calls the ops of ``convert_boolean_attn_mask`` in ATen/native/transformers/attention.cpp, so that a tape drops
+    the same tensors as on CUDA.
     """
     if mask is None:
         return None

@@ -1,4 +1,4 @@
-"""What a training step will take, before there is a device to run it on."""
+"""``recompute.estimate``: what a training step will take, before there is a device to run it on."""
 
 from __future__ import annotations
 
@@ -30,25 +30,30 @@ def estimate(
 ) -> Estimate:
     """What a training step of ``model`` takes on a CUDA device. Needs no GPU, and no memory for the model.
 
-    Runs forward, backward and the optimizer's step on tensors without values, and counts what lives at each moment.
-    Gradients are freed between steps (``zero_grad``'s default), and what the model returned beside the loss is let go
-    before backward.
+    It runs forward, backward and the optimizer's step on tensors without values, and counts what lives at each moment.
+    It assumes that gradients are freed between steps (``zero_grad``'s default), and that what the model returned beside
+    the loss is let go of before backward.
 
-    model: an ``nn.Module`` on any device, also ``meta``, which is left as it is and whose floating parameters are taken
-        in ``dtype``; a Hugging Face configuration, its ``config.json`` or the folder of it, or a name Hugging Face
-        knows (no weights are fetched); or an ablation's .yaml file.
+    model: one of
+
+        - an ``nn.Module`` on any device, also ``meta``, which is left as it is. Its floating-point parameters are
+          counted in ``dtype``.
+        - a Hugging Face configuration, its ``config.json`` or the folder of that, or a name that Hugging Face knows (no
+          weights are fetched).
+        - an ablation's .yaml file.
     batch_size, seq_len: of token ids, or images, for a model of Hugging Face's.
-    batch: what forward is given otherwise: a mapping of keyword arguments, a tuple, or a tensor, whose values do not
-        matter. The loss is what the model returns as ``loss``, or the sum of what it returns.
+    batch: what forward is given otherwise: a mapping of keyword arguments, a tuple, or a tensor. Values do not matter.
+        The loss is what the model returns as ``loss``, or the sum of what it returns.
     dtype: "bfloat16", "bfloat16-autocast", "bfloat16-mixed", "float32": ``static_memory.DTYPE_RECIPES`` explains them.
     optimizer: "adamw" (``foreach``), "adamw-fused", "adamw-loop", "adamw-8bit", "sgd", "sgd-momentum".
-    sharding, devices: "none", "ddp", "zero1", "zero2", "zero3", "fsdp2" over so many; the batch is one device's.
+    sharding: "none", "ddp", "zero1", "zero2", "zero3" or "fsdp2".
+    devices: how many share the model. The batch is that of one of them.
     policy: as ``recompute.apply`` takes it.
-    loss: "full" logits, or "chunked": by ``recompute.kernels.linear_cross_entropy``, without them.
+    loss: "full" with whole logits, or "chunked" without them, by ``recompute.kernels.linear_cross_entropy``.
     advise: whether to try changes for ``advice``, each of which takes an estimate of its own.
 
-    Raises ``EstimateError`` for an option that there is not, ``PolicyError`` for a bad policy, and ``ModelError`` where
-    there is no such model, or it cannot run on tensors without values: it names the module.
+    Raises ``EstimateError`` for an unknown option, ``PolicyError`` for a bad policy, and ``ModelError`` where there is
+    no such model, or where it cannot run on tensors without values: then the error names the module.
     """
     options = EstimateOptions(dtype, optimizer, sharding, devices, loss).read()
     for name, number in (("batch_size", batch_size), ("seq_len", seq_len)):

@@ -1,4 +1,4 @@
-"""What `recompute estimate` is asked for: judged before anything heavy is imported, then carried out."""
+"""What `recompute estimate` is asked for: checked before anything heavy is imported, then carried out."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class EstimateRequest:
     options: EstimateOptions
     policy: Policy | None = None
     device: tuple[str, int] | None = None
-    """What to call the device that it is to fit, and its bytes; None: that is not asked."""
+    """The name of the device that the step is to fit, and its bytes; None if nobody asks whether it fits."""
     sweep: bool = False
     out: Path
     """The folder for a sweep's plot."""
 
     @staticmethod
     def checked(*, options: EstimateOptions, policy: str | None, **fields: Any) -> EstimateRequest:
-        """A request by the names that are meant.
+        """A request, with other spellings of names replaced by the names themselves.
 
-        Raises ``EstimateError``, ``PolicyError`` or ``ModelError`` for what can be told to be wrong without torch.
+        Raises ``EstimateError``, ``PolicyError`` or ``ModelError`` for mistakes that can be found without torch.
         """
         loaded = None if policy is None else load_policy(policy)
         request = EstimateRequest(options=options.read(), policy=loaded, **fields)
@@ -63,7 +63,7 @@ class EstimateRequest:
         return request
 
     def run(self, progress: Progress) -> EstimateAnswer:
-        """Estimate, and look for what fits the device, if there is one. A sweep's plot is written."""
+        """Make the estimate, and find what fits the device if there is one; or make a sweep, and write its plot."""
         progress("loading torch and transformers", 0, 0)
         answer = self._sweep(progress) if self.sweep else self._single()
         if self.device is None:

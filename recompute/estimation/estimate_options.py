@@ -1,4 +1,4 @@
-"""What an estimate is asked for, judged before anything heavy is imported."""
+"""The options of an estimate, which are checked before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class EstimateOptions(NamedTuple):
     loss: str
 
     def read(self) -> EstimateOptions:
-        """The same by the names that are meant ("bf16" is "bfloat16"). Raises ``EstimateError`` for what is none."""
+        """The same options, with other spellings replaced by the names themselves ("bf16" by "bfloat16").
+
+        Raises ``EstimateError`` for a name that is unknown.
+        """
         return EstimateOptions(
             read_option("dtype", self.dtype, DTYPE_RECIPES),
             read_option("optimizer", self.optimizer, OPTIMIZERS),

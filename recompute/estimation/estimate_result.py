@@ -1,4 +1,4 @@
-"""What an estimate has found: static bytes, activations, the peak and advice; and a sweep as a table and a plot."""
+"""The result of an estimate: static bytes, activations, the peak and advice; and a sweep as a table and a plot."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class Advice(NamedTuple):
-    """One change, and by how much it lowers the peak: from an estimate with it."""
+    """One change, and by how much it lowers the peak, which an estimate with that change tells."""
 
     what: str
     saves_nbytes: int
 
 
 class ModuleActivations(NamedTuple):
-    """What modules that differ in their numbers alone hold after forward."""
+    """What modules whose paths differ in numbers alone hold together after forward."""
 
     path: str
-    """With "*" for numbers; "" is what is outside of all modules, the loss with it."""
+    """The path, with "*" for numbers; "" is what is outside of all modules, as the loss is."""
     modules: int
     nbytes: int
 
@@ -54,19 +54,19 @@ class Estimate:
     settings: EstimateSettings
     static_bytes: StaticBytes
     activation_bytes: int
-    """Held after forward."""
+    """Bytes held after forward."""
     activation_bytes_per_layer: int
-    """Of that, what the layer of the model that holds most does; 0 for a model without layers."""
+    """What the layer holds of these that holds most; 0 for a model without layers."""
     activations: tuple[ModuleActivations, ...]
-    """By the module that made what is held."""
+    """What is held, by the modules that made it."""
     logits_peak_bytes: int
     """The most that logits, their copies and gradients take at once, in a loop that keeps what the model returned."""
     moments: Mapping[str, int]
     """The most alive at each moment, static bytes included, in the order of the step."""
     parts: Mapping[str, int]
-    """What is alive at the peak, by what it is."""
+    """The bytes alive at the peak, by what they are: "parameters", "activations" …"""
     advice: tuple[Advice, ...]
-    """What would lower the peak, most first."""
+    """Changes that would lower the peak, the most helpful first."""
 
     @property
     def peak_moment(self) -> str:
@@ -117,7 +117,7 @@ _MOMENTS = 6
 
 
 def _described(estimate: Estimate) -> str:
-    """All that the estimate has found, for people."""
+    """The text of an estimate."""
     settings, static = estimate.settings, estimate.static_bytes
     on = f"{settings.sharding} over {settings.devices} devices" if settings.devices > 1 else "one device"
     title = (
@@ -177,7 +177,7 @@ def sweep_table(estimates: Sequence[tuple[int, int, Estimate]]) -> str:
 
 
 def sweep_plot(estimates: Sequence[tuple[int, int, Estimate]]) -> Figure:
-    """The peak against the sequence length, a line for each batch size, over what is static."""
+    """The peak against the sequence length, with a line for each batch size and one for static bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

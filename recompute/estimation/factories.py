@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from recompute.engine.recipes import is_fake
+from recompute.engine.thread_state import is_fake
 from recompute.errors import ModelError
 from recompute.estimation.fake_tensors import move
 
@@ -29,20 +29,20 @@ def names_factory(source: str) -> bool:
 
 
 def load_factory(name: str) -> Factory:
-    """What ``package.module:factory`` names, looked for from the current folder on, too.
+    """The function that ``package.module:factory`` names. Modules in the current folder are found, too.
 
-    Raises ``ModelError`` where the module cannot be found or has no such function. What the module raises when it is
-    imported passes through.
+    Raises ``ModelError`` where the module cannot be found or has no such function. Errors that the module raises when
+    it is imported pass through.
     """
     module_name, _, attributes = name.partition(":")
     folder = str(Path.cwd())
-    if folder not in sys.path:  # as `python -m` has it; a console script does not
+    if folder not in sys.path:  # `python -m` puts it there, a console script does not
         sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself imports
+            raise  # what is missing is something that the module itself imports
         raise ModelError(
             f"{name}: there is no module {error.name}, neither installed nor below {folder}; expected "
             "package.module:factory"
@@ -55,7 +55,7 @@ def load_factory(name: str) -> Factory:
 
 
 def check_factory(factory: Any, name: str) -> Factory:
-    """``factory``, if it can be one; called ``name`` in the ``ModelError`` if not."""
+    """Return ``factory`` if it can be one, or raise a ``ModelError`` that calls it ``name``."""
     if isinstance(factory, nn.Module) or not callable(factory):
         raise ModelError(
             f"{name}: expected a function without arguments that makes a model, or (model, batch), anew each time; "
@@ -69,8 +69,10 @@ def make(
 ) -> tuple[nn.Module, Any]:
     """The model in training mode, and the batch that the factory gives with it, or None.
 
-    dtype: of the model's floating-point parameters and buffers; None as they come. device: on which they are made, and
-    to which they are moved. Raises ``ModelError`` where the factory gives something else.
+    dtype: for the model's floating-point parameters and buffers; None to leave them as they are.
+    device: they are made there, and moved there if the factory makes them elsewhere.
+
+    Raises ``ModelError`` where the factory gives something else.
     """
     with torch.device("cpu") if device is None else device:
         made = factory()
@@ -97,7 +99,7 @@ def check_batch(batch: Any, name: str) -> Any:
 
 
 def placed(batch: Any, *, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """The batch on a device. dtype: of its tensors of floats; None as they are."""
+    """The batch on a device. dtype: for its tensors of floats; None to leave them as they are."""
 
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
@@ -113,7 +115,7 @@ def call(model: Any, batch: Any) -> Any:
 
 
 def describe(model: nn.Module, batch: Any, where: str = "") -> str:
-    """The model and the batch in a line. where: "on cuda", say; by default where the model is."""
+    """A line on the model and the batch. where: how it ends, as "on cuda"; by default with the model's device."""
     parameters = list(model.parameters())
     named = batch if isinstance(batch, Mapping) else {"": batch}
     shapes = [

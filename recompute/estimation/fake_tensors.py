@@ -13,9 +13,11 @@ _CPU = torch.device("cpu")
 
 
 def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy in training mode on fake CPU tensors, made under their mode: parameters of floats in ``dtype``, if given.
+    """A copy of the model on fake CPU tensors, in training mode. Call it under the mode of fake tensors.
 
-    The model may be on any device, also on ``meta``; it is left as it is. A policy on it is not on the copy.
+    The model may be on any device, also on ``meta``, and is left as it is. A policy on it is not on the copy.
+
+    dtype: for the copy's floating-point parameters; None to leave them as they are.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -33,7 +35,7 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def move(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> None:
-    """``model.to(device, dtype)`` for fake tensors, of which it refuses some (torch 2.13). Shared ones stay shared."""
+    """``model.to(device, dtype)``, which refuses some fake tensors (torch 2.13). Shared tensors stay shared."""
     moved: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -49,7 +51,7 @@ def _like(tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None
 
 
 def fake_batch(batch: Any) -> Any:
-    """The batch with fake CPU tensors in the place of its own. To be called under a fake tensor mode."""
+    """The batch with fake CPU tensors in the place of its own. Call it under the mode of fake tensors."""
     return tree_map_only(Tensor, lambda tensor: _fake(tensor, tensor.dtype), batch)
 
 

@@ -16,13 +16,13 @@ class Gpu(NamedTuple):
     """What a GPU does at most, by its data sheet."""
 
     half_flops: float
-    """Of bfloat16 and float16, dense, with float32 sums, a second."""
+    """FLOPs a second in bfloat16 and float16, without sparsity, with sums in float32."""
     float_flops: float
-    """Of float32, a second."""
+    """FLOPs a second in float32."""
     bandwidth: float
-    """Of its memory, in bytes a second."""
+    """Bytes a second of its memory."""
     capacity_nbytes: int
-    """About what CUDA says that there is."""
+    """About the bytes of memory that CUDA reports."""
     name: str = "a GPU"
 
 
@@ -72,7 +72,7 @@ _SPELLINGS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of this name, in any case, with or without its maker's words: "rtx4090", "NVIDIA A100-SXM4-80GB".
+    """The GPU of this name. Case and its maker's additions do not matter: "rtx4090", "NVIDIA A100-SXM4-80GB".
 
     Raises ``ModelError`` for one that is not in ``GPUS``.
     """
@@ -99,9 +99,11 @@ def read_gpu(
 ) -> Gpu | None:
     """The GPU that a command line describes: by name, by figures, or by a name of which figures are replaced.
 
-    memory: "24GiB". tflops: dense, in the dtype that is trained in. bandwidth: "1008GB/s". None where nothing is given.
+    memory: such as "24GiB".
+    tflops: without sparsity, in the dtype that is trained in.
+    bandwidth: such as "1008GB/s".
 
-    Raises ``ModelError`` for what cannot be read, or is not enough.
+    Returns None where nothing is given. Raises ``ModelError`` for what cannot be read, or is not enough.
     """
     figures = {"--gpu-memory": memory, "--gpu-tflops": tflops, "--gpu-bandwidth": bandwidth}
     missing = [option for option, value in figures.items() if value is None]
@@ -122,7 +124,7 @@ def read_gpu(
 
 
 def read_size(option: str, text: str, example: str) -> int:
-    """The bytes that a command line's option names. Raises ``ModelError`` with an example of how to."""
+    """The bytes that an option of a command line names. Raises ``ModelError`` with ``example`` if it names none."""
     try:
         return parse_budget(text)
     except BudgetError as error:

@@ -1,7 +1,7 @@
-"""Steps of a model with many equal layers, from steps with few of them.
+"""Calculates a step of a model with many equal layers from steps with few of them.
 
-Where layers are equal, each byte of a step is linear in their number and in the place of a layer among them. Two steps
-give the lines, of three layers and of four; a third one, of five, has to lie on them, to the byte.
+Where layers are equal, all numbers of bytes are linear in how many layers there are, and in a layer's place among them.
+Steps with three layers and with four give these lines. A step with five must lie on them exactly, or all layers run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FEW = 3, 4, 5
 _WORTH_IT = 2 * sum(_FEW)
 
 AliveNBytes = list[tuple[int, int]]
-"""``MomentMemory.alive``, sorted: bytes of gradients, and the most alive beside them."""
+"""``MomentMemory.alive`` as a sorted list: bytes of gradients, and the most bytes alive beside them."""
 
 
 class LayerStack(NamedTuple):
@@ -33,7 +33,7 @@ class LayerStack(NamedTuple):
 
 
 def find_stack(model: nn.Module, policy: Policy | None) -> LayerStack | None:
-    """The longest list of equal layers that a policy treats alike; None where there is none worth it."""
+    """The longest list of equal layers that the policy treats alike; None if there is none, or it is short."""
     if policy is not None and any(_tells_layers_apart(rule) for rule in policy.rules):
         return None
     lists = [LayerStack(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -44,13 +44,13 @@ def find_stack(model: nn.Module, policy: Policy | None) -> LayerStack | None:
 
 
 def extrapolated_step(stack: LayerStack, simulate: Callable[[], SimulatedStep]) -> SimulatedStep | None:
-    """What ``simulate()`` would give, from runs of it with few layers; None where they are not on a line."""
+    """What ``simulate()`` would give, from runs of it with few layers; None where these are not on a line."""
     steps = []
     for count in _FEW:
         with shortened_list(stack.layers, count):
             try:
                 steps.append(simulate())
-            except ModelError:  # it counts its layers in another way
+            except ModelError:  # the model has the number of its layers elsewhere, too
                 return None
     less, more, check = steps
     try:
@@ -70,7 +70,7 @@ def _tells_layers_apart(rule: Any) -> bool:
 
 
 def structure_of(module: nn.Module) -> Any:
-    """Equal for modules that run the same on tensors of the same shapes, as far as can be seen."""
+    """A value that is equal for modules that run the same ops on tensors of the same shapes, as far as can be seen."""
     plain = (bool, int, float, str, type(None))
     attributes = [
         (name, value)
@@ -88,7 +88,7 @@ def structure_of(module: nn.Module) -> Any:
 
 @contextmanager
 def shortened_list(layers: nn.Module, count: int) -> Iterator[None]:
-    """With the first ``count`` of a list's layers alone."""
+    """Inside, the list has its first ``count`` layers alone."""
     whole = layers._modules
     layers._modules = dict(list(whole.items())[:count])
     try:
@@ -148,7 +148,7 @@ def _continued(path: str, less: SimulatedStep, more: SimulatedStep, count: int) 
 
 
 def _held(path: str, less: SimulatedStep, more: SimulatedStep, count: int) -> dict[str, int]:
-    """By module: each layer but the first and the last holds what the second does."""
+    """What each module holds. Each layer except the first and the last one holds what the second one does."""
     found: dict[str, int] = {}
     for name, nbytes in more.held.items():
         rest = re.fullmatch(rf"{re.escape(path)}\.(\d+)(.*)", name)

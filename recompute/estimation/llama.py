@@ -30,7 +30,7 @@ class ModelShape(BaseModel):
 
 
 class ModelFile(BaseModel):
-    """A YAML file that describes a Llama, as an ablation's does; what else it says is not for this."""
+    """A YAML file that describes a Llama, as an ablation's configuration does. Its other keys are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 

@@ -1,4 +1,4 @@
-"""The model and the batch of an estimate, both on fake tensors, from whatever the caller names them by."""
+"""Makes the model and the batch of an estimate, both on fake tensors, from whatever the caller names them by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of one model under different options: what takes time is done once for all that share it."""
+"""Estimates one model under different options. Simulated steps take time, so estimates that need the same share it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ from recompute.policy.rules import Policy, Rule
 
 OPTIMIZER_STEP = "optimizer step"
 _FUSED = "a fused optimizer"
-_WORTH_TELLING = 1e-3  # of the peak
+_WORTH_TELLING = 1e-3  # advice must lower the peak by this share of it at least
 _ADVISED = ("elementwise", "auto", "full")
 
 
 class ModelEstimator:
-    """Estimates of one model with different options, of which those that take time are made once."""
+    """Makes estimates of one model under different options, and keeps the simulated steps, which take time."""
 
     def __init__(self, subject: ModelAndBatch, *, on_cuda: bool = True, strict: bool = True):
-        """on_cuda: count as on CUDA; else as the CPU runs it. strict: as ``recompute.apply`` takes it."""
+        """on_cuda: count as on CUDA; otherwise as on the CPU.
+
+        strict: as ``recompute.apply`` takes it.
+        """
         self._strict = strict
         self._subject = subject
         self._on_cuda = on_cuda
@@ -81,7 +84,7 @@ class ModelEstimator:
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
     def advice(self, options: EstimateOptions, policy: Policy | None, now: Estimate) -> Iterator[Advice]:
-        """Of each change that lowers the peak, by how much. Of two together, if that is more than either alone does."""
+        """Each change that lowers the peak, and by how much; two together if they lower it more than either alone."""
         found: dict[str, int] = {}
 
         def try_out(
@@ -142,7 +145,7 @@ class ModelEstimator:
         return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
 
     def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
-        """What a step takes under ``policy``. autocast: forward and loss run under bfloat16's."""
+        """What a step takes under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
         if (policy, autocast) not in self._steps:
             stack = find_stack(self._subject.model, policy)
             step = None if stack is None else extrapolated_step(stack, lambda: self._simulate(policy, autocast))
@@ -152,7 +155,7 @@ class ModelEstimator:
     def _simulate(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
         subject = self._subject
         with warnings.catch_warnings():
-            if policy is not None and policy.name == _CHUNKED:  # whose rule for the head goes before any other
+            if policy is not None and policy.name == _CHUNKED:  # its rule for the head comes before any other
                 warnings.simplefilter("ignore", PolicyWarning)
             handle = None if policy is None else apply(subject.model, policy, strict=self._strict)
         try:
@@ -248,7 +251,7 @@ def _per_layer(held: Mapping[str, int]) -> int:
 
 
 def _parts(found: Estimate, step: SimulatedStep, share: Callable[[int], int], optimizer_peak: int) -> dict[str, int]:
-    """What is alive at the peak, by what it is."""
+    """The bytes alive at the peak, by what they are."""
     static, name = found.static_bytes, found.peak_moment
     parts = {"parameters": static.parameters, "optimizer states": static.optimizer}
     phase = "optimizer"

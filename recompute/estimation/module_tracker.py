@@ -1,4 +1,7 @@
-"""Which module runs: in forward by its calls, in backward by which module's forward made the node that runs."""
+"""Finds out which module runs.
+
+In forward, calls of modules tell. In backward, it is the module whose forward made the autograd node that runs.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from torch import Tensor, nn
 from recompute.estimation.static_memory import ParameterShape
 
 LOSS = "the loss"
-"""What is computed outside of a model's modules, and the loss itself."""
+"""The name for what is computed outside of a model's modules, as the loss is."""
 
 _get_sequence = torch._C._autograd._get_sequence_nr
-_NO_PLACE = 2**32  # beyond the last node of forward: accumulation, which has no place in it
+_NO_PLACE = 2**32  # a sequence number so far beyond the last node of forward is that of accumulation, not of forward
 
 
 class ModuleTracker:
@@ -24,14 +27,15 @@ class ModuleTracker:
 
     def __init__(self) -> None:
         self.path = ""
-        """Of the module whose forward runs."""
+        """The path of the module whose forward runs."""
         self.failed = ""
         """The path of the module in which the latest exception came up."""
         self.entered: Callable[[str], None] = lambda path: None
         """Called with the path of each module whose forward begins."""
         self.left: Callable[[], None] = lambda: None
         """Called when the forward of a module ends."""
-        self._error: int | None = None  # the id of what goes up through the calls: itself, it would hold their tensors
+        # The id of the exception that passes through the calls. The exception itself would hold their tensors.
+        self._error: int | None = None
         self._borders = [0]
         self._paths = [""]
         self._last = ""
@@ -48,7 +52,7 @@ class ModuleTracker:
     def following(self, model: nn.Module) -> Iterator[None]:
         """Follow the calls of the model's modules inside.
 
-        Hooks on the modules would tell the same, but no kernel stands in for a module that has any.
+        Hooks on the modules would tell the same, but no kernel stands in for a module with hooks.
         """
         paths = {module: path for path, module in model.named_modules()}
         call = nn.Module.__call__
@@ -78,9 +82,9 @@ class ModuleTracker:
             nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _note_path(self, path: str) -> None:
-        """A module's forward begins, or goes on after another's inside has ended."""
+        """A module's forward begins, or goes on after that of a module inside of it has ended."""
         self.path = path
-        self._borders.append(_get_sequence())  # of the nodes to come
+        self._borders.append(_get_sequence())  # nodes from this number on are of this module
         self._paths.append(path)
 
 
@@ -92,12 +96,12 @@ def unit_of(path: str) -> str:
 
 
 def pattern_of(path: str) -> str:
-    """The same for modules that differ in their numbers alone: "model.layers.*.mlp"."""
+    """The path with "*" for numbers, which modules of equal layers share: "model.layers.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
-    """Of each parameter, a shared one once, with the layer that it is part of."""
+    """The shape of each parameter, with the layer that it is part of. A shared parameter is listed once."""
 
     def layer(path: str) -> str:
         unit = unit_of(path)

@@ -1,4 +1,4 @@
-"""A training step on fake tensors: what is alive at each moment, and which module it is of."""
+"""Runs a training step on fake tensors, and notes what is alive at each moment, and which module made it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class MomentMemory:
     name: str
     """ "forward of model.layers.3", "the loss", "backward of the loss" …"""
     alive: dict[int, int]
-    """From bytes of gradients to the most bytes that were alive beside so many.
+    """For each number of bytes of gradients that were there, the most other bytes alive at the same time.
 
-    The two are counted apart because sharding divides gradients and nothing else here.
+    Gradients are counted apart because they are all that sharding divides here.
     """
 
     def peak_nbytes(self, share: Callable[[int], int]) -> int:
-        """The most alive, with gradients. share: as ``static_memory.share_of`` returns it."""
+        """The most bytes alive, with gradients. share: as ``static_memory.share_of`` returns it."""
         return max(nbytes + share(gradients) for gradients, nbytes in self.alive.items())
 
 
@@ -87,7 +87,7 @@ def simulate(
             for (path, _), nbytes in trace.alive():
                 held[path] += nbytes
             recorder.is_backward = True
-            torch.autograd.backward(loss)  # not the method, which hides from modes
+            torch.autograd.backward(loss)  # function modes are not active in what ``loss.backward()`` calls
             del loss
     finally:
         for hook in hooks:
@@ -102,7 +102,8 @@ def optimizer_peak_nbytes(
 ) -> int:
     """The most that a step of torch's own optimizer takes beside parameters, gradients and its states.
 
-    Of parameters on ``meta``, which takes a third of the time of fakes, and lets the optimizer read its step counts.
+    Parameters are on ``meta``: that takes a third of the time of fake tensors, and the optimizer can read its step
+    counts.
     """
     with unset_fake_temporarily(), torch.no_grad():
         parameters: list[Tensor] = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
@@ -121,7 +122,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def _environment(autocast: torch.dtype | None, on_cuda: bool) -> Iterator[Callable[[], Any]]:
-    """For forward and backward; gives what forward alone is to run in."""
+    """The modes for forward and backward. Yields a function that returns those for forward alone."""
     if on_cuda:
         with as_on_cuda():
             yield lambda: as_on_cuda(autocast=autocast)
@@ -133,7 +134,8 @@ def _environment(autocast: torch.dtype | None, on_cuda: bool) -> Iterator[Callab
 def _without_garbage_collection() -> Iterator[None]:
     """Garbage collection is off inside.
 
-    Fake tensors cause more of it than real ones do, and so would free reference cycles (of a cache, say) too early.
+    Fake tensors make it run more often than real ones do. It would free reference cycles, such as those of a cache,
+    earlier than in a real step.
     """
     was_on = gc.isenabled()
     gc.collect()
@@ -164,7 +166,7 @@ class _MemoryRecorder:
     logits_nbytes: int = 0
     logits_peak_nbytes: int = 0
     returned_logits_nbytes: int = 0
-    """Of the logits that the model returned, which the caller may still hold in backward."""
+    """The bytes of the logits that the model returned, which the caller may still hold in backward."""
     moments: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     _trace: StorageTrace | None = None
 
@@ -198,7 +200,7 @@ class _MemoryRecorder:
         return where, is_logits
 
     def _is_of_logits(self, tensor: Tensor, where: str) -> bool:
-        """Whether it has the shape of logits, or holds a block of columns of them, as a loss without logits does."""
+        """Whether it has the shape of logits, or is a block of their columns, which a loss without logits makes."""
         if tensor.dim() == 1:
             return unit_of(where) == LOSS and tensor.numel() >= self.tokens * 256
         return tensor.shape[-1:] == (self.classes,)

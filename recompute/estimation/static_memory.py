@@ -1,4 +1,4 @@
-"""What lives all through training, by arithmetic: parameters, gradients, optimizer states, and what sharding adds."""
+"""Calculates what lives all through training: parameters, gradients, optimizer states, and what sharding adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ParameterShape(NamedTuple):
     shape: tuple[int, ...]
     trains: bool = True
     unit: str = ""
-    """The layer that it is part of, which is gathered as one; "" for what is in no layer."""
+    """The layer that it is part of: a layer's parameters are gathered together. "" if it is in no layer."""
 
     @property
     def numel(self) -> int:
@@ -31,7 +31,7 @@ class DtypeRecipe(NamedTuple):
     parameter: int
     gradient: int
     master: int
-    """In a second copy of the parameters, which the optimizer keeps and updates; 0: there is none."""
+    """Bytes in the second copy of the parameters that the optimizer keeps and updates; 0: there is none."""
     state: int
     autocast: bool = False
 
@@ -42,9 +42,14 @@ DTYPE_RECIPES: Mapping[str, DtypeRecipe] = {
     "bfloat16-mixed": DtypeRecipe(2, 2, 4, 4),
     "float32": DtypeRecipe(4, 4, 0, 4),
 }
-"""All in bfloat16; float32 weights with bfloat16 products, as ``torch.autocast`` makes them; bfloat16 weights and
-gradients with an optimizer that keeps float32 weights, as DeepSpeed's and Megatron's: 16 bytes a parameter with AdamW,
-12 of them the optimizer's (Rajbhandari et al., ZeRO, 2020, section 3.1); all in float32."""
+"""In this order:
+
+- all in bfloat16,
+- float32 weights and bfloat16 matrix products, by ``torch.autocast``,
+- bfloat16 weights and gradients, and an optimizer that keeps float32 weights, as DeepSpeed and Megatron have it: 16
+  bytes a parameter with AdamW, 12 of them the optimizer's (Rajbhandari et al., ZeRO, 2020, section 3.1),
+- all in float32.
+"""
 
 
 class OptimizerKind(NamedTuple):
@@ -66,11 +71,11 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
 """``adamw`` is torch's default on CUDA, ``foreach=True``; ``-loop``: ``foreach=False``; ``-8bit`` is bitsandbytes'."""
 
 _SMALLEST_8BIT, _BLOCK_8BIT = 4096, 256
-"""Of bitsandbytes' ``Optimizer2State`` (0.45): smaller parameters keep float32 states; each block has a scale."""
+"""In bitsandbytes' ``Optimizer2State`` (0.45), smaller parameters keep float32 states, and each block has a scale."""
 
 
 class Sharding(NamedTuple):
-    """What is divided among the devices, so that each holds its share; of everything else each holds all."""
+    """What is divided among the devices. Of everything else each of them holds all."""
 
     parameters: bool = False
     gradients: bool = False
@@ -90,7 +95,7 @@ SHARDINGS: Mapping[str, Sharding] = {
 _BUCKET_ELEMENTS = 500_000_000
 """``reduce_bucket_size`` and ``allgather_bucket_size`` of DeepSpeed's ZeRO, by default."""
 _LIVE_ELEMENTS = 1_000_000_000
-"""``stage3_max_live_parameters``: gathered at a time."""
+"""``stage3_max_live_parameters``, by default: how many parameters ZeRO-3 gathers at a time."""
 
 
 class ExtraBuffer(NamedTuple):
@@ -98,7 +103,7 @@ class ExtraBuffer(NamedTuple):
 
     nbytes: int
     phases: tuple[str, ...] = ("forward", "backward", "optimizer")
-    """In which parts of a step it lives."""
+    """The parts of a step in which it lives."""
 
 
 @dataclass(frozen=True)
@@ -107,19 +112,19 @@ class StaticBytes:
 
     parameters: int
     gradients: int
-    """There from backward to the end of the step."""
+    """These live from backward to the end of the step."""
     optimizer: int
     """States, and master weights where the recipe has them."""
     buffers: Mapping[str, ExtraBuffer]
-    """What else lives, by name: what sharding gathers and reduces in, cuBLAS's workspaces …"""
+    """What else lives, by name: the buffers in which sharding gathers and reduces, cuBLAS's workspaces …"""
 
     @property
     def total(self) -> int:
-        """Of all of it, though not all lives at the same moment."""
+        """The sum of all of these, though not all of them live at the same moment."""
         return self.parameters + self.gradients + self.optimizer + sum(each.nbytes for each in self.buffers.values())
 
     def in_phase(self, phase: str) -> int:
-        """What lives in "forward", "backward" or "optimizer" whatever runs; without gradients."""
+        """What lives all through "forward", "backward" or "optimizer", without gradients."""
         buffers = sum(each.nbytes for each in self.buffers.values() if phase in each.phases)
         return self.parameters + self.optimizer + buffers
 
@@ -152,9 +157,11 @@ _ALSO_CALLED = {
 
 
 def read_option(what: str, name: str, options: Iterable[str]) -> str:
-    """The option that is meant, in any case, with "_" or a space for "-": "bf16" is "bfloat16", "FSDP" is "fsdp2".
+    """The option that ``name`` spells: "bf16" is "bfloat16", "FSDP" is "fsdp2".
 
-    Raises ``EstimateError`` where it is none of them.
+    Case does not matter. "_" and a space are read as "-".
+
+    Raises ``EstimateError`` if it spells none of ``options``.
     """
     options = list(options)
     word = re.sub(r"[\s_]+", "-", str(name).strip().lower())
@@ -166,9 +173,9 @@ def read_option(what: str, name: str, options: Iterable[str]) -> str:
 
 
 def check_sharding(sharding: str, devices: int) -> str:
-    """The sharding that is meant.
+    """The sharding that ``sharding`` spells.
 
-    Raises ``EstimateError`` for one that is not known, or does not go with the number of devices.
+    Raises ``EstimateError`` for one that is not known, or does not fit the number of devices.
     """
     sharding = read_option("sharding", sharding, SHARDINGS)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -180,7 +187,7 @@ def check_sharding(sharding: str, devices: int) -> str:
 
 
 def share_of(sharding: str, devices: int) -> Callable[[int], int]:
-    """A function: from bytes of gradients to those that a device holds of them, once they have been reduced."""
+    """A function from the bytes of gradients to those that one device keeps once they are reduced."""
     divisor = devices if SHARDINGS[sharding].gradients else 1
     return lambda nbytes: -(-nbytes // divisor)
 
@@ -188,7 +195,8 @@ def share_of(sharding: str, devices: int) -> Callable[[int], int]:
 def shard_shapes(parameters: Iterable[ParameterShape], sharding: str, devices: int) -> list[tuple[int, ...]]:
     """The shapes that the optimizer of one device updates.
 
-    Under FSDP2 rows of each parameter; under ZeRO a part of all of them in a row; else all.
+    Under FSDP2 these are some rows of each parameter, under ZeRO a part of all parameters put in a row, and otherwise
+    all parameters.
     """
     trained = [parameter for parameter in parameters if parameter.trains]
     if sharding == "fsdp2":
@@ -215,7 +223,7 @@ def static_nbytes(
     def held(of: Iterable[ParameterShape], is_divided: bool) -> list[int]:
         if not is_divided:
             return [each.numel for each in of]
-        if sharding == "fsdp2":  # rows of each parameter, as many on each device as on the first
+        if sharding == "fsdp2":  # whole rows of each parameter: every device has as many as the first
             return [-(-each.shape[0] // devices) * math.prod(each.shape[1:]) if each.shape else 1 for each in of]
         return [-(-sum(each.numel for each in of) // devices)]
 
@@ -241,14 +249,14 @@ def _states_nbytes(count: int, recipe: DtypeRecipe, optimizer: OptimizerKind) ->
 def _sharding_buffers(
     parameters: Sequence[ParameterShape], recipe: DtypeRecipe, sharding: str
 ) -> dict[str, ExtraBuffer]:
-    """What is gathered and reduced in, beside the shares.
+    """The buffers in which parameters are gathered and gradients are reduced, beside what a device keeps.
 
     ddp: buckets for all gradients, which torch allocates beside them (``gradient_as_bucket_view=False``, the default).
-    fsdp2: parameters of a layer and of the next one, which is gathered ahead, and of what is in no layer, which stays
-        gathered; the input of a reduction of the largest layer's gradients, and the gradients of what is in no layer,
-        which are reduced at the end.
+    fsdp2: for parameters, those of a layer, those of the next layer, which is gathered ahead, and those in no layer,
+        which stay gathered. For gradients, the input of a reduction of the largest layer's, and those of parameters in
+        no layer, which are reduced at the end.
     zero1, zero2: one bucket to reduce in, and one to gather updated parameters in.
-    zero3: parameters gathered at a time, and one bucket to reduce in.
+    zero3: the parameters that are gathered at a time, and one bucket to reduce in.
     """
     running = ("forward", "backward")
     total = sum(each.numel for each in parameters)
@@ -271,7 +279,7 @@ def _sharding_buffers(
             units[each.unit] = units.get(each.unit, 0) + each.numel
         outside = units.pop("", 0)
         largest = sorted(units.values())[-2:]
-        gathered = 2 if recipe.autocast else recipe.parameter  # MixedPrecisionPolicy casts what is gathered
+        gathered = 2 if recipe.autocast else recipe.parameter  # MixedPrecisionPolicy casts parameters to gather them
         return {
             "gathered parameters": ExtraBuffer((outside + sum(largest)) * gathered, running),
             "gradients to reduce": ExtraBuffer((outside + max(largest, default=0)) * gathered, ("backward",)),

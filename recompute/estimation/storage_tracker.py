@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors, fake ones too, by following each storage from the op that makes it until it is freed."""
+"""Counts the bytes of tensors, real or fake, by following each storage from the op that makes it until it is freed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from recompute.counters import MemoryTrace
-from recompute.engine.recipes import local
+from recompute.engine.thread_state import local
 from recompute.estimation.workspaces import workspace_nbytes
 from recompute.kernels.launch import IMPLEMENTATIONS
 
 _aten = torch.ops.aten
 _is_made_of_tensors = functools.cache(is_traceable_wrapper_subclass_type)
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-_WRAPPERS = ("inner", "_fn")  # of torch._compile, by which no dispatch mode is compiled
-DEVICE = torch.ops.prim.device.default  # asked of every fake tensor, many times an op
+_WRAPPERS = ("inner", "_fn")  # functions of torch._compile around a dispatch mode, which keep it from being compiled
+DEVICE = torch.ops.prim.device.default  # each op on fake tensors calls this many times
 
 BLOCK_NBYTES = 512
 """What CUDA's caching allocator rounds sizes up to."""
@@ -35,20 +35,20 @@ class StorageTrace(MemoryTrace):
 
     block_nbytes: each storage counts as a whole number of these; 1 counts to the byte, as the CPU's allocator does.
 
-    Storages from before the block never count, nor does freeing them. Views count as what they are views of. What an op
-    allocates beside its outputs counts where it is known: in ``workspaces.py``, and in what our kernels allocate. Of
-    tensors made of tensors (``DTensor``) those count that they are made of.
+    Storages from before the block never count, nor does freeing them. Views share the storage of their base. Of a
+    tensor that is made of tensors, as a ``DTensor`` is, those inside count. What an op allocates beside its outputs
+    counts for ops in ``workspaces.py`` and for our own kernels.
     """
 
     def __init__(self, block_nbytes: int = 1) -> None:
         super().__init__()
         self.alive_nbytes = 0
         self.on_grown: Callable[[int], None] = lambda nbytes: None
-        """Is given the bytes alive after each op."""
+        """Called after each op with the bytes that are alive."""
         self.label: Callable[[Tensor, int], Any] = lambda tensor, nbytes: None
-        """Is given each storage that comes to be, as a tensor, and its bytes; returns what to call it."""
+        """Called with a tensor of each new storage, and the storage's bytes; returns a label for it."""
         self.on_freed: Callable[[Any, int], None] = lambda label, nbytes: None
-        """Is given the label and the bytes of a storage that counts no longer."""
+        """Called with the label and the bytes of each storage that no longer counts."""
         self._block_nbytes = block_nbytes
         self._mode = _StorageMode(self)
         self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
@@ -71,17 +71,17 @@ class StorageTrace(MemoryTrace):
             self.peak_nbytes = 0
 
     def alive(self) -> list[tuple[Any, int]]:
-        """The label and the bytes of each storage that lives."""
+        """The label and the bytes of each storage that is alive."""
         return [(label, nbytes) for _, nbytes, label in list(self._alive.values())]
 
     def forget(self, tensor: Tensor) -> int:
-        """Count the storage of ``tensor`` no longer, as another's to count. Returns what it counted as."""
+        """Stop counting the storage of ``tensor``, which the caller counts from now on. Returns its bytes."""
         return self._drop(tensor.untyped_storage()._cdata)
 
     def made(self, output: Any, args: Any, extra_nbytes: int, *, replaces_input: bool = False) -> None:
-        """An op has run: its new storages live from now on.
+        """Note that an op has run, and count its new storages from now on.
 
-        replaces_input: whether an input dies just after it, so that the two never take memory together.
+        replaces_input: whether the output takes the place of an input, so that the two never take memory together.
         """
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if extra_nbytes:
@@ -94,9 +94,9 @@ class StorageTrace(MemoryTrace):
                 continue
             if given is None:
                 given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)}
-            if key in given:  # from before the block
+            if key in given:  # a storage from before the block
                 continue
-            # The entry goes when the storage does, and its address can be another's only after that.
+            # The entry is removed when the storage dies. Only after that can another storage have the same address.
             self._alive[key] = weakref.ref(storage, partial(self._died, key)), nbytes, self.label(tensor, nbytes)
             self.alive_nbytes += nbytes
         if not replaces_input:
@@ -132,13 +132,13 @@ class _StorageMode(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(_is_made_of_tensors, types)):
-            return NotImplemented  # so that what it does with those inside comes here
+            return NotImplemented  # its own dispatch runs ops on the tensors inside, which come here
         if op is DEVICE:
             return device_of(args[0])
-        if op in IMPLEMENTATIONS:  # what it allocates inside is seen, each tensor as long as it lives
+        if op in IMPLEMENTATIONS:  # called here, so that each tensor that it allocates inside is seen
             with self:
                 return IMPLEMENTATIONS[op](*args, **kwargs)
-        if local.simulates_cuda and op is _aten.addmm.dtype_out:  # which the CPU has not
+        if local.simulates_cuda and op is _aten.addmm.dtype_out:  # the CPU has no such op
             return kwargs["out"]
         output = op(*args, **kwargs)
         extra = workspace_nbytes(op, args, output) if local.simulates_cuda else 0
@@ -148,10 +148,11 @@ class _StorageMode(TorchDispatchMode):
 
 
 def _is_called_by_autograd() -> bool:
-    """Whether autograd itself calls an op: an addition sums the gradients that a tensor gets from two readers.
+    """Whether autograd itself calls the op: an addition by which it sums the gradients from a tensor's readers.
 
-    ``accumulate`` in torch/csrc/autograd/input_buffer.cpp adds in place to the sum so far, if nobody else has that. On
-    fake tensors it makes a new sum and then lets go of the old one. If somebody has it, the next op counts both.
+    ``accumulate`` in torch/csrc/autograd/input_buffer.cpp adds in place to the sum so far, if nobody else holds it. On
+    fake tensors it makes a new sum and then lets go of the old one. If somebody does hold the old sum, it is still
+    alive at the next op, where both are counted.
     """
     frame = sys._getframe(2)
     while frame.f_code.co_name in _WRAPPERS and frame.f_back is not None:
@@ -160,7 +161,7 @@ def _is_called_by_autograd() -> bool:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """What ``DEVICE`` returns, without asking the modes further out: half of all ops on fake tensors are this one."""
+    """What ``DEVICE`` returns, without asking other modes. Half of all ops on fake tensors are this one."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else DEVICE(tensor)
 
 

@@ -1,6 +1,7 @@
-"""What CUDA's ops allocate beside their outputs, and free before they return: fake tensors do not show it.
+"""What CUDA's ops allocate beside their outputs and free before they return, which fake tensors do not show.
 
-Each formula is that of the torch sources named (torch 2.11). Few bytes a token (sums, sorts of indices) are left out.
+Each formula is taken from the torch sources named there (torch 2.11). What takes few bytes a token, such as sums and
+sorts of indices, is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def workspace_nbytes(op: Any, args: Any, output: Any) -> int:
 
 
 def _flash_backward(args: Any, output: Any) -> int:
-    """The query's gradient summed in float32, a float32 a row, and with fewer key heads gradients of each query head.
+    """A float32 sum of the query's gradient, and a float32 for each row.
+
+    Where there are fewer key heads than query heads, also the gradients of keys and values for each query head.
 
     ``mha_bwd`` in ATen/native/transformers/cuda/flash_attn/flash_api.cpp. Tensors are (batch, heads, tokens, size).
     """
@@ -35,7 +38,7 @@ def _flash_backward(args: Any, output: Any) -> int:
 
 
 def _efficient_backward(args: Any, output: Any) -> int:
-    """A float32 a row, and where the gradients are of 16 bits, a sum of each in float32.
+    """A float32 for each row, and where gradients have 16 bits, a float32 sum of each.
 
     ``_efficient_attention_backward`` in ATen/native/transformers/cuda/attention_backward.cu.
     """
@@ -47,7 +50,7 @@ def _efficient_backward(args: Any, output: Any) -> int:
 
 
 def _embedding_backward(args: Any, output: Any) -> int:
-    """Sums in float32 of up to ten rows of the gradient each, and six numbers an index, where there are many.
+    """Where there are many indices, float32 sums of up to ten rows of the gradient each, and six numbers an index.
 
     ``embedding_backward_cuda_kernel`` in ATen/native/cuda/EmbeddingBackwardKernel.cu.
     """
@@ -70,5 +73,6 @@ _FORMULAS: dict[Any, Callable[[Any, Any], int]] = {
 }
 
 WORKSPACE_NBYTES = 2 * 32 * 2**20
-"""Of cuBLAS on Hopper, from its first product on: one for each thread that has it, so that backward has its own. On
-other devices it is 8.1 MiB each (``getChosenWorkspaceSize`` in ATen/cuda/CublasHandlePool.cpp)."""
+"""The bytes of cuBLAS's workspaces on Hopper, from its first product on. Each thread that calls cuBLAS has one, so that
+there is one for forward and one for backward. On other devices each has 8.1 MiB (``getChosenWorkspaceSize`` in
+ATen/cuda/CublasHandlePool.cpp)."""

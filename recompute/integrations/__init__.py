@@ -1,1 +1,1 @@
-"""Policies in other libraries: what each of them needs, one file each."""
+"""What a policy needs in other libraries: one file for each of them."""

@@ -8,7 +8,7 @@ from recompute.engine import parameter_memory
 
 
 def _is_partitioned(parameter: Tensor) -> bool:
-    return hasattr(parameter, "ds_id")  # which ``deepspeed.zero.Init`` and ``deepspeed.initialize`` give them
+    return hasattr(parameter, "ds_id")  # set by ``deepspeed.zero.Init`` and ``deepspeed.initialize``
 
 
 parameter_memory.register(_is_partitioned)

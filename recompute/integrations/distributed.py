@@ -5,25 +5,25 @@
 
 - Gradients are those without the policy, bit for bit where the policy says so, also with ``no_sync``, with gradient
   accumulation and with weights that stay gathered. Bytes are those of the rank.
-- ``recompute``, and ``checkpoint`` with a ``keep``, never run a collective again: what one has brought is kept. A rule
-  of ``checkpoint`` alone says to run a module's Python again: where FSDP2 gathers weights for the modules that the rule
-  matches, or inside of them, this takes no gathering more; under tensor parallelism it runs that module's forward
-  collectives once more, on all ranks in the same order.
-- Weights that FSDP2 has gathered are used and not held: an op that reads one runs again only if the weight is there
-  until the region ends, and so again when its backward begins.
+- ``recompute``, and ``checkpoint`` with a ``keep``, never run a collective again: what a collective returned is kept.
+- ``checkpoint`` without a ``keep`` runs a module's Python again. Where FSDP2 gathers weights for the modules that the
+  rule matches, or for modules inside of them, nothing is gathered once more for that. Under tensor parallelism that
+  module's forward collectives run once more, on all ranks in the same order.
+- Weights that FSDP2 has gathered are read and not held. An op that reads one runs again only if the weight is still
+  there when the region ends, because then it is there again when the region's backward begins.
 - A DTensor is regenerated as the part of it that the rank has. No kernel takes DTensors: under ``via: auto`` hooks do
   what a kernel would; under ``via: kernel`` a warning says that the module runs as it is written.
-- Each rank decides for itself what it keeps. As nothing that is decided moves a collective, ranks need not agree, and
-  they do: the choice is a function of the ops and of the shapes of what each has.
-- Random numbers of a region are drawn again from the state that it drew them from, on each rank its own: what ranks
-  draw alike without a policy they draw alike with one.
+- Each rank decides for itself what it keeps. No decision moves a collective, so the ranks need not agree. They do
+  agree, since the choice follows from the ops and from the shapes of what each rank has.
+- Random numbers of a region are drawn again from the state that they came from, each rank's own. Ranks that draw the
+  same numbers without a policy draw the same with one.
 
-A plan comes from measured times, which no two ranks measure alike: use ``agree``, and ``verify_plan`` to run the plan.
+A plan comes from measured times, which differ from rank to rank: use ``agree``, and ``verify_plan`` to run the plan.
 
 DeepSpeed: put the policy on the model before ``deepspeed.initialize``. Losses under ZeRO-1, 2 and 3 are those without
 the policy (tried with DeepSpeed 0.19 on CPUs; pipelines, offloading and its own activation checkpointing were not).
-ZeRO-3 lets go of weights as it sees fit, so that what reads one never runs again under ``recompute``: a norm's output
-is kept, and less is saved than under FSDP2. ``checkpoint`` drops there what it drops elsewhere.
+ZeRO-3 frees weights when it likes. So an op that reads a weight never runs again under ``recompute``: a norm's output
+is kept, for example, and less memory is saved than under FSDP2. ``checkpoint`` drops the same there as elsewhere.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _OF_THE_RANK = ("model", "machine")
 
 
 def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:
-    """One profile for all ranks: of each time and of each number of bytes, the most that any rank has measured.
+    """One profile for all ranks, with the most that any of them has measured of each time and each number of bytes.
 
-    A plan made of it is the same on every rank, and fits each of them. Call it on all ranks of ``group`` (by default
-    all there are), with what ``recompute.profile`` returned there::
+    A plan made from it is the same on every rank, and fits each of them. Call this on all ranks of ``group`` (by
+    default all there are), with what ``recompute.profile`` returned there::
 
         plan = recompute.plan(agree(recompute.profile(model, batch)), budget="40GiB")
 
-    Returns ``profile`` itself where there is but one process. Raises ``PlanError`` on every rank if the ranks' models
-    have other regions, or other ways to run them.
+    Returns ``profile`` itself if there is only one process. Raises ``PlanError`` on every rank if the ranks' models
+    differ in their regions, or in the ways to run them.
     """
     tables = _gathered(profile.model_dump(), group)
     if len(tables) == 1:
@@ -85,11 +85,11 @@ def verify_plan(
     steps: int = 3,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
-    """Run the plan on all ranks, and plan again as long as its peak is over the budget on one of them, or off by 2%.
+    """Run the plan on all ranks, and plan again while its peak is over the budget on one of them or off by 2%.
 
-    What ``recompute.plan(..., verify=True)`` does on one rank. Of each peak and each time that is measured, the most of
-    any rank counts; so all ranks end with the same plan, and it fits each of them. Call it on all ranks of ``group``,
-    with the plan of an agreed profile, the wrapped model, and the batch of the rank, which may be larger than others'::
+    ``recompute.plan(..., verify=True)`` does the same on one rank. The highest peak and the longest time of any rank
+    count, so that all ranks end with the same plan, and it fits each of them. Call this on all ranks of ``group``, with
+    the plan of an agreed profile, the wrapped model, and the rank's own batch, which may be larger than others'::
 
         profile = agree(recompute.profile(model, batch))
         plan = verify_plan(recompute.plan(profile, budget="40GiB"), model, batch)
@@ -97,8 +97,8 @@ def verify_plan(
     Returns the plan with ``rounds``, the same on every rank; the model is afterwards as before.
 
     model, batch, loss, optimizer: as ``recompute.profile`` took them.
-    steps: that are timed, of each policy.
-    progress: called with what is being done, how far it is, and of how much.
+    steps: how many steps of each policy are timed.
+    progress: called with what is being done, how much of it is done, and how much there is.
 
     Raises ``PlanError`` on every rank if the ranks' plans differ, and ``BudgetError`` on every rank where what was
     measured leaves no plan.
@@ -126,7 +126,7 @@ def verify_plan(
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each rank of the group has given, by rank: ``value`` alone where there is but one process."""
+    """The ``value`` of each rank of the group, by rank; this one alone if there is only one process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -151,7 +151,7 @@ def _is_measured(value: Any) -> bool:
 
 
 def _difference(one: Any, other: Any, where: str) -> str | None:
-    """Where two tables differ otherwise than by a measured number."""
+    """Where two tables differ by more than measured numbers: "profile.regions[0].name"; None if they do not."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         parts = ((one[key], other[key], f"{where}.{key}") for key in one if key not in ("rule", "capacity_nbytes"))
         same = one.get("rule") == other.get("rule")
@@ -165,7 +165,7 @@ def _difference(one: Any, other: Any, where: str) -> str | None:
 
 
 def _most(values: list[Any]) -> Any:
-    """The tables' largest numbers; all else is the same in all of them."""
+    """One table with the largest of each number. Everything else is the same in all of them."""
     first = values[0]
     if isinstance(first, dict):
         return {key: first[key] if key == "rule" else _most([value[key] for value in values]) for key in first}

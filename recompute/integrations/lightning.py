@@ -3,8 +3,8 @@
     Trainer(callbacks=[RecomputeCallback("auto", logits=False)], ...).fit(module, ...)
 
 The policy is on the LightningModule, or on a part of it, from the start of ``fit`` to its end, also if that is an
-exception; ``validate``, ``test`` and ``predict`` run without. What searches a batch size or a learning rate before the
-first step (``BatchSizeFinder``, ``LearningRateFinder``) does, too.
+exception. ``validate``, ``test`` and ``predict`` run without it, and so do searches for a batch size or a learning rate
+before the first step (``BatchSizeFinder``, ``LearningRateFinder``).
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class RecomputeCallback(HoldsPolicy, Callback):
         (False); None for what each rule of the policy says (``via``).
     logits: False to compute the loss without logits, through linear + cross-entropy; True to have them in training;
         None for what the policy says. Without gradients, and in ``eval()`` mode, they are always there.
-    logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs, all since the one
-        before: ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
-        ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``, of a batch, on average, as ``stats()``
-        counts;
-        ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all of them, over all tokens of a step and of
-        all devices, where the loss goes without logits;
-        ``recompute_held_nbytes``, the most that a ``training_step`` left (less the gradients that it freed, where it
-        runs backward itself), and ``recompute_peak_nbytes``, the most since ``fit`` began, both on the device with the
-        most; on CUDA alone.
+    logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs. Figures are of the
+        steps since it logged the last time:
+
+        - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
+          ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``: means over batches, as ``stats()`` counts.
+        - ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all these steps, over the tokens of all
+          devices. Only where the loss goes without logits.
+        - ``recompute_held_nbytes``, the most that a ``training_step`` left (less the gradients that it freed, where it
+          runs backward itself), and ``recompute_peak_nbytes``, the most since ``fit`` began. Both are those of the
+          device with the most. On CUDA alone.
 
     Raises ``PolicyError`` for a bad policy or option, and, when ``fit`` begins, ``UnsupportedError`` where the strategy
     or the model would fight the policy.
@@ -75,7 +76,7 @@ class RecomputeCallback(HoldsPolicy, Callback):
         self._has_stepped = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":  # before the strategy wraps anything
+        if stage == "fit":  # now, since later the strategy has wrapped the modules
             _refuse_strategy(trainer.strategy)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,7 +101,7 @@ class RecomputeCallback(HoldsPolicy, Callback):
             self._training.memory.look(ends=False)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Between ``training_step`` and backward, where gradients are freed there."""
+        """Lightning calls this between ``training_step`` and backward, if it frees gradients there."""
         if self._training is not None:
             self._training.memory.look(ends=True)
 
@@ -117,11 +118,11 @@ class RecomputeCallback(HoldsPolicy, Callback):
         if self._training is None:
             return
         self._training.end_forward()
-        if not self._has_stepped and pl_module.automatic_optimization:  # its gradients are accumulated
+        if not self._has_stepped and pl_module.automatic_optimization:  # gradients are being accumulated
             return
         self._has_stepped = False
         self._training.end_step()
-        # As Lightning's own monitors ask: what is logged at other steps, nobody writes down.
+        # Lightning's own monitors ask this, too: nobody writes down what is logged at other steps.
         if self._options.logs and not trainer.barebones and trainer._logger_connector.should_update_logs:
             found = {
                 key: torch.tensor(float(value), dtype=torch.float64) for key, value in self._training.logs().items()
@@ -135,7 +136,7 @@ class RecomputeCallback(HoldsPolicy, Callback):
         self.remove()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Also where a tuner ends ``fit``."""
+        """A tuner that ends ``fit`` calls this and not ``on_fit_end``."""
         self.remove()
 
 
@@ -155,7 +156,7 @@ def _refuse_strategy(strategy: Strategy) -> None:
 
 
 def _part_of(module: LightningModule, path: str | None) -> nn.Module:
-    """What is to be under the policy."""
+    """The module that is to be under the policy."""
     if path is None:
         return module
     paths = dict(module.named_modules())
@@ -168,9 +169,9 @@ def _part_of(module: LightningModule, path: str | None) -> nn.Module:
 
 
 def _run_training_step_in(root: RootRunner, module: LightningModule) -> Callable[[], None]:
-    """Have ``training_step`` open the scope that a model's forward does: it may call the model's parts by themselves.
+    """Have ``training_step`` open the scope that a model's forward opens, since it may call parts of the model alone.
 
-    Returns what undoes it.
+    Returns a function that undoes this.
     """
     step = module.training_step
     before = vars(module).get("training_step")
@@ -178,7 +179,8 @@ def _run_training_step_in(root: RootRunner, module: LightningModule) -> Callable
 
     @functools.wraps(step)
     def training_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
-        inner = step if self is module else functools.partial(type(self).training_step, self)  # of a copy
+        # A copy of the LightningModule has this function, too, and has to run a training_step of its own.
+        inner = step if self is module else functools.partial(type(self).training_step, self)
         return scope.run(self, inner, args, kwargs)
 
     module.__dict__["training_step"] = MethodType(training_step, module)
@@ -193,7 +195,10 @@ def _run_training_step_in(root: RootRunner, module: LightningModule) -> Callable
 
 
 def _forward_left_behind(module: LightningModule) -> Callable[[], None]:
-    """Returns what removes the forward of this class that DDPStrategy, having replaced it, puts on the instance."""
+    """Returns a function that removes the forward that DDPStrategy leaves on the instance.
+
+    It replaces forward for a while, and puts back what it found by setting the class's forward on the instance.
+    """
     ours = type(module).forward
 
     def undo() -> None:

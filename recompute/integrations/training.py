@@ -1,4 +1,4 @@
-"""What the callbacks of trainers share: a policy on a model while it is trained, and what their logs say of it."""
+"""What the callbacks of trainers share: they put a policy on a model while it trains, and log what it does."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class Options(BaseModel):
 class PolicyInTraining:
     """A policy on a model until ``remove()``, and what was seen of it since ``logs()`` was last called.
 
-    model: trains on one device. policy: as it was given; ``options`` go before it. advice: how the loss is to be
-    computed for ``logits=False`` to have an effect, for a warning if it has none.
+    model: trains on one device.
+    policy: as the user gave it. Where ``options`` say otherwise, they count.
+    advice: how the loss has to be computed for ``logits=False`` to have an effect. A warning says so if it has none.
 
-    Raises ``UnsupportedError`` where the model has its own checkpointing on, or no head to go without logits, and what
-    ``apply`` raises.
+    Raises ``UnsupportedError`` where the model's own checkpointing is on, or where ``logits=False`` finds no head that
+    can go without logits; and what ``apply`` raises.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, options: Options, advice: str):
@@ -56,30 +57,30 @@ class PolicyInTraining:
             undo()
 
     def end_forward(self) -> None:
-        """After each forward that is trained on, and its backward."""
+        """Call this after each forward that is trained on, and its backward."""
         self._forwards += 1
 
     def end_step(self) -> None:
-        """After the last of the forwards whose gradients the optimizer takes at once."""
+        """Call this after the last of the forwards whose gradients one step of the optimizer takes."""
         if self._options.logits is False and self._meter.step is None and self._meter.total is None:
             warn(
                 "logits=False has no effect: no cross-entropy was computed from the output of the model's head. "
                 f"{self._advice}, or drop logits=False."
             )
-            self._options = self._options.model_copy(update={"logits": None})  # said once
+            self._options = self._options.model_copy(update={"logits": None})  # so that it is said once
         self._meter.end_step()
 
     def logs(self) -> dict[str, float]:
         """Bytes and token accuracies by the keys that the callbacks document; nothing where no forward has ended.
 
-        All ranks ask, or none.
+        Either all ranks call this or none, as the ranks exchange what they counted.
         """
         if not self._forwards:
             return {}
         found: dict[str, float] = {}
         now = self.handle.stats()
         between = now - self._before
-        if between.frames:  # none ran in compiled code, of which the compiler alone knows
+        if between.frames:  # there are none in compiled code, where the compiler alone knows what is saved
             for what in ("eager", "dropped", "kept", "regenerated"):
                 found[f"recompute_{what}_nbytes"] = getattr(between, f"{what}_nbytes") // self._forwards
         self._forwards, self._before = 0, now
@@ -95,7 +96,7 @@ class HoldsPolicy:
 
     @property
     def handle(self) -> AppliedPolicy | None:
-        """Of the policy, while it is on the model."""
+        """The policy's handle while it is on the model; else None."""
         return None if self._training is None else self._training.handle
 
     def remove(self) -> None:
@@ -136,14 +137,17 @@ def _adapted(policy: Policy, model: nn.Module, options: Options) -> Policy:
         governed = assign(policy, module_entries(model, type(model).__name__)[0])
         index = governed.get(path)
         if not options.logits or index is not None:
-            if index is not None and list(governed.values()).count(index) == 1:  # a rule for the head alone
+            if index is not None and list(governed.values()).count(index) == 1:  # this rule is for the head alone
                 del rules[index]
             rules.insert(0, Rule(match=path, action="recompute", via="hook" if options.logits else "kernel"))
     return policy.model_copy(update={"rules": tuple(rules)})
 
 
 def _path_of_head(model: nn.Module, logits: bool) -> str | None:
-    """Of the Linear that makes logits. Raises ``UnsupportedError`` where there is none to go without, or several."""
+    """The path of the Linear that makes logits; None if there is none.
+
+    Raises ``UnsupportedError`` for several, or, if there are to be no logits, where no plain Linear makes them.
+    """
     paths = {module: path for path, module in model.named_modules()}
     heads = {paths[head]: head for head in _heads(model) if head in paths}
     if len(heads) > 1:
@@ -164,7 +168,7 @@ def _path_of_head(model: nn.Module, logits: bool) -> str | None:
 
 
 def _heads(module: nn.Module) -> Iterator[nn.Module]:
-    """Of the outermost modules that name theirs, as those of transformers do."""
+    """The heads that the outermost modules name as theirs, as models of transformers do."""
     get = getattr(module, "get_output_embeddings", None)
     if callable(get) and (head := get()) is not None:
         yield head
@@ -174,11 +178,11 @@ def _heads(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class TokenMeter:
-    """Counts tokens, and those whose arg-max is the target, where they are: nothing waits for the device."""
+    """Counts tokens, and those whose arg-max is the target, on the tokens' device, so that nothing waits for it."""
 
     def __init__(self) -> None:
         self.step: Tensor | None = None
-        """(right, all) of the step under way, int64."""
+        """The two counts (right, all) of the step under way, int64."""
         self.last: Tensor | None = None
         self.total: Tensor | None = None
 
@@ -193,7 +197,10 @@ class TokenMeter:
             self.last, self.step = self.step, None
 
     def accuracies(self, device: torch.device) -> dict[str, float]:
-        """Of the last step and of all since this was last asked for, over the tokens of all ranks, which all ask."""
+        """The accuracies of the last step, and of all steps since the last call, over the tokens of all ranks.
+
+        All ranks have to call this.
+        """
         none = torch.zeros(2, dtype=torch.int64, device=device)
         counts = torch.cat([none if each is None else each.to(device) for each in (self.last, self.total)])
         self.last = self.total = None
@@ -203,9 +210,9 @@ class TokenMeter:
 
 
 class Memory:
-    """What forwards leave on a device, and the most that was there; nothing where no allocator counts.
+    """Measures the bytes that forwards leave on a device, and the peak there; nothing where no allocator counts.
 
-    watches: whether anybody is going to ask.
+    watches: False if nobody is going to ask, to do nothing.
     """
 
     def __init__(self, device: torch.device, *, watches: bool):
@@ -216,7 +223,7 @@ class Memory:
             start_peak(device)
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
-        """Look before and after each of the model's forwards in training, until what is returned is called."""
+        """Look before and after each of the model's forwards in training. Returns a function that ends this."""
         if not self._watches:
             return lambda: None
         before = model.register_forward_pre_hook(lambda *_: self.look(ends=False))
@@ -229,7 +236,10 @@ class Memory:
         return stop
 
     def look(self, *, ends: bool) -> None:
-        """ends: whether what was there at the look before and is no more, or the other way round, is a forward's."""
+        """Note how many bytes are there now.
+
+        ends: whether the change since the last look is what a forward left behind.
+        """
         found = allocated_nbytes(self._device) if self._watches else None
         now = 0 if found is None else found[0]
         if ends:
@@ -237,7 +247,7 @@ class Memory:
         self._before = now
 
     def largest(self) -> dict[str, float]:
-        """Of all ranks, which all ask."""
+        """The most of any rank. All ranks have to call this."""
         found = allocated_nbytes(self._device) if self._watches else None
         if found is None:
             return {}

@@ -28,7 +28,7 @@ from recompute.policy.loading import load_policy
 logger = logging.getLogger(__name__)
 
 _NAME = "recompute"
-"""Under which the Trainer finds the callback among those that it reports to."""
+"""The name by which the Trainer finds the callback among those that it reports to."""
 
 _ADVICE = (
     "Have the model compute its loss from `labels` (a `compute_loss_func` is given logits, and TRL's fused head goes "
@@ -44,22 +44,23 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
         (False); None for what each rule of the policy says (``via``).
     logits: False to compute the loss without logits, through linear + cross-entropy; True to have them in training;
         None for what the policy says. Without gradients, and in ``eval()`` mode, they are always there.
-    logs: whether to add to the Trainer's logs, all since the log before:
-        ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
-        ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``, of a forward and its backward, on average, as
-        ``stats()`` counts;
-        ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all of them, over all tokens of a step and of
-        all devices, where the loss goes without logits;
-        ``recompute_held_nbytes``, the most that a forward left, and ``recompute_peak_nbytes``, the most since training
-        began, both on the device with the most; on CUDA alone.
+    logs: whether to add to the Trainer's logs. Figures are of the steps since the log before:
 
-    What runs before it in the list of callbacks does not see these in ``on_log``. ``state.log_history`` has them.
+        - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
+          ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``: means over forwards with their backwards,
+          as ``stats()`` counts.
+        - ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all these steps, over the tokens of all
+          devices. Only where the loss goes without logits.
+        - ``recompute_held_nbytes``, the most that a forward left, and ``recompute_peak_nbytes``, the most since
+          training began. Both are those of the device with the most. On CUDA alone.
+
+        Callbacks that run before this one do not see these in ``on_log``. ``state.log_history`` has them.
 
     Raises ``PolicyError`` for a bad policy or option, and, when the Trainer is made or begins to train,
     ``UnsupportedError`` where its other arguments would fight the policy.
 
-    Should training end with an exception, the policy goes with the next ``train()``, with ``remove()``, or at the end
-    of ``with RecomputeCallback(...) as callback:``.
+    If training ends with an exception, the policy stays on the model until the next ``train()``, ``remove()``, or the
+    end of ``with RecomputeCallback(...) as callback:``.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
         logger.info("%r, until training ends", self.handle)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After each backward of a step but the last."""
+        """The Trainer calls this after each backward of a step except the last one."""
         if self._training is not None:
             self._training.end_forward()
 
@@ -125,7 +126,10 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
 
 
 class _CallbackOfArguments(RecomputeCallback):
-    """What the Trainer makes by itself for ``recompute_policy``: it learns the policy when it sees the arguments."""
+    """The callback that the Trainer itself makes for ``recompute_policy``.
+
+    The Trainer gives it no policy: it finds that in the training arguments, which it sees later.
+    """
 
     def __init__(self) -> None:
         super().__init__("none")
@@ -139,15 +143,15 @@ class _CallbackOfArguments(RecomputeCallback):
 
 @dataclass
 class RecomputeArguments:
-    """Brings a policy along with any training arguments that it is mixed into, TRL's for one.
+    """Adds a policy to the training arguments that it is mixed into, such as TRL's.
 
         @dataclass
         class MyConfig(RecomputeArguments, SFTConfig): ...
 
-    The Trainer then needs no callback: it makes one, before those that report.
+    The Trainer then makes the callback by itself, and puts it before those that report.
     """
 
-    if TYPE_CHECKING:  # what this is mixed into has these
+    if TYPE_CHECKING:  # the class that this is mixed into has these
         ddp_find_unused_parameters: bool | None = None
         report_to: str | list[str] | None = None
 
@@ -163,13 +167,13 @@ class RecomputeArguments:
     def __post_init__(self) -> None:
         """Raises ``PolicyError`` for a bad policy or option, ``UnsupportedError`` where other arguments fight it."""
         for key in ("recompute_policy", "recompute_kwargs"):
-            if isinstance(value := getattr(self, key), str) and value.startswith("{"):  # on the command line
+            if isinstance(value := getattr(self, key), str) and value.startswith("{"):  # JSON from the command line
                 setattr(self, key, json.loads(value))
         options = _options_of(self)
         if self.recompute_policy is not None:
             load_policy(self.recompute_policy)
             if options.logits is False and getattr(self, "ddp_find_unused_parameters", None) is None:
-                self.ddp_find_unused_parameters = False  # as the Trainer does beside its own checkpointing
+                self.ddp_find_unused_parameters = False  # the Trainer does so, too, for its own checkpointing
         elif self.recompute_kwargs:
             raise UnsupportedError(
                 f"recompute_kwargs is {self.recompute_kwargs!r}, and recompute_policy, which alone switches it on, is "

@@ -9,7 +9,7 @@ from recompute.policy.document import nearest, show
 from recompute.profiling.cost_table import Choice, Profile, RegionCosts
 
 ALLOWED = ("keep", "hook", "kernel", "checkpoint")
-"""The ways to run a region that a plan may be asked to make do with. All but "kernel" leave gradients bit for bit."""
+"""The ways that a plan may be restricted to. All but "kernel" leave gradients the same, bit for bit."""
 
 
 def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
@@ -29,7 +29,7 @@ def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
 
 
 def way_of(choice: Choice) -> str:
-    """Which of ``ALLOWED`` it is. What may be either, ``via: auto``, counts as a kernel: it may round otherwise."""
+    """Which of ``ALLOWED`` the choice is. ``via: auto`` counts as a kernel, since it may round in another way."""
     rule = choice.rule or {"action": "keep"}
     if rule["action"] != "recompute":
         return rule["action"]

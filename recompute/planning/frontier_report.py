@@ -1,4 +1,4 @@
-"""A plan's frontier for people: what other budgets would give, as a table and as a plot."""
+"""Shows a plan's frontier, which is what other budgets would give, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TITLE_WIDTH = 90  # characters that the figure has room for
 
 
 def table(plan: Plan) -> str:
-    """The frontier, a line a point: peak, milliseconds, when the peak is, and how many regions run in which way."""
+    """One line for each point of the frontier: peak, time, when the peak is, how many regions run in which way."""
     fastest = min(point.prediction.step_seconds for point in plan.frontier) or 1.0
     rows = []
     for assignment, prediction in plan.frontier:
@@ -47,7 +47,7 @@ def plot(plan: Plan) -> Figure:
         [prediction.peak_nbytes / nbytes for prediction in predictions],
         [prediction.step_seconds * 1e3 for prediction in predictions],
         "o-",
-        drawstyle="steps-pre",  # a budget between two points gives what the smaller one does
+        drawstyle="steps-pre",  # a budget between two points gives the plan of the smaller one
         label="frontier (predicted)",
     )
     axes.axvline(

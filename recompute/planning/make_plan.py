@@ -36,15 +36,16 @@ def plan(
 ) -> Plan:
     """Choose, for each region of a model, how to run it: the fastest training step whose memory stays in ``budget``.
 
-    The plan of a model is run, and so is each uniform policy that fits and may be as fast: if one of them is faster, it
-    is the plan. The plan of a ``Profile`` is what the profile predicts.
+    Given a model, the plan is run, and so is each uniform policy that fits and may be as fast. If one of these is
+    faster, it is the plan. Given a ``Profile``, nothing is run.
 
-    model: what to train, which is profiled on ``example_batch`` first; or a ``Profile``, which takes milliseconds.
+    model: what to train, which is profiled on ``example_batch`` first; or a ``Profile``, with which planning takes
+        milliseconds.
     example_batch, loss, optimizer: as ``recompute.profile`` takes them.
-    profile: of this model and batch, which then is not profiled.
+    profile: a profile of this model and batch, to be used instead of a new one.
     device, sharding, devices: as ``recompute.profile`` takes them, for GPUs that are not here.
-    budget: of the whole step, with parameters, gradients and optimizer states: bytes, "40GiB", "40GB", or "80%" of the
-        device.
+    budget: for the whole step, with parameters, gradients and optimizer states: a number of bytes, "40GiB", "40GB", or
+        "80%" of the device.
     allowed: which of "keep" (as it is), "hook", "kernel" and "checkpoint" a region may run by; all of them unless
         given. A region that has none of them stays as it is.
     frontier: solve for other budgets as well.
@@ -88,7 +89,7 @@ def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **o
 
 
 def check_request(budget: str | int, allowed: Collection[str] | None) -> None:
-    """Raise for what can be told to be wrong before anything is measured, which takes minutes."""
+    """Raise for mistakes that can be found before anything is measured, which takes minutes."""
     check_allowed(allowed)
     is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
     parse_budget(budget, 100 if is_share else None)

@@ -1,4 +1,4 @@
-"""A plan: the policy with which a model trains fastest within a budget, and what is predicted of it."""
+"""A plan: the policy with which a model trains fastest within a budget, and what a step is predicted to take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recompute.units import humanize
 
 
 class VerificationRound(NamedTuple):
-    """What was predicted of a policy, and what running it took."""
+    """The peak and the time that were predicted for a policy, and those measured when it ran."""
 
     predicted_peak_nbytes: int
     measured_peak_nbytes: int
@@ -38,7 +38,7 @@ class VerificationRound(NamedTuple):
 
 @dataclass(frozen=True)
 class UniformPolicy:
-    """The fastest policy within the budget that runs all regions in one way, where they have it."""
+    """The fastest policy within the budget that runs every region in the same way, if the region offers that way."""
 
     choice: str
     policy: Policy
@@ -60,23 +60,23 @@ class Plan:
     uniform: UniformPolicy | None
     """None where no uniform policy fits the budget."""
     note: str
-    """What else there is to say of the budget or of the profile; "" for nothing."""
+    """A remark on the budget or on the profile; "" if there is none."""
     profile: Profile
-    """What was known, of what was allowed."""
+    """The profile that was planned with: it has the allowed choices alone."""
     assignment: Assignment
     """For each place of the profile, the index of its choice."""
     frontier: tuple[Solution, ...] = ()
-    """The best that other budgets give, from the fastest to the smallest; empty unless asked for."""
+    """The best that other budgets give, from the fastest to the least peak; empty unless asked for."""
     rounds: tuple[VerificationRound, ...] = ()
-    """Of ``verify``: each policy that was run, the last one this plan's."""
+    """One for each policy that was run to verify plans; the last one is of this plan's policy."""
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether its peak was above the budget when it ran; a plan that has not run is not known to be."""
+        """Whether its peak was above the budget when it ran; False for a plan that has not run."""
         return bool(self.rounds) and self.rounds[-1].measured_peak_nbytes > self.budget_nbytes
 
     def to_yaml(self) -> str:
-        """The policy as the text of a policy file, whose description says the budget and what is predicted."""
+        """The policy as the text of a policy file. Its description has the budget and the prediction."""
         return self.policy.to_yaml()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -84,7 +84,7 @@ class Plan:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def to_json(self) -> str:
-        """The plan as a JSON object. ``policy`` in it is what ``recompute.apply`` takes as a mapping."""
+        """The plan as a JSON object. ``recompute.apply`` takes its ``policy`` as a mapping."""
         uniform = self.uniform
         document: dict[str, Any] = {
             "budget_bytes": self.budget_nbytes,
@@ -210,7 +210,7 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
 
 
 def _table(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, str, int, str]]:
-    """Of each region and choice in use: their names, the number of places, and which they are."""
+    """A row for each region and choice in use: their names, how many places have them, and which places these are."""
     groups: dict[tuple[str, str], list[str]] = {}
     for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
         groups.setdefault((profile.regions[place.region].name, choice.name), []).append(place.path)
@@ -219,7 +219,7 @@ def _table(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, str,
 
 
 def _compact(paths: Sequence[str]) -> str:
-    """The paths in few words: "model.layers.0-15"."""
+    """The paths, with numbers drawn together: "model.layers.0-15"."""
     numbers: dict[tuple[str, str], list[int]] = {}
     for path in paths:
         parts = path.split(".")

@@ -1,4 +1,4 @@
-"""What `recompute plan` is asked for: judged before anything heavy is imported, then carried out."""
+"""What `recompute plan` is asked for: checked before anything heavy is imported, then carried out."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class PlanRequest:
     verify: bool = False
 
     def checked(self) -> PlanRequest:
-        """The same by the names that are meant.
+        """The same request, with other spellings of names replaced by the names themselves.
 
-        Raises ``PlanError``, ``EstimateError`` or ``ModelError`` for what can be told to be wrong without torch.
+        Raises ``PlanError``, ``EstimateError`` or ``ModelError`` for mistakes that can be found without torch.
         """
         check_request(self.budget, self.allowed)
         if (self.model is None) == (self.profile is None) and not (self.verify and self.model is not None):
@@ -112,7 +112,7 @@ class PlanRequest:
         return plan(network, batch, profile=table, verify=self.verify, **asked, **training)
 
     def text(self, plan: Plan, *, as_json: bool) -> str:
-        """The plan for people, with its frontier if that was asked for; or as one JSON object."""
+        """The plan as text, with its frontier if that was asked for; or as one JSON object."""
         if as_json:
             return plan.to_json()
         if not self.frontier:

@@ -1,4 +1,7 @@
-"""Whether a plan holds when it is run, and whether a uniform policy runs faster; if so, what is learnt from that."""
+"""Runs a plan to see whether it holds.
+
+If its peak is not what was predicted, it is planned again. If a uniform policy runs faster, that is the plan.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,12 @@ from recompute.units import humanize
 
 _MOST_ROUNDS = 3
 _TOLERANCE = 0.02  # of the peak
-_UNCERTAIN = 1.25  # by so much a prediction may be too slow where the host sets the pace (H200, Gemma 2: 1.2)
+# A prediction may be too slow by this factor where the host sets the pace (measured: 1.2, Gemma 2 on an H200).
+_UNCERTAIN = 1.25
 
 
 class MeasuredPlace(NamedTuple):
-    """What the region at a place was seen to take, in bytes as a ``Choice`` counts them."""
+    """The bytes measured for the region at a place, counted as in ``Choice``."""
 
     held_nbytes: int
     forward_peak_nbytes: int
@@ -41,7 +45,7 @@ class MeasuredStep(NamedTuple):
     """Static bytes included."""
     step_seconds: float
     places: tuple[MeasuredPlace, ...] = ()
-    """One for each of the profile's, or () where they could not be told apart."""
+    """One for each place of the profile, or () where they could not be told apart."""
 
 
 def verify_plan(
@@ -60,11 +64,13 @@ def verify_plan(
 
     Then run the uniform policies that fit and may be as fast. If one of them is faster, it is the plan.
 
-    Returns the plan with ``rounds``, predicted and measured; after three of them with a note, if it still is not in the
-    budget. The model is afterwards as before. model, batch, loss, optimizer: what the plan's profile was made of.
-    steps: that are timed, of each policy.
+    Returns the plan with ``rounds``, one for each policy that ran. If the plan is not within the budget after three of
+    them, it has a note. The model is afterwards as before.
+
+    model, batch, loss, optimizer: those that the plan's profile was made with.
+    steps: how many steps of each policy are timed.
     replan: False to leave the plan as it is if its peak is off.
-    agree: is given what each policy took here, and returns what to go by: what it took on all ranks, say.
+    agree: is given what each policy took here, and returns the numbers to use, such as the most of all ranks.
 
     Raises ``BudgetError`` where the measured profile leaves no plan.
     """
@@ -80,11 +86,11 @@ def verify_plan(
 
 
 def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> Plan:
-    """The plan, which has been run; or else a uniform policy that fits the budget and ran faster than it, twice.
+    """The plan, which has been run; or else a uniform policy that fits the budget and is faster than two runs of it.
 
-    Seconds of a profile add up over regions, which is off by a fifth where the host sets the pace, and off in another
-    way for tapes than for checkpoints. So of each way to run a region the uniform policy that is predicted to be the
-    fastest is tried, unless it is predicted to take even more than that.
+    A profile's seconds add up over regions. Where the host sets the pace, that sum is off by a fifth, and in another
+    way for tapes than for checkpoints. So for each way to run a region, the uniform policy that is predicted to be the
+    fastest is tried, unless it is predicted to be slower than the plan by more than that error.
     """
     for uniform in _fastest_of_each_way(plan):
         prediction = uniform.solution.prediction
@@ -93,7 +99,7 @@ def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> 
             continue
         other = plan_from_solution(plan.profile, plan.budget_nbytes, uniform.solution)
         measured = measure(other.policy)
-        if _is_better(plan, measured):  # unless the host was slow for a moment
+        if _is_better(plan, measured):  # the host may have been slow for a moment: run the plan once more
             *before, last = plan.rounds
             seconds = min(last.measured_step_seconds, measure(plan.policy).step_seconds)
             plan = replace(plan, rounds=(*before, last._replace(measured_step_seconds=seconds)))
@@ -107,7 +113,7 @@ def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> 
 
 
 def _fastest_of_each_way(plan: Plan) -> Iterable[Uniform]:
-    """Of the uniform policies that are predicted to fit."""
+    """For each way to run a region, the fastest uniform policy that is predicted to fit."""
     ways = {choice.name: way_of(choice) for region in plan.profile.regions for choice in region.choices}
     found: dict[str, Uniform] = {}
     for uniform in solver.uniforms(plan.profile, plan.budget_nbytes):
@@ -124,7 +130,7 @@ def _is_better(plan: Plan, measured: MeasuredStep) -> bool:
 
 
 def run_and_replan(plan: Plan, measure: Callable[[Policy], MeasuredStep], *, replan: bool = True) -> Plan:
-    """The plan with its ``rounds``, of whatever ``measure`` says that a policy takes."""
+    """The plan that holds when ``measure`` runs it, with its ``rounds``; after the last round, the best one so far."""
     rounds: list[VerificationRound] = []
     tried: list[tuple[bool, float, Plan]] = []
     for _ in range(_MOST_ROUNDS):
@@ -138,7 +144,7 @@ def run_and_replan(plan: Plan, measure: Callable[[Policy], MeasuredStep], *, rep
             return replace(plan, rounds=tuple(rounds))
         tried.append((not fits, measured.step_seconds if fits else measured.peak_nbytes, plan))
         again = solve_plan(corrected(plan.profile, plan.assignment, measured), plan.budget_nbytes)
-        if again.assignment == plan.assignment:  # and what is predicted of it is now what was measured
+        if again.assignment == plan.assignment:  # its corrected profile predicts what was measured
             return replace(again, rounds=tuple(rounds))
         plan = again
     index = min(range(len(tried)), key=lambda i: tried[i][:2])
@@ -150,10 +156,11 @@ def run_and_replan(plan: Plan, measure: Callable[[Policy], MeasuredStep], *, rep
 
 
 def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) -> Profile:
-    """The profile that predicts of ``assignment`` the peak and the seconds that were measured.
+    """The profile, changed so that it predicts for ``assignment`` the peak and the seconds that were measured.
 
-    What a choice was seen to hold replaces what was known of it (the mean of its places, and the highest of their
-    peaks); what then is missing of the peak, or too much, goes to static bytes. All seconds change by one factor.
+    For each choice in use, the measured bytes replace those of the profile: the mean of what its places held, and the
+    highest of their peaks. What the predicted peak is then too low or too high by goes to static bytes. All seconds
+    change by one factor.
     """
     seen: dict[tuple[int, int], list[MeasuredPlace]] = {}
     for place, index, found in zip(profile.places, assignment, measured.places, strict=bool(measured.places)):
@@ -189,13 +196,13 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
 
 
 def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> MeasuredStep:
-    """One step to warm up, one that counts bytes, and some that are timed."""
+    """Run one step to warm up, one that counts bytes, and some that are timed."""
     regions = _regions(run.model, profile)
     with apply(run.model, policy):
         run.step(regions)
         static_nbytes = run.static_nbytes
         trace = run.step(regions, memory=memory_trace(run.device))
-        # Not marked by regions, which slows a step down where the host sets the pace.
+        # Steps are timed without marks at regions, which would slow them down where the host sets the pace.
         seconds = [run.step(None, clock=clock(run.device)).seconds for _ in range(steps)]
     places = tuple(
         MeasuredPlace(part.held_nbytes, part.forward_peak_nbytes, part.backward_peak_nbytes) for part in trace.parts
@@ -208,7 +215,10 @@ def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> Measu
 
 
 def _regions(model: nn.Module, profile: Profile) -> Mapping[str, nn.Module]:
-    """The modules of the places between the first and the last, which are what runs before and after them."""
+    """The modules of the profile's places, by path.
+
+    Without the first and the last place, if these are what runs before and after all regions.
+    """
     paths = [place.path for place in profile.places]
     inner = paths[1:-1] if len(paths) > 2 and not paths[0] else [path for path in paths if path]
     return {path: model.get_submodule(path) for path in inner}

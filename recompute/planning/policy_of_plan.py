@@ -1,4 +1,4 @@
-"""Writes the policy that has each place of a profile run by the choice that a plan made for it."""
+"""Makes the policy under which each place of a profile runs by the choice that a plan made for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from recompute.profiling.cost_table import Profile
 
 
 def policy_of(profile: Profile, assignment: Assignment, description: str = "", name: str = "plan") -> Policy:
-    """The policy that gives each place the rule of its choice: one rule for all places that have the same.
+    """The policy that gives each place the rule of its choice. Places with equal rules share one.
 
-    Where the places are known to be in one ModuleList, the rule names it and their ``layers``; else their paths.
+    Where such places are known to be in one ModuleList, the rule names the list and their ``layers``; else their paths.
     """
     groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
     for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):

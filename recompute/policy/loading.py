@@ -1,4 +1,4 @@
-"""Gets a policy from a preset's name, a path, a mapping or a policy."""
+"""Loads a policy from a preset's name, a path, a mapping or a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rule governs which module: pure functions over plain data."""
+"""Decides which rule governs which module, by pure functions over plain data."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from recompute.policy.rules import BLOCK, Policy, Rule
 class ModuleEntry:
     """One module of a model.
 
-    path: its dotted path; "" is the root. type: the name of its class.
-    layer, layer_count: its index within, and the length of, the list that a rule's ``layers`` counts for it, or None.
+    path: its dotted path; "" is the root.
+    type: the name of its class.
+    layer, layer_count: its index in the list whose layers a rule's ``layers`` counts, and that list's length; or None.
     is_block: whether it is one of the model's repeated layers: see ``Rule``.
     """
 
@@ -59,11 +60,11 @@ def unmatched_rules(policy: Policy, modules: Sequence[ModuleEntry], assignment: 
     return messages
 
 
-_SHOWN = 5  # of messages that are alike
+_SHOWN = 5  # of messages that are alike, so many are shown
 
 
 def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Mapping[str, int]) -> list[str]:
-    """A message for each rule that governs modules, and whose ``layers`` name more than there are; the first few."""
+    """Messages for the first few rules that govern modules and whose ``layers`` name more layers than there are."""
     messages: list[str] = []
     for index in sorted(set(assignment.values())):
         rule = policy.rules[index]
@@ -79,7 +80,7 @@ def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Ma
 
 
 class _Candidates:
-    """Few rules for each module, so that many rules are no matter: those with a word that its path or class has too."""
+    """Finds for each module the few rules that share a word with its path or class, so that many rules cost little."""
 
     def __init__(self, policy: Policy):
         self.selectors = [_Selector(rule) for rule in policy.rules]
@@ -115,7 +116,7 @@ def _is_wild(part: str) -> bool:
 
 
 class _Selector:
-    """A rule's three conditions; asked one by one they tell which of them fails."""
+    """A rule's three conditions, which can be asked one by one to tell which of them fails."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -201,7 +202,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def _distinct_up_to_numbers(paths: Iterable[str]) -> Iterable[str]:
-    """The first of all paths that differ in numbers only: layers repeat, and one stands for all."""
+    """Of paths that differ in numbers only, as those of layers do, the first."""
     first: dict[str, str] = {}
     for path in paths:
         first.setdefault(re.sub(r"\d+", "0", path), path)
@@ -217,7 +218,7 @@ def _nearest(globs: Sequence[str], candidates: Iterable[str]) -> str:
 
 
 def _resemblance(glob: str, name: str) -> float:
-    """0 to 1: how much of a glob's text is in ``name``, in an end of it as long, or in its last part."""
+    """How close a glob is to ``name``, from 0 to 1: to all of it, to an end of it as long, or to its last part."""
     plain = re.sub(r"[*?]", "", glob).strip(".")
     ends = {name, name[-len(plain) :], name[: len(plain)]}
     last_parts = _ratio(plain.split(".")[-1], name.split(".")[-1])

@@ -1,7 +1,7 @@
 """What a rule asks for, in terms of the engine. This is decided here and nowhere else; the other folders ask.
 
-A rule's keys are what users write; a ``Meaning`` is what the engine does. ``action: checkpoint`` with a ``keep``, for
-one, needs a tape of the ops, as ``action: recompute`` does, while without a ``keep`` forward's Python runs again.
+A rule's keys are what users write; a ``Meaning`` is what the engine does. For example, ``action: checkpoint`` with a
+``keep`` needs a tape of the ops, as ``action: recompute`` does. Without a ``keep``, forward's Python runs again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from recompute.policy.rules import FAMILIES, PRICE, Rule, Via
+from recompute.policy.rules import FAMILIES, MIN_BYTES, PRICE, Rule, Via
 
 REPEATABLE = frozenset(FAMILIES) - {"collective"}
 """The costly families whose ops a tape may run again. It never runs a collective again."""
@@ -18,7 +18,7 @@ REPEATABLE = frozenset(FAMILIES) - {"collective"}
 class Mechanism(enum.Enum):
     """How the engine runs a module."""
 
-    KEEP = "everything that autograd saves is kept"
+    KEEP = "everything that autograd saves is kept, on the device or off it"
     CHECKPOINT = "everything is dropped, and forward's Python code runs again from its inputs"
     TAPE = "forward's ops are recorded, and a minimum cut chooses those that run again"
 
@@ -35,6 +35,20 @@ _KERNELS: dict[Via, Kernels] = {"hook": Kernels.NEVER, "auto": Kernels.ON_CUDA, 
 
 
 @dataclass(frozen=True)
+class Offloading:
+    """What of a region's held tensors travels off the device, and where to."""
+
+    fraction: float = 1.0
+    """The share of their bytes: the largest travel."""
+    min_bytes: int = MIN_BYTES
+    """Smaller storages stay."""
+    max_host_bytes: int | None = None
+    """The most that this process may offload; None: a share of what is free."""
+    directory: str | None = None
+    """Of the files that they go to; None: host memory."""
+
+
+@dataclass(frozen=True)
 class Meaning:
     """A rule in terms of the engine."""
 
@@ -46,19 +60,21 @@ class Meaning:
     keep: frozenset[str] = frozenset()
     """What is never dropped: costly families, names of ops ("aten.mm") and names given to ``recompute.keep``."""
     price: float = PRICE
-    """The bytes that may be held to save a second of running again."""
+    """The bytes that may be held to save a second of running ops again."""
     kernels: Kernels = Kernels.NEVER
     capture: bool = False
     """Whether a module that has run alike for some steps may go on as straight code."""
     drops_outputs: bool = False
-    """Whether outputs that come back cheaply are dropped, too, where the modules behind save them."""
+    """Whether outputs that can be regenerated cheaply are dropped, too, where later modules save them."""
+    offloading: Offloading | None = None
+    """What is held off the device; None: nothing."""
     extends_inward: bool = False
     """Whether a module inside that has the same rule is a part of this region, and not a region of its own."""
 
     @property
-    def drops(self) -> bool:
-        """Whether anything is to be dropped at all."""
-        return self.mechanism is not Mechanism.KEEP
+    def has_effect(self) -> bool:
+        """Whether anything is to be dropped, or to leave the device."""
+        return self.mechanism is not Mechanism.KEEP or self.offloading is not None
 
     @property
     def is_exact(self) -> bool:
@@ -69,7 +85,7 @@ class Meaning:
     def tapes_kernels(self) -> bool:
         """Whether a tape runs around a kernel that stands in for the whole module.
 
-        By itself a kernel saves what it was written to save. A tape is needed where the rule says something of ops.
+        By itself a kernel saves what it was written to save. A tape is needed if the rule names ops to keep or rerun.
         """
         return bool(self.rerun or self.keep or self.price != PRICE)
 
@@ -79,12 +95,18 @@ def meaning_of(rule: Rule) -> Meaning:
     keep = frozenset(rule.keep)
     if rule.action == "keep":
         return Meaning(Mechanism.KEEP, "everything is kept")
+    offloading = _offloading(rule) if rule.offload or rule.action == "offload" else None
+    if rule.action == "offload":
+        return Meaning(Mechanism.KEEP, _note_of_offloading(rule), offloading=offloading, extends_inward=True)
     if rule.action == "checkpoint" and not keep:
         note = "its Python runs again from its inputs"
-        return Meaning(Mechanism.CHECKPOINT, note, REPEATABLE, price=0.0, capture=rule.capture)
+        note = f"{note}; {_note_of_offloading(rule)}" if offloading else note
+        return Meaning(Mechanism.CHECKPOINT, note, REPEATABLE, price=0.0, capture=rule.capture, offloading=offloading)
     if rule.action == "checkpoint":
-        # As torch's checkpoint: the fewest bytes, whatever it costs to run again.
-        return Meaning(Mechanism.TAPE, _note(rule), REPEATABLE, keep, price=0.0, capture=rule.capture)
+        # Like torch's checkpoint, hold the fewest bytes, whatever it costs to run ops again.
+        return Meaning(
+            Mechanism.TAPE, _note(rule), REPEATABLE, keep, price=0.0, capture=rule.capture, offloading=offloading
+        )
     return Meaning(
         Mechanism.TAPE,
         _note(rule),
@@ -94,6 +116,7 @@ def meaning_of(rule: Rule) -> Meaning:
         _KERNELS[rule.via],
         rule.capture,
         drops_outputs=True,
+        offloading=offloading,
         extends_inward=True,
     )
 
@@ -104,4 +127,14 @@ def _note(rule: Rule) -> str:
         note += f" and {', '.join(rule.rerun)}"
     if rule.price != PRICE:
         note += f", at {rule.price:.3g} bytes a second"
-    return f"{note}; {', '.join(rule.keep)} kept" if rule.keep else note
+    note = f"{note}; {', '.join(rule.keep)} kept" if rule.keep else note
+    return f"{note}; {_note_of_offloading(rule)}" if rule.offload else note
+
+
+def _offloading(rule: Rule) -> Offloading:
+    return Offloading(rule.fraction, rule.min_bytes, rule.max_host_bytes, rule.path)
+
+
+def _note_of_offloading(rule: Rule) -> str:
+    share = "" if rule.fraction == 1 else f"{rule.fraction:.0%} of "
+    return f"{share}what is held comes back from {'the host' if rule.to == 'host' else rule.path}"

@@ -22,23 +22,30 @@ from pydantic import (
     model_validator,
 )
 
+from recompute.errors import BudgetError
 from recompute.policy.document import dump_document, raises_policy_error
+from recompute.units import parse_budget
 
-Action = Literal["keep", "recompute", "checkpoint"]
+Action = Literal["keep", "recompute", "checkpoint", "offload"]
 Via = Literal["hook", "kernel", "auto"]
+To = Literal["host", "disk"]
 Family = Literal["gemm", "convolution", "attention", "collective"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """The kinds of op that cost so much that ``recompute`` runs none of them again, unless a rule's ``rerun`` says so."""
 
 PRICE = 1e9
-"""Bytes that may be held to save a second of running again: next to nothing, yet a norm's statistics are kept."""
+"""By default, the bytes that may be held to save a second of running ops again: so few that little more than norms'
+statistics is kept for it."""
+
+MIN_BYTES = 1 << 20
+"""Smaller storages are not worth a copy of their own to the host and back, as far as no rule says otherwise."""
 
 NO_RULES: Final = "none"
-"""In the place of a policy's rules: it is to do nothing."""
+"""Stands in the place of a policy's rules if the policy is to do nothing."""
 
 BLOCK: Final = "block"
-"""In a rule's ``type``: the repeated layers of a model, whatever their class is called."""
+"""The word in a rule's ``type`` for the repeated layers of a model, whatever their class is called."""
 
 _BELONGS_TO = {
     "via": ("recompute",),
@@ -46,8 +53,10 @@ _BELONGS_TO = {
     "keep": ("recompute", "checkpoint"),
     "price": ("recompute",),
     "capture": ("recompute", "checkpoint"),
+    "offload": ("recompute", "checkpoint"),
 }
-_UNBUILT_ACTIONS = ("offload", "compress")
+_OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes", "to", "path")
+_UNBUILT_ACTIONS = ("compress",)
 _VERSION = 1
 _LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
 
@@ -121,7 +130,7 @@ def _class_glob(value: object) -> str:
 
 
 def is_tensor_name(word: str) -> bool:
-    """Whether a tensor may bear this name: an identifier that is no family's, so that ``keep`` means one thing."""
+    """Whether a tensor may have this name: an identifier, and no family's name, so that ``keep`` is unambiguous."""
     return word.isidentifier() and word not in FAMILIES
 
 
@@ -147,6 +156,27 @@ def _price(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max:
         return float(value) + 0.0  # of -0.0 too, to be one price
     raise ValueError("expected a number from 0 up: the bytes that may be held to save a second, such as 3.2e10")
+
+
+def _fraction(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    raise ValueError("expected a share above 0 and up to 1, such as 0.5")
+
+
+def _size(value: object) -> int:
+    if value == 0 and not isinstance(value, bool):
+        return 0
+    try:
+        if isinstance(value, (int, str)) and not isinstance(value, bool):
+            return parse_budget(value)
+    except BudgetError:
+        pass
+    raise ValueError("expected a size such as '40GiB', '512MiB' or '40GB', or whole bytes")
+
+
+def _size_or_none(value: object) -> int | None:
+    return None if value is None else _size(value)
 
 
 def _rules_as_tuple(value: object) -> object:
@@ -217,21 +247,29 @@ class Rule(BaseModel):
 
     match: globs over dotted module paths ("*" one part, "**" any number, "?" one character); () is any path.
     type: globs over class names, or the word "block"; () is any class. A block is one of a model's repeated layers: a
-        child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or repeats there and
-        has a norm. It is the outermost: experts and attention heads are parts of it. A stage of a vision model is none,
-        but its blocks are.
-    layers: which indices of the nearest ModuleList around a module, or of the Sequential or ModuleDict that its block
-        is a child of; None is any, and modules in no list.
+        child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or occurs there
+        several times and has a norm. Only the outermost count: experts and attention heads are parts of a block. A
+        stage of a vision model is not a block, but the blocks in it are.
+    layers: indices in the nearest ModuleList around a module, or in the Sequential or ModuleDict that its block is a
+        child of; None is any index, and also modules in no list.
     via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).
     rerun: the costly families (see ``FAMILIES``) that ``recompute`` may run again.
     keep: what ``recompute`` and ``checkpoint`` never drop: outputs of a costly family ("attention") or of an op
         ("aten.mm", any overload), and tensors that bear a name ("logits", from ``recompute.keep(tensor, "logits")``).
         The three spellings never overlap, so ``word in rule.keep`` asks for any of them.
-    price: the bytes that ``recompute`` may hold to save a second of running again, on a nominal accelerator
-        (``engine.cut.ops``): the higher, the less of what may run again does; 0 holds the fewest bytes. What a GEMM
-        gives in bfloat16, a sum over H products each, is worth 4e14 / H: at a lower price it runs again, where it may.
-    capture: whether a module that has run alike for some steps goes on as straight code, which takes less of the CPU
-        and changes no bit (see ``compiled.captured_region``).
+    price: the bytes that ``recompute`` may hold to save a second of running ops again, on a nominal accelerator
+        (``engine.cut.ops``). The higher it is, the fewer ops run again; 0 holds the fewest bytes. The output of a GEMM
+        in bfloat16 whose elements are sums of H products is kept at prices above 4e14 / H; at lower ones the GEMM runs
+        again, if the rule lets it.
+    capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
+        time and changes no bit (see ``compiled.captured_region``).
+    offload: whether what ``recompute`` and ``checkpoint`` hold travels off the device, as under action "offload".
+    fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
+    min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
+    max_host_bytes: the most that this process may offload, a size; None is half of what is free where it goes, divided
+        by the processes of this machine. Beyond it forward raises ``HostMemoryError``.
+    to: "host", memory of the machine; or "disk", files without a name in the directory ``path``. These five need the
+        action "offload", or ``offload: true``.
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
     number stands for a list of one. Raises ``PolicyError``.
@@ -248,6 +286,12 @@ class Rule(BaseModel):
     keep: OneOrMore[Keepable] = ()
     price: Annotated[float, PlainValidator(_price)] = PRICE
     capture: bool = True
+    offload: bool = False
+    fraction: Annotated[float, PlainValidator(_fraction)] = 1.0
+    min_bytes: Annotated[int, PlainValidator(_size)] = MIN_BYTES
+    max_host_bytes: Annotated[int | None, PlainValidator(_size_or_none)] = None
+    to: To = "host"
+    path: str | None = None
 
     if TYPE_CHECKING:
 
@@ -263,9 +307,15 @@ class Rule(BaseModel):
             keep: str | Sequence[str] = (),
             price: float = PRICE,
             capture: bool = True,
+            offload: bool = False,
+            fraction: float = 1.0,
+            min_bytes: int | str = MIN_BYTES,
+            max_host_bytes: int | str | None = None,
+            to: To = "host",
+            path: str | None = None,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep", "price", "capture")
+    @field_validator("via", "rerun", "keep", "price", "capture", "offload")
     @classmethod
     def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)
@@ -273,6 +323,21 @@ class Rule(BaseModel):
             actions = " or ".join(map(repr, _BELONGS_TO[key]))
             raise ValueError(f"expected no {key!r} beside action {action!r}: it belongs to action {actions}")
         return value
+
+    @field_validator(*_OFFLOAD_KEYS)
+    @classmethod
+    def _beside_offloading(cls, value: Any, info: ValidationInfo) -> Any:
+        key, offloads = str(info.field_name), info.data.get("action") == "offload" or info.data.get("offload")
+        if value != cls.model_fields[key].default and not offloads:
+            raise ValueError(f"expected no {key!r} here: it belongs to action 'offload', or beside 'offload: true'")
+        return value
+
+    @field_validator("path")
+    @classmethod
+    def _of_a_disk(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.data.get("to") != "disk":
+            raise ValueError("expected no 'path' beside 'to: host': it is the directory of 'to: disk'")
+        return path
 
     @field_validator("keep")
     @classmethod
@@ -286,6 +351,8 @@ class Rule(BaseModel):
     def _selects_something(self) -> Rule:
         if not self.match and not self.type and self.layers is None:
             raise ValueError("expected at least one of match, type and layers")
+        if self.to == "disk" and self.path is None:
+            raise ValueError("expected a 'path' beside 'to: disk': the directory whose files are to hold the tensors")
         return self
 
 
@@ -293,7 +360,7 @@ class Rule(BaseModel):
 class Policy(BaseModel):
     """Rules in order: each module gets the first that matches it, and is left alone if none does.
 
-    rules: at least one, or the word "none", which makes no rules: an empty list is a mistake more often than a wish.
+    rules: at least one, or the word "none" for no rules, since an empty list is a mistake more often than a wish.
 
     Equality is by value, and a policy is hashable. Raises ``PolicyError``.
     """

@@ -1,4 +1,4 @@
-"""The ways to run a region that are worth measuring: as it is, by hooks, by kernels, and under a checkpoint."""
+"""Chooses the ways to run a region that are worth measuring: as it is, by hooks, by kernels, and under a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from recompute.policy.rules import FAMILIES, PRICE
 from recompute.units import humanize
 
 _MOST_POINTS = 8  # of a frontier, hooks' or kernels'
-_CLOSE = 0.03  # of the frontier's span in bytes, or of the region's own seconds: not worth telling apart
+# Two points are not worth telling apart if they differ by less than this, in shares of the most that any point holds
+# and of the region's own seconds.
+_CLOSE = 0.03
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def recomputing_rule(via: str) -> dict[str, Any]:
 
 
 def rerunning_rule(via: str) -> dict[str, Any]:
-    """The fields of a rule by which every op may run again that ever may."""
+    """The fields of a rule by which every op may run again that can be repeated at all."""
     return {**recomputing_rule(via), "rerun": [family for family in FAMILIES if family in REPEATABLE], "price": 0.0}
 
 
@@ -50,7 +52,7 @@ def candidates_of(by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_ke
     cheap = _cheap(by_hooks)
     found = [Candidate(KEEP, None, plain.held_nbytes), Candidate(HOOK, cheap.rule, cheap.held_nbytes)]
     found += _further(by_hooks, HOOK, HOOK, (plain, cheap))
-    if via_kernels is not None:  # which hold what they save themselves, and drop nothing else
+    if via_kernels is not None:  # kernels hold what they save themselves, and drop nothing else
         plain = _Point(recomputing_rule(via_kernels), _saved_nbytes(by_kernels), 0.0)
         found.append(Candidate(KERNEL, plain.rule, plain.held_nbytes))
         found += _further(by_kernels, via_kernels, KERNEL, (plain,))
@@ -61,13 +63,13 @@ def candidates_of(by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_ke
 
 
 def _saved_nbytes(plan: SavePlan | None) -> int:
-    """All that autograd saves and that does not live anyway: what is held if nothing is dropped."""
+    """The bytes that are held if nothing is dropped: what autograd saves and what is not alive anyway."""
     known = () if plan is None else [plan.facts[number] for number in plan.demanded]
     return sum(each.nbytes for each in known if not each.alive)
 
 
 class _Point(NamedTuple):
-    """A way to run a region by a rule, or none, as nominal figures have it."""
+    """A way to run a region, by a rule or none, with its costs on a nominal accelerator."""
 
     rule: Mapping[str, Any] | None
     held_nbytes: int
@@ -85,7 +87,7 @@ def _cheap(plan: SavePlan | None) -> _Point:
 
 
 def _further(plan: SavePlan | None, via: str, how: str, others: Sequence[_Point]) -> Iterator[Candidate]:
-    """The points of the frontier, or the most telling ones of it, that are unlike those that there are."""
+    """The points of the plan's frontier that are not close to ``others``; if they are many, the most telling ones."""
     if plan is None:
         return
     points = [
@@ -95,14 +97,14 @@ def _further(plan: SavePlan | None, via: str, how: str, others: Sequence[_Point]
     nbytes = max(point.held_nbytes for point in (*points, *others))
     seconds = sum(step.seconds for step in plan.steps)
     kept: list[_Point] = []
-    for point in reversed(points):  # of two that are close, the one that holds less
+    for point in reversed(points):  # of two that are close, the one that holds less is taken
         if not any(_are_close(point, other, nbytes, seconds) for other in (*others, *kept)):
             kept.append(point)
     while len(kept) > _MOST_POINTS:
         losses = [_area(*kept[index - 1 : index + 2]) for index in range(1, len(kept) - 1)]
         del kept[1 + losses.index(min(losses))]
     texts = Counter(humanize(point.held_nbytes) for point in kept)
-    for point in reversed(kept):  # of a frontier, no two hold the same
+    for point in reversed(kept):  # no two points of a frontier hold the same number of bytes
         text = humanize(point.held_nbytes)
         exact = f"{point.held_nbytes:,} B" if texts[text] > 1 else text
         yield Candidate(f"{how}, holding {exact}", point.rule, point.held_nbytes)
@@ -116,7 +118,7 @@ def _are_close(one: _Point, other: _Point, nbytes: int, seconds: float) -> bool:
 
 
 def _area(left: _Point, middle: _Point, right: _Point) -> float:
-    """Twice that of the triangle between three points of a frontier: what is lost without the middle one."""
+    """Twice the area of the triangle between three points of a frontier: what is lost without the middle one."""
     (a, b), (c, d) = [
         (one.held_nbytes - two.held_nbytes, two.rerun_seconds - one.rerun_seconds)
         for one, two in pairwise([left, middle, right])

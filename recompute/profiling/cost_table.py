@@ -1,4 +1,4 @@
-"""What a training step costs, as a table: what a profile measures, and all that a planner knows."""
+"""What a training step costs, as a table. A profile measures it, and a planner knows nothing else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TABLE = ConfigDict(frozen=True, strict=True, extra="forbid")
 class Choice(BaseModel):
     """One way to run a region, and what it costs there.
 
-    All bytes are above what was allocated when the region's forward began, and count neither what lives anyway
-    (parameters, optimizer states) nor the gradients that other regions have left behind.
+    Bytes count from what was allocated when the region's forward began. Neither what lives anyway (parameters,
+    optimizer states) nor the gradients that other regions have left behind are among them.
     """
 
     model_config = _TABLE
@@ -28,7 +28,7 @@ class Choice(BaseModel):
     name: str
     """Unique among the region's choices: "keep", "checkpoint", "kernel, holding 225.0 MiB" …"""
     rule: dict[str, Any] | None
-    """The fields of a policy's rule beside match, type and layers; None: no rule, the region runs as it is."""
+    """The fields of a rule without match, type and layers; None: the region has no rule and runs as it is."""
     forward_seconds: Seconds
     backward_seconds: Seconds
     held_nbytes: NBytes
@@ -36,7 +36,7 @@ class Choice(BaseModel):
     forward_peak_nbytes: NBytes
     """The most alive at once during its forward."""
     backward_peak_nbytes: NBytes
-    """The most alive at once during its backward, with what it holds, and its own gradients as they come to be."""
+    """The most alive at once during its backward: what it holds and its own new gradients are counted."""
 
 
 class RegionCosts(BaseModel):
@@ -45,10 +45,10 @@ class RegionCosts(BaseModel):
     model_config = _TABLE
 
     name: str
-    """Of its class: "LlamaDecoderLayer"."""
+    """The name of its class: "LlamaDecoderLayer"."""
     choices: Annotated[tuple[Choice, ...], Strict(False), Field(min_length=1)]
     gradient_nbytes: NBytes
-    """Gradients that its backward leaves behind: 0 where those of a step before are accumulated into."""
+    """Bytes of gradients that its backward leaves behind; 0 where it adds them to those of a step before."""
 
 
 class Place(BaseModel):
@@ -57,19 +57,19 @@ class Place(BaseModel):
     model_config = _TABLE
 
     path: str
-    """Of the module that a rule matches: "model.layers.3"; "" of what belongs to no module that a rule may match."""
+    """The path of the module that a rule matches: "model.layers.3"; "" where there is no such module."""
     region: NBytes
-    """Its number in ``Profile.regions``."""
+    """The index of its region in ``Profile.regions``."""
     layer: NBytes | None = None
-    """Its index in the list of layers around it, as a policy's ``layers`` counts; None: in none, or not known."""
+    """Its index in the list of layers around it, as a policy's ``layers`` counts; None: in no list, or not known."""
     also: Annotated[tuple[str, ...], Strict(False)] = ()
-    """Paths of other modules that run in the same span and get the same rule: the norm before the head."""
+    """Paths of other modules that are measured with it and get the same rule, as the norm before the head."""
 
 
 class Profile(BaseModel):
     """What a training step costs: its regions in the order in which forward runs them, and what is outside of them.
 
-    What runs before the first layer and after the last one (the head and the loss) are regions too.
+    What runs before the first layer is a region, too, and so is what runs after the last one: the head and the loss.
     """
 
     model_config = _TABLE

@@ -1,4 +1,4 @@
-"""Training steps that leave no trace: the model, its gradients and the random state are afterwards as before."""
+"""Runs training steps that change nothing: model, gradients and random state are afterwards as before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def static_nbytes(model: nn.Module, optimizer: Optimizer, batch: Any) -> int:
-    """Alive between training steps: on CUDA all that is allocated; else parameters, buffers, states and the batch."""
+    """Bytes alive between training steps: on CUDA all that is allocated; else parameters, buffers, states and batch."""
     device = optimizer.param_groups[0]["params"][0].device
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -40,16 +40,16 @@ class DryRun:
     loss: Loss | None
     optimizer: Optimizer
     is_calculated: ClassVar[bool] = False
-    """Whether times are calculated, not measured: then one step tells bytes and times, and every step the same."""
+    """Whether times are calculated and not measured. Then every step gives the same bytes and times: one is enough."""
 
     @property
     def device(self) -> torch.device:
-        """The parameters', or the first of them."""
+        """The device of the first parameter."""
         return self.optimizer.param_groups[0]["params"][0].device
 
     @property
     def via(self) -> str:
-        """By which rules have kernels stand in here: "auto" leaves modules alone off CUDA."""
+        """The ``via`` by which rules have kernels stand in here: on other devices than CUDA, "auto" uses none."""
         return "auto" if self.device.type == "cuda" else "kernel"
 
     def memory_trace(self) -> MemoryTrace:
@@ -60,11 +60,14 @@ class DryRun:
 
     @property
     def static_nbytes(self) -> int:
-        """Alive between steps."""
+        """Bytes alive between steps."""
         return static_nbytes(self.model, self.optimizer, (self.args, self.kwargs))
 
     def forward(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Where backward starts, and the gradient that it starts with. The rest of the output is let go of."""
+        """Run forward; returns the tensors where backward starts and the gradients that it starts with.
+
+        The rest of the output is let go of.
+        """
         return roots(self.model(*self.args, **self.kwargs), self.loss)
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""What each way to run each region of a model costs: measured, in whole training steps of the real model."""
+"""Measures what each way to run each region of a model costs, in whole training steps of the real model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from recompute.errors import ModelError, RecomputeError, warn
 from recompute.profiling.candidates import Candidate
 from recompute.profiling.cost_table import Choice, Place, RegionCosts
 from recompute.profiling.dry_run import DryRun
-from recompute.profiling.regions import RegionKind, StepLayout, discover_layout, policy_of
+from recompute.profiling.regions import RegionKind, StepLayout, discover_layout, policy_from_rules
 from recompute.profiling.step_trace import StepPart, StepTrace
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, the training steps done, and the steps in all, as far as is known."""
 
 
-_WARMUP = 2  # steps: the first makes plans and compiles kernels, the second follows what kernels learned in it
+_WARMUP = 2  # steps: the first makes plans and compiles kernels, the second uses what kernels learned in it
 
 
 def measure_regions(
     run: DryRun, match: str | Sequence[str] | None, kernels: bool, steps: int, progress: Progress | None
 ) -> dict[str, Any]:
-    """The fields of a profile that steps of ``run`` tell."""
+    """The fields of a profile that steps of ``run`` measure."""
     report = progress or _silent
     report("looking at what runs", 0, 0)
     with _complains_of_memory(run.model):
@@ -61,7 +61,7 @@ def _complains_of_memory(model: nn.Module) -> Iterator[None]:
 class _Placement(NamedTuple):
     """A candidate, and the places that run by it in one step. It is measured at the last of them.
 
-    The place before that runs by it as well, because what a region holds depends on what it is given.
+    The place before that runs by it as well, because what a region holds depends on how its input was made.
     """
 
     candidate: Candidate
@@ -69,19 +69,19 @@ class _Placement(NamedTuple):
 
 
 class _PlaceBytes(NamedTuple):
-    """Of a part of a step, above what was alive when its forward began."""
+    """The bytes of a part of a step, above what was alive when its forward began."""
 
     held: int
     forward_peak: int
     backward_peak: int
-    """With the gradients that the parts above it have left behind."""
+    """Counts the gradients, too, that backward of the later parts has left behind."""
     is_settled: bool
-    """Whether the region before it ran in the same way: at the border of two, bytes may belong to either."""
+    """Whether the region before it ran in the same way. At the border of two ways, bytes may count for either."""
 
 
 @dataclass
 class _RegionMeasurer:
-    """Runs training steps whose regions run in one way or another, and gathers what each way costs."""
+    """Runs training steps in which regions run in different ways, and gathers what each way costs."""
 
     run: DryRun
     layout: StepLayout
@@ -91,15 +91,15 @@ class _RegionMeasurer:
     ahead: int = 0
     """Steps that are still to run."""
     counted: list[tuple[list[Candidate], StepTrace]] = field(default_factory=list)
-    """What ran in which way, and its bytes."""
+    """For each step whose bytes were counted, the candidate of each place and what the step took."""
     seconds_of: dict[tuple[int, str], list[StepPart]] = field(default_factory=dict)
-    """By kind (its ``id``) and candidate."""
+    """What was timed, by the ``id`` of a kind and the name of a candidate."""
     optimizer_seconds: list[float] = field(default_factory=list)
     fillers: dict[int, Candidate] = field(default_factory=dict)
-    """By kind: how the places run that are not being measured. It holds as little as can be."""
+    """By the ``id`` of a kind, how its places run that are not being measured: in the way that holds least."""
 
     def run_base(self) -> int:
-        """Measure a step in which each region runs in the way that holds least. If that fails, try the next to least.
+        """Measure a step in which each region runs in the way that holds least; if that fails, the way after it.
 
         Returns the bytes that are alive between steps.
         """
@@ -116,7 +116,7 @@ class _RegionMeasurer:
         raise AssertionError("a model has at least one way to run")
 
     def run_all(self) -> None:
-        """Measure every candidate that has not been."""
+        """Measure every candidate that has not been measured yet."""
         jobs = self._jobs()
         self.ahead = len(jobs) * self._steps_of_a_job
         while jobs:
@@ -139,7 +139,7 @@ class _RegionMeasurer:
         return self.layout.kinds[placement.places[-1]].name
 
     def _jobs(self) -> list[list[_Placement]]:
-        """Placements, packed into as few assignments as are needed: no place is in two placements of one."""
+        """Placements, packed into few jobs. Each job is one assignment, in which no place has two placements."""
         kinds = self.layout.kinds
         jobs: list[list[_Placement]] = []
         taken: list[set[int]] = []
@@ -160,7 +160,7 @@ class _RegionMeasurer:
         return jobs
 
     def _targets(self, kind: RegionKind) -> list[tuple[int, ...]]:
-        """The places where a kind may be measured, each with the one before it: best those of two that are alike."""
+        """The places where a kind may be measured, each with the one before it, preferably one of the same kind."""
         kinds = self.layout.kinds
         places = [place for place, other in enumerate(kinds) if other is kind]
         alike: list[tuple[int, ...]] = []
@@ -171,7 +171,7 @@ class _RegionMeasurer:
         return alike or others or [(place,) for place in places]
 
     def _chosen(self, job: Sequence[_Placement]) -> list[Candidate]:
-        """One candidate a place."""
+        """The candidate of each place in this job."""
         kinds = self.layout.kinds
         chosen = [self.fillers[id(kind)] for kind in kinds]
         for placement in job:
@@ -181,12 +181,12 @@ class _RegionMeasurer:
         return chosen
 
     def _try(self, job: Sequence[_Placement]) -> Exception | None:
-        """Measure a job. Returns what went wrong: out of memory, or a way that may not be used here; else None."""
+        """Measure a job. Returns the error if it runs out of memory or a way cannot be used here; else None."""
         done = self.done
         try:
             self._measure(job)
         except (torch.OutOfMemoryError, RecomputeError) as error:
-            failure = error.with_traceback(None)  # which holds the tensors of the step
+            failure = error.with_traceback(None)  # the traceback would hold the tensors of the step
         else:
             return None
         self.ahead -= self._steps_of_a_job - (self.done - done)
@@ -199,7 +199,7 @@ class _RegionMeasurer:
         kinds, regions = self.layout.kinds, self.layout.regions
         chosen = self._chosen(job)
         rules = self.layout.rules(chosen)
-        with apply(self.run.model, policy_of(rules)):
+        with apply(self.run.model, policy_from_rules(rules)):
             for _ in range(_WARMUP):
                 self.run.warm_up(regions)
                 self._tell()
@@ -214,7 +214,7 @@ class _RegionMeasurer:
                     traces.append(self.run.step(parts, clock=self.run.clock()))
                     self._tell()
         self.counted.append((chosen, counted))
-        # Where the host sets the pace, marks and hooks slow a step down.
+        # Where the host sets the pace, marks and hooks slow a step down: scale by the time of whole steps without them.
         factor = statistics.median(one.seconds for one in whole) / statistics.median(one.seconds for one in timed)
         self.optimizer_seconds += [factor * one.optimizer_seconds for one in timed]
         for place, (kind, candidate) in enumerate(zip(kinds, chosen, strict=True)):
@@ -250,7 +250,7 @@ class _RegionMeasurer:
     def _gradients(self) -> dict[int, int]:
         """The bytes of gradients that a region of each kind leaves behind.
 
-        The median counts: where two regions meet, bytes may be counted for either.
+        This is a median, because at the border of two regions bytes may count for either.
         """
         found: dict[int, list[int]] = {}
         for _, trace in self.counted:
@@ -281,7 +281,7 @@ class _RegionMeasurer:
         )
 
     def _bytes(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Iterator[_PlaceBytes]:
-        """Of each place and step where the kind ran in that way."""
+        """The bytes at each place, in each step, where the kind ran in that way."""
         kinds = self.layout.kinds
         for chosen, trace in self.counted:
             for place, part in enumerate(trace.parts):
@@ -294,7 +294,7 @@ class _RegionMeasurer:
     def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
         """The costs of what runs before the first region.
 
-        They include what the first region holds more than others of its kind do: its input, say.
+        They include what the first region holds more than others of its kind do, such as its input.
         """
         number = numbers[id(self.layout.kinds[1])]
         usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}

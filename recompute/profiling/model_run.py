@@ -1,4 +1,4 @@
-"""How to run a model on a batch and leave no trace: its arguments, where backward starts, and what is put back."""
+"""Runs a model on a batch and changes nothing: its arguments, where backward starts, and what is put back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sources_of(model: nn.Module, batch: Any) -> list[Any]:
 
 
 def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, dict[str, Any]]:
-    """A copy of the batch, whose tensors are leaves of a new graph; one that is there twice is so again."""
+    """A copy of the batch, whose tensors are leaves of a new graph. A tensor that occurs twice is copied once."""
     copies: dict[int, Tensor] = {}
 
     def copied(value: Any) -> Any:
@@ -42,9 +42,10 @@ def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, d
 
 
 def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Where backward starts from a model's output, and the gradients that it starts with: None of a scalar.
+    """The tensors of a model's output where backward starts, and the gradients that it starts with (None for a scalar).
 
-    ``loss``'s scalar, or the output's own ``loss``, or else every tensor in it, with a gradient of fixed signs.
+    These are the scalar that ``loss`` gives; without it the output's own ``loss``; or else every tensor in the output,
+    with a gradient of fixed signs.
     """
     if loss is not None:
         return [loss(output)], [None]
@@ -61,7 +62,7 @@ def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | N
 
 @contextmanager
 def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
-    """In training mode and without gradients so far; at the end ``model`` and the random state are as before."""
+    """Inside, ``model`` is in training mode without gradients. At the end it and the random state are as before."""
     state = ModuleState([model], (), LearnedBuffers())
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [value for module in model.modules() for value in vars(module).values()]

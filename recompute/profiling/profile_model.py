@@ -1,4 +1,4 @@
-"""The profile of a model: measured in training steps, or calculated for a GPU that is not here."""
+"""Makes the profile of a model: measures it in training steps, or calculates it for a GPU that is not here."""
 
 from __future__ import annotations
 
@@ -36,24 +36,29 @@ def profile(
 ) -> Profile:
     """Measure, in training steps of ``model`` on ``batch``, what each way to run each distinct region of it costs.
 
-    The ways are: as it is; under ``recompute`` by hooks and, where they can stand in, by kernels, without a costly op
-    that runs again and at the points of the region's frontier; under ``checkpoint``, with and without attention kept.
+    The ways are
+
+    - as it is,
+    - under ``recompute`` by hooks, and by kernels where they can stand in: once without a costly op that runs again,
+      and once at each point of the region's frontier,
+    - under ``checkpoint``, with attention kept and without.
+
     A head whose logits a kernel can do without is a region, too. Regions that run alike are measured as one: in each
-    step, a few places run under the ways in question, in pairs of neighbours, and all others under what holds least.
+    step, a few places run in the ways in question, in pairs of neighbours, and all others in the way that holds least.
     A way that runs out of memory even so, or cannot be used, is left out with a ``PolicyWarning``.
 
     Weights, gradients, buffers, random state and training flags are afterwards as before, also if this raises.
 
     batch, loss: as ``recompute.verify`` takes them.
     optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. Its step is part of the profile.
-    match: globs over the paths of the modules to choose for; by default those of layers and blocks, the outermost ones.
+    match: globs over the paths of the modules to choose for; by default the outermost layers and blocks.
     kernels: whether to consider them; by default on CUDA alone.
-    device: a GPU that is not here ("H200"; see ``recompute.estimation.gpus``). Nothing is measured then: each op takes
-        what its arithmetic or its traffic takes there, and bytes are those of tensors without values. The profile's
-        ``source`` says so.
-    sharding, devices: beside ``device``, as ``recompute.estimate`` takes them: how so many of it share the model.
-    steps: timed training steps of each assignment of ways to regions, after warm-up and one that counts bytes; as many
-        are timed as a whole, for regions cannot be told apart without slowing a step down.
+    device: a GPU that is not here ("H200"; see ``recompute.estimation.gpus``). Nothing is measured then: the time of
+        each op is calculated from its arithmetic and its traffic there, and bytes are those of tensors without values.
+        The profile's ``source`` says so.
+    sharding, devices: beside ``device``, as ``recompute.estimate`` takes them: how several such GPUs share the model.
+    steps: how many training steps are timed for each assignment of ways to regions, after warm-up and one step that
+        counts bytes. As many again are timed as a whole, because telling regions apart slows a step down.
 
     Raises ``ModelError`` where there are no regions or nothing fits the device; ``AlreadyAppliedError`` for a model
     under a policy; ``ValueError`` where nothing requires a gradient, or for steps below 1.

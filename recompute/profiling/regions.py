@@ -1,4 +1,4 @@
-"""The regions of a model in the order in which they run, and which of them run alike."""
+"""Finds the regions of a model, in the order in which they run, and which of them run alike."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class StepLayout:
     """What a step is made of, in the order of forward: what is before the regions, the regions, what is after them."""
 
     paths: tuple[str, ...]
-    """"" where no rule can match: before the regions, and after them where no kernel stands in for anything."""
+    """The path of each part. It is "" where no rule can match: before the regions, and after them where no kernel
+    stands in for anything."""
     kinds: tuple[RegionKind, ...]
-    """One a path; the same object for those that run alike."""
+    """The kind of each path; the same object for those that run alike."""
     regions: Mapping[str, nn.Module]
-    """Those between the first path and the last, by path, in order."""
+    """The regions by path, in order: what is between the first and the last of ``paths``."""
     also: tuple[str, ...] = ()
     """Modules that run after the regions and get the rule of the last path, too."""
 
@@ -63,9 +64,9 @@ class StepLayout:
 
 
 def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """The outermost modules, ``model`` itself left out, at paths that ``match`` lists, or that are layers.
+    """The outermost modules inside of ``model`` at paths that ``match`` selects; without ``match``, the layers.
 
-    Raises ``ModelError`` if there are none, and ``PolicyError`` for a glob that is none.
+    Raises ``ModelError`` if there are none, and ``PolicyError`` for a glob that is not valid.
     """
     rule = Rule(type=LAYERS, action="keep") if match is None else Rule(match=match, action="keep")
     entries, modules = module_entries(model, type(model).__name__)
@@ -87,10 +88,11 @@ def _around(path: str) -> Iterator[str]:
 
 
 def discover_layout(run: DryRun, match: str | Sequence[str] | None, *, kernels: bool) -> StepLayout:
-    """Run forward with all regions under the policy that holds least, to see in which order they run, and what.
+    """Run forward with all regions under the policy that holds least, to see their order and what each of them runs.
 
-    kernels: whether to offer them where they can stand in, on whatever device. Warns with ``PolicyWarning`` of modules
-    that don't run exactly once, which are part of what is around them.
+    kernels: whether to offer kernels where they can stand in, on whatever device.
+
+    Warns with ``PolicyWarning`` of modules that do not run exactly once. They count as part of what is around them.
     """
     regions = find_regions(run.model, match)
     order, later = _order(run, regions)
@@ -111,7 +113,7 @@ def discover_layout(run: DryRun, match: str | Sequence[str] | None, *, kernels: 
         key = _likeness(module, by_hooks.get(path))
         if key not in kinds:
             alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
-            last = alike[-1]  # the first one's neighbours are unlike the others'
+            last = alike[-1]  # not the first one, which has other neighbours than the rest
             candidates = candidates_of(by_hooks.get(last), by_kernels.get(last), run.via if last in stand_ins else None)
             kinds[key] = RegionKind(base_of(module).__name__, candidates)
         found.append(kinds[key])
@@ -129,12 +131,15 @@ _AS_IT_IS = Candidate(KEEP, None, 0)
 
 
 def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, nn.Module]]:
-    """The paths of regions as they run; and of what runs after all of them the norms, and then the last Linear."""
+    """The paths of the regions in the order in which they run, and what runs after all of them.
+
+    Of that, the norms and the last Linear, which is the head if the model has one.
+    """
     order: list[str] = []
     others: list[tuple[str, int]] = []  # with how many regions had begun by then
     modules = dict(run.model.named_modules())
     with ExitStack() as stack:
-        stack.enter_context(apply(run.model, policy_of(dict.fromkeys(regions, rerunning_rule(HOOK)))))
+        stack.enter_context(apply(run.model, policy_from_rules(dict.fromkeys(regions, rerunning_rule(HOOK)))))
         for path, module in modules.items():
             if path in regions:
                 note: Any = partial(order.append, path)
@@ -150,7 +155,7 @@ def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], di
     return order, {path: modules[path] for path in (*norms, *heads[-1:])}
 
 
-def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
+def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
     """The policy that gives each module, by path, a rule of these fields, or none."""
     alike: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for path, fields in rules.items():
@@ -161,9 +166,9 @@ def policy_of(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
 
 
 def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str, SavePlan]:
-    """What each region runs, where all may run again."""
-    with apply(run.model, policy_of(dict.fromkeys(regions, rerunning_rule(via)))) as handle:
-        for _ in range(2):  # kernels of a layer learn in the first forward which Linears read a norm
+    """The plan of each region, under a rule by which everything may run again."""
+    with apply(run.model, policy_from_rules(dict.fromkeys(regions, rerunning_rule(via)))) as handle:
+        for _ in range(2):  # a layer's kernels learn in the first forward which Linears read its norm
             run.forward()
         return {path: plan for path, plan in handle.plans().items() if path in regions}
 
@@ -171,7 +176,7 @@ def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str,
 def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The regions in which kernels can stand in for something."""
     rule = recomputing_rule("auto")
-    with apply(model, policy_of(dict.fromkeys(regions, rule))) as handle:
+    with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
         paths = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner)]
     found = {around for path in paths for around in (path, *_around(path))}
     return {path: module for path, module in regions.items() if path in found}
@@ -194,7 +199,10 @@ def _likeness(module: nn.Module, plan: SavePlan | None) -> Any:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """What may tell layers apart whose ops are the same, such as the width of a window; not which layer it is."""
+    """Attributes that may tell layers with the same ops apart, but not by their indices.
+
+    Of an integer only the type counts, since it may be the index of the layer; of a float also whether it is 0.
+    """
     for name, value in vars(module).items():
         if isinstance(value, (bool, str)) or value is None:
             yield name, repr(value)

@@ -1,9 +1,11 @@
-"""Profiles of models with many equal layers, from steps with few of them.
+"""Profiles a model with many equal layers from steps with only a few of them.
 
-What a step costs is a sum over layers, so layers that run alike need to run once. Two plain steps check that they do:
-one with the few layers, and one with as many more as repeat. Every part of the first has to come back in the second, to
-the byte and the second, and the added layers have to cost what those before them cost. A model that does not pass runs
-whole.
+The cost of a step is a sum over layers, so of layers that cost the same it is enough to run a few.
+
+Which layers are alike is read off their structure. Whether they also cost the same, two steps without a policy check.
+The first runs the few layers, the second one period of layers more. The second must have every part of the first, with
+exactly the same bytes and seconds, and the added layers must cost what those before them cost. Where that does not
+hold, the whole model runs.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from recompute.profiling.step_trace import StepPart
 
 
 class RepeatedLayers(NamedTuple):
-    """A list of layers of which the kinds repeat, and how few of them show all that there is to see.
+    """A list of layers in which a sequence of kinds repeats up to the end, and how few of the layers need to run.
 
-    The first ``few`` layers run. The last period of them stands for the last one of all, and the period before that
-    for every other one that does not run.
+    ``period`` is the length of that sequence: 1 where all layers are alike, 2 where two kinds alternate. The first
+    ``few`` layers run. Of these, the last period stands for the last period of all ``total`` layers, and the period
+    before it stands for every other period that does not run.
     """
 
     path: str
@@ -38,7 +41,7 @@ class RepeatedLayers(NamedTuple):
     period: int
 
     def of(self, index: int) -> int:
-        """The layer that runs in the place of this one."""
+        """The index of the layer that stands for the one at ``index``."""
         cut = self.few - self.period
         if index < cut:
             return index
@@ -48,7 +51,7 @@ class RepeatedLayers(NamedTuple):
 
 
 def find_repeated(model: nn.Module) -> list[RepeatedLayers]:
-    """The lists of layers, none inside of another, of which less than half need to run."""
+    """The outermost lists of layers of which less than half need to run."""
     found: list[RepeatedLayers] = []
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -65,9 +68,9 @@ def find_repeated(model: nn.Module) -> list[RepeatedLayers]:
 
 
 def _few(kinds: Sequence[int]) -> Callable[[int], tuple[int, int]]:
-    """How few layers show all, if their kinds repeat with some period up to the end; and the period.
+    """A function of a period: how few layers need to run if ``kinds`` repeat with it up to the end; and the period.
 
-    Layers are measured in pairs of neighbours that run in one way, so that two periods are needed at least.
+    At least two periods have to run, because layers are measured in pairs of neighbours that run in the same way.
     """
 
     def few(period: int) -> tuple[int, int]:
@@ -81,7 +84,7 @@ def _few(kinds: Sequence[int]) -> Callable[[int], tuple[int, int]]:
 
 @contextmanager
 def shortened(repeated: Iterable[RepeatedLayers], *, periods: int = 0) -> Iterator[None]:
-    """With the few layers alone, and so many periods more."""
+    """Cut the lists inside down to their few layers and ``periods`` periods more."""
     with ExitStack() as stack:
         for each in repeated:
             stack.enter_context(shortened_list(each.layers, each.few + periods * each.period))
@@ -89,7 +92,7 @@ def shortened(repeated: Iterable[RepeatedLayers], *, periods: int = 0) -> Iterat
 
 
 def representative(run: DryRun, match: str | Sequence[str] | None) -> list[RepeatedLayers]:
-    """The lists of layers of which a few stand for all in the steps of ``run``; none where that cannot be shown.
+    """The lists of layers of which a few can stand for all in the steps of ``run``; none where a check fails.
 
     match: which modules are regions, as ``recompute.profile`` takes it.
     """
@@ -100,7 +103,7 @@ def representative(run: DryRun, match: str | Sequence[str] | None) -> list[Repea
             few = list(find_regions(run.model, match))
         if not repeated or [path for path, _ in _continued(few, repeated)] != whole:
             return []
-    except (ModelError, _Irregular):  # it is single layers that match
+    except (ModelError, _Irregular):  # where ``match`` names single layers, the shortened model lacks some of them
         return []
 
     def step() -> Sequence[StepPart]:
@@ -110,9 +113,9 @@ def representative(run: DryRun, match: str | Sequence[str] | None) -> list[Repea
 
 
 def _is_linear(repeated: Sequence[RepeatedLayers], step: Callable[[], Sequence[StepPart]]) -> bool:
-    """Whether a step with a period more costs those layers more, and nothing else.
+    """Whether a step with one period of layers more costs more by those layers alone.
 
-    step: runs the model as it then is, and returns the parts of the step.
+    step: runs the model with the layers that it then has, and returns the parts of the step.
     """
     try:
         with shortened(repeated):
@@ -122,7 +125,8 @@ def _is_linear(repeated: Sequence[RepeatedLayers], step: Callable[[], Sequence[S
         longer = [each._replace(total=each.few + each.period) for each in repeated]
         rows = _continued([part.path for part in few], longer)
     except Exception:
-        # A model that counts its layers in another way may raise anything. If that is not why, it does so again.
+        # A shortened model may raise anything, as where it also has the number of its layers elsewhere. The whole model
+        # runs next: if the error has another reason, it comes up there again.
         return False
     return [replace(few[index], path=path) for path, index in rows] == list(more)
 
@@ -130,7 +134,9 @@ def _is_linear(repeated: Sequence[RepeatedLayers], step: Callable[[], Sequence[S
 def continued(
     places: Sequence[Place], repeated: Sequence[RepeatedLayers], layers: Mapping[str, int | None]
 ) -> list[Place]:
-    """The places of all layers, from those of the few. layers: the index of each module's layer, by path.
+    """The places of all layers, from those of the few that ran.
+
+    layers: by the path of a module, the index of the layer that it is in.
 
     Raises ``ValueError`` where the layers did not run in their order.
     """
@@ -141,11 +147,14 @@ def continued(
 
 
 class _Irregular(ValueError):
-    """Layers do not run one after the other."""
+    """The layers of a list do not run one after the other."""
 
 
 def _continued(paths: Sequence[str], repeated: Sequence[RepeatedLayers]) -> list[tuple[str, int]]:
-    """The paths for all layers in the order in which they run, each with the index of the one that stands for it."""
+    """The paths of a whole model's parts, in the order in which they run, from ``paths``, those of the shortened one.
+
+    With each comes the index in ``paths`` of the part that stands for it.
+    """
     rows = list(zip(paths, range(len(paths)), strict=True))
     for each in repeated:
         inside = re.compile(rf"{re.escape(each.path)}\.(\d+)(.*)")

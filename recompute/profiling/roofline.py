@@ -1,4 +1,7 @@
-"""A profile for a GPU that is not here: steps on tensors without values, each op timed by its roofline."""
+"""Calculates a profile for a GPU that is not here: training steps on fake tensors, with each op timed by its roofline.
+
+The roofline of an op is the time that its arithmetic or its memory traffic takes on the device, whichever is longer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ from recompute.profiling.repeated_layers import continued, representative, short
 from recompute.profiling.shards import Shards
 from recompute.profiling.step_trace import StepTrace
 
-_OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85  # what large GEMMs and large copies reach of them: 690 to 790 TFLOP/s on an H200
+# The shares of a device's peak that large GEMMs and large copies reach: on an H200, GEMMs reach 690 to 790 TFLOP/s.
+_OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85
 
 
 def roofline(
@@ -50,19 +54,20 @@ def roofline(
     devices: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
-    """What ``recompute.profile`` would find on ``device``, without it, as arithmetic has it: ``source`` is "roofline".
+    """Calculate what ``recompute.profile`` would measure on ``device``, without that device.
 
-    Each op takes its arithmetic at 0.75 of the device's peak or its traffic at 0.85 of the memory's bandwidth,
-    whichever takes longer, and launching it takes nothing: small models are slower than that. Bytes are those of
-    tensors without values, by CUDA's choice of kernels. The model, which may be on ``meta``, is left as it is.
+    Each op takes the time of its arithmetic at 0.75 of the device's peak, or that of its traffic at 0.85 of the
+    memory's bandwidth, whichever is longer. Launching an op takes no time here, so a small model is slower than its
+    profile says. Bytes are counted on fake tensors, for the kernels that torch chooses on CUDA. The model is left as it
+    is, and may be on ``meta``. The profile's ``source`` is "roofline".
 
-    optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. What it leaves open of ``foreach``
-        is as torch has it on CUDA: on.
-    sharding, devices: as ``recompute.estimate`` takes them: bytes are then those of one device. What the devices tell
-        each other takes no time here.
+    optimizer: makes an optimizer of a list of parameters; by default ``torch.optim.AdamW``. Where it leaves ``foreach``
+        open, that is on, as torch chooses on CUDA.
+    sharding, devices: as ``recompute.estimate`` takes them. Bytes are then those of one device. Communication between
+        devices takes no time here.
 
-    Raises ``ModelError`` for a device that is not known, ``EstimateError`` for a sharding that is not, and
-    ``ModelError`` where the model cannot run without values.
+    Raises ``ModelError`` for a device that is not known or a model that cannot run without values, and
+    ``EstimateError`` for a sharding that is not known.
     """
     gpu = device if isinstance(device, Gpu) else find_gpu(device)
     sharding = check_sharding(sharding, devices)
@@ -102,7 +107,7 @@ def _where(gpu: Gpu, sharding: str, devices: int) -> str:
 
 
 def _table(run: DryRun, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None) -> dict[str, Any]:
-    """The fields of a profile that steps tell, from few of the layers that are alike."""
+    """The fields of a profile that training steps measure. Of layers that are alike, only a few run."""
     if progress is not None:
         progress("looking for layers that are alike", 0, 0)
     repeated = representative(run, match)
@@ -114,7 +119,7 @@ def _table(run: DryRun, match: str | Sequence[str] | None, kernels: bool, progre
 
 @dataclass
 class _NoOptimizer:
-    """In the place of an optimizer, whose step is looked at apart."""
+    """Takes the optimizer's place in a step. ``_optimizer_costs`` calculates the real one's step by itself."""
 
     parameters: list[nn.Parameter]
 
@@ -132,11 +137,11 @@ class _NoOptimizer:
 
 @dataclass(frozen=True)
 class _FakeDryRun(DryRun):
-    """Steps on fake CPU tensors that stand for CUDA's."""
+    """Runs steps on fake CPU tensors that stand for tensors on CUDA."""
 
     figures: Gpu
     share: Callable[[int], int] | None
-    """As in ``Shards``."""
+    """As in ``Shards``: from the bytes of a gradient to those that one device keeps of it."""
     is_calculated = True
 
     @property
@@ -148,7 +153,7 @@ class _FakeDryRun(DryRun):
         return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
-        """A forward, which is where policies learn what they hold: there is no kernel to compile in backward."""
+        """Run a forward, in which policies learn what to hold. Backward needs none, as it has no kernels to compile."""
         self.forward()
 
     def memory_trace(self) -> MemoryTrace:
@@ -168,7 +173,10 @@ class _FakeDryRun(DryRun):
 
 @contextmanager
 def _reduced(parameters: Sequence[nn.Parameter], memory: StorageTrace, share: Callable[[int], int]) -> Iterator[None]:
-    """Gradients become a share of their bytes as soon as they are there. What they are reduced in counts elsewhere."""
+    """Count each gradient as one device's share of its bytes from the moment that it is complete.
+
+    The buffers in which gradients are reduced are counted elsewhere, by ``Shards.with_buffers``.
+    """
     shards: list[Tensor] = []
 
     def reduce(parameter: Tensor) -> None:
@@ -186,7 +194,11 @@ def _reduced(parameters: Sequence[nn.Parameter], memory: StorageTrace, share: Ca
 
 
 class _RooflineClock(Clock):
-    """Adds up the seconds of this thread's ops. A ``StorageTrace`` inside of it takes our kernels apart into ops."""
+    """Adds up the calculated seconds of this thread's ops.
+
+    An op of ours counts as the ops that its implementation calls: a ``StorageTrace`` inside of this clock calls that
+    itself.
+    """
 
     def __init__(self, figures: Gpu) -> None:
         super().__init__()
@@ -218,7 +230,7 @@ class _TimingMode(TorchDispatchMode):
 
 
 def op_seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, figures: Gpu) -> float:
-    """What ``output = op(*args, **kwargs)`` takes on a device, if nothing else bounds it."""
+    """The seconds that ``output = op(*args, **kwargs)`` takes on a device, by its roofline."""
     known = facts(op)
     if known.kind is Kind.VIEW or op.namespace == "prim" or known.name.removeprefix("aten.") in _FREE:
         return 0.0
@@ -236,7 +248,10 @@ _FREE = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_emp
 
 
 def _backward_flops(name: str, args: tuple[Any, ...]) -> float:
-    """Of attention's, five GEMMs where forward has two; of a convolution's, two of forward's size."""
+    """The FLOPs of a backward op.
+
+    Attention's backward has five GEMMs where its forward has two; a convolution's backward has two of forward's size.
+    """
     operands = [value for value in args if isinstance(value, Tensor)]
     if "attention" in name and len(operands) > 2:
         _, query, key = operands[:3]
@@ -263,12 +278,15 @@ class _OptimizerCosts(NamedTuple):
 def _optimizer_costs(
     make: OptimizerFactory, given: Callable[[str], list[nn.Parameter]], figures: Gpu
 ) -> _OptimizerCosts:
-    """Of a step of the optimizer. given: what it updates, on a device; under fake tensors' mode."""
+    """What a step of the optimizer costs. Call it under the mode of fake tensors.
+
+    given: returns the parameters that the optimizer updates, on the device that it is told.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         optimizer = make(given("cpu"))
-        if not any(group.get("fused") for group in optimizer.param_groups):  # which takes nothing on meta
-            # Faster than fakes, and lets the optimizer read its step counts.
+        if not any(group.get("fused") for group in optimizer.param_groups):  # a fused optimizer refuses meta tensors
+            # Meta tensors are faster than fake ones, and let the optimizer read its step counts.
             stack.enter_context(unset_fake_temporarily())
             optimizer = make(given("meta"))
             for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""What one of several devices holds of a model, where they share it."""
+"""Calculates what each of several devices holds of a model that they share."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ from recompute.profiling.dry_run import nbytes_of
 
 @dataclass(frozen=True)
 class Shards:
-    """The parameters of a model, as one device holds them. Bytes are of the dtype that they have."""
+    """What one device holds of a model's parameters, counted in the dtype that they have."""
 
     parameter_nbytes: int
     buffers: tuple[ExtraBuffer, ...]
-    """What is gathered and reduced in."""
+    """The buffers that parameters are gathered into and gradients are reduced in."""
     shapes: tuple[tuple[int, ...], ...] | None
-    """Of what the device's optimizer updates; None: the parameters themselves."""
+    """The shapes of what the device's optimizer updates; None: it updates the parameters themselves."""
     share: Callable[[int], int] | None
-    """What the device keeps of so many bytes of gradients, once they have been reduced; None: all."""
+    """From the bytes of gradients to those that the device keeps once they are reduced; None: it keeps all."""
 
     @staticmethod
     def of(model: nn.Module, sharding: str, devices: int) -> Shards:
-        """Of a model whose parameters have one dtype, under a sharding that ``check_sharding`` lets pass."""
+        """The shards of a model.
+
+        model: all of its parameters have one dtype.
+        sharding: one that ``check_sharding`` lets pass.
+        """
         if devices == 1:
             return Shards(nbytes_of(list(model.parameters())), (), None, None)
         size = next(model.parameters()).element_size()
@@ -56,7 +60,10 @@ class Shards:
         )
 
     def updated(self, parameters: Sequence[nn.Parameter], device: str) -> list[nn.Parameter]:
-        """What the device's optimizer is given, with gradients: new tensors on ``device``, "meta" or fakes' "cpu"."""
+        """Parameters to give the device's optimizer, with gradients.
+
+        They are new tensors on ``device``: "meta", or "cpu" under the mode of fake tensors.
+        """
         shapes = [parameter.shape for parameter in parameters] if self.shapes is None else self.shapes
         dtypes = [parameter.dtype for parameter in parameters] + [parameters[0].dtype] * len(shapes)
         given = []
@@ -66,11 +73,11 @@ class Shards:
         return given
 
     def buffer_nbytes(self, phase: str) -> int:
-        """Alive in this part of a step: "forward", "backward" or "optimizer"."""
+        """The bytes of buffers alive in this part of a step: "forward", "backward" or "optimizer"."""
         return sum(buffer.nbytes for buffer in self.buffers if phase in buffer.phases)
 
     def with_buffers(self, regions: Sequence[RegionCosts]) -> tuple[RegionCosts, ...]:
-        """The regions with what is gathered and reduced in while they run."""
+        """The regions, with the buffers that are alive while they run added to their peaks."""
         forward, backward = self.buffer_nbytes("forward"), self.buffer_nbytes("backward")
 
         def of(choice: Choice) -> Choice:

@@ -1,4 +1,4 @@
-"""One training step, taken apart at the borders of regions: what each takes and holds, by one clock and one counter."""
+"""Runs one training step and says what each region of it costs, in seconds and in bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Forward = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a region costs in one step, or what runs before the first one (path "") or after the last one ("").
+    """What a region costs in one step. What runs before the first region, or after the last one, has the path "".
 
-    In forward it lasts until the next region begins; in backward, from where the region after it has the gradient of
-    its input. Bytes are as in ``cost_table``: ``held_nbytes`` counts its output, if that is held, and not its input.
+    In forward a part lasts until the next region begins. In backward it begins when the region after it has computed
+    the gradient of its input. Bytes are as in ``cost_table``: ``held_nbytes`` counts the region's output, if that is
+    held, and not its input.
     """
 
     path: str
@@ -35,10 +36,10 @@ class StepPart:
     forward_peak_nbytes: int = 0
     backward_peak_nbytes: int = 0
     gradient_nbytes: int = 0
-    """Left behind by its backward."""
+    """Bytes of the gradients that its backward leaves behind."""
 
     def slowed(self, factor: float) -> StepPart:
-        """The same in ``factor`` times the seconds."""
+        """The same part, with its seconds times ``factor``."""
         return replace(
             self, forward_seconds=factor * self.forward_seconds, backward_seconds=factor * self.backward_seconds
         )
@@ -77,10 +78,10 @@ def trace_step(
     regions: by path; each runs once in forward, and none inside of another. They may be under any policy. What a
         checkpoint runs again in backward belongs to the backward of its region. None: the step is one part, which no
         hooks slow down.
-    memory, clock: count and time the step: ``memory_trace(device)`` and ``clock(device)``, say, not yet entered. What
-        was allocated before is counted by neither: gradients must not be there yet.
+    memory, clock: count and time the step, such as ``memory_trace(device)`` and ``clock(device)``, not yet entered.
+        Memory from before the step does not count, so there must be no gradients yet.
 
-    Raises ``ModelError`` for no regions, or one that does not run exactly once or runs inside of another.
+    Raises ``ModelError`` if there are no regions, or one does not run exactly once or runs inside of another.
     """
     if regions is not None and not regions:
         raise ModelError(
@@ -109,7 +110,8 @@ def trace_step(
                 if parameter.grad is not None:
                     parameter.grad.zero_()
         marks.end("zeroing")
-        with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)):  # which graphs of others may rely on
+        # Graphs that the caller has built before may check the versions of these parameters.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)):
             optimizer.step()
         marks.end("optimizer")
         optimizer.zero_grad(set_to_none=True)
@@ -117,12 +119,12 @@ def trace_step(
 
 
 class _Span(NamedTuple):
-    """From one mark to the next. ``part``: its number, in the order of forward."""
+    """The time from one mark to the next. ``part`` is the number of the step's part, in the order of forward."""
 
     phase: str
     part: int
     handed_nbytes: int
-    """Of the gradient that is handed on at its end.
+    """Bytes of the gradient that this span hands on to the next one.
 
     If the tensor that it is the gradient of has been freed by then, that tensor's bytes are subtracted.
     """
@@ -143,13 +145,13 @@ class _StepTracer:
     in_forward: bool = True
     handles: list[Any] = field(default_factory=list)
     last_input: tuple[StorageWeakRef, int] | None = None
-    """The storage of what the last region was given, and its bytes."""
+    """The storage of the last region's input, and its bytes."""
     shed_nbytes: int = 0
-    """Of that input, if it was freed after the last region had run: then the region's caller held it."""
+    """The bytes of that input if it was freed once the last region had run: then only the region's caller held it."""
 
     @property
     def last(self) -> int:
-        """The number of the last part: of all that runs if there are no regions."""
+        """The number of the last part; 0 if there are no regions, where the whole step is one part."""
         return len(self.order) + 1 if self.order else 0
 
     def end(self, phase: str, part: int = 0, handed_nbytes: int = 0) -> None:
@@ -163,7 +165,7 @@ class _StepTracer:
         self.part = part
 
     def begin_region(self, path: str, inputs: Any) -> None:
-        if not self.in_forward:  # a checkpoint around it runs it again
+        if not self.in_forward:  # in backward, a checkpoint around the region runs it again
             return
         if self.inside is not None:
             raise ModelError(f"{path} runs inside of {self.inside}: expected regions that do not nest; leave one out")
@@ -188,7 +190,7 @@ class _StepTracer:
             self._hook(_tensors(output), len(self.order))
 
     def _hook(self, tensors: Iterator[Tensor] | list[Tensor], part: int) -> None:
-        """End a span of backward, with ``part`` to follow, when the first differentiable tensor has its gradient."""
+        """End a span of backward when the first differentiable tensor has its gradient; ``part`` is next."""
         tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)
         if tensor is not None:
             storage = tensor.untyped_storage()
@@ -231,14 +233,14 @@ class _StepTracer:
         return found
 
     def _alive(self) -> list[tuple[_Span, int, int]]:
-        """Each span, the bytes alive at its end, and the most inside of it."""
+        """Each span, the bytes alive at its end, and the most alive at once inside of it."""
         if self.memory is None:
             return []
         held, peaks = self.memory.held_nbytes, self.memory.span_peak_nbytes
         return [(span, held[str(i)], peaks[str(i)]) for i, span in enumerate(self.spans)]
 
     def _nbytes(self, count: int) -> tuple[list[tuple[int, int, int, int]], int]:
-        """Of each part what it holds, its peaks in forward and backward, its gradients; and all gradients together."""
+        """The bytes of each part (held, peak in forward, peak in backward, gradients), and those of all gradients."""
         if self.memory is None:
             return [(0, 0, 0, 0)] * count, 0
         ends = {span.part: alive for span, alive, _ in self._alive() if span.phase == "forward"}
@@ -251,10 +253,10 @@ class _StepTracer:
             peaks[key] = max(peaks.get(key, 0), peak)
             if span.phase == "backward":
                 left[span.part] = alive - span.handed_nbytes - starts[span.part]
-                if span is self.spans[-3]:  # where backward ends: nothing else is left, also if it does not get further
+                if span is self.spans[-3]:  # backward ends here, perhaps before the first part: only gradients are left
                     left[span.part] = alive
         found = []
-        gradients = 0  # of the parts above
+        gradients = 0  # of the parts after this one
         for number in reversed(range(count)):
             backward_peak = max(0, peaks.get(("backward", number), 0) - starts[number] - gradients)
             own = max(0, left.get(number, 0) - gradients)

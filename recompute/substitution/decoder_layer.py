@@ -1,9 +1,10 @@
 """Pre-norm decoder layers: ``h = x + attention(norm(x))``, then ``h + mlp(mlp_norm(h))``.
 
-A layer is recognized by its formula, and by a trial with stand-ins for its four submodules. Attention stays the
-module's own. What it is given is a ``LazyNorm``: ``kernels.norm_linears`` computes the norm and the Linears that read
-it. Behind attention ``kernels.residual_mlp`` computes the sum, the second norm and the MLP; where the MLP is no
-gated one, ``kernels.add_rms_norm`` computes the sum and the norm.
+A layer is recognized by its formula, and then by a trial in which stand-ins take the places of its four submodules.
+
+Attention runs its own code. It is given a ``LazyNorm``, so that ``kernels.norm_linears`` computes the norm and the
+Linears that read it together. After attention ``kernels.residual_mlp`` computes the sum, the second norm and the MLP.
+If the MLP is not a gated one, ``kernels.add_rms_norm`` computes the sum and the norm.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.engine.recipes import open_book
+from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import BypassScope
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
@@ -37,7 +38,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class PreNormLayer:
-    """The names of the four submodules, and how forward calls attention."""
+    """The names of a layer's four submodules, and how its forward calls attention."""
 
     norm: str
     attention: str
@@ -46,15 +47,15 @@ class PreNormLayer:
     parameters: tuple[str, ...]
     """The names of forward's parameters, in order; the first is x."""
     defaults: tuple[Any, ...]
-    """Default values of the last of them."""
+    """The default values of the last of these parameters."""
     passed: tuple[tuple[int | str, str | None], ...]
-    """For each argument of attention, its position or name, and the parameter that it is; None: the norm's output."""
+    """For each argument of attention, its position or name, and the parameter given for it; None: the norm's output."""
     takes_more: bool
-    """Whether keywords of other names are passed on to attention, too."""
+    """Whether forward also passes keywords of other names on to attention."""
     output: int | None
-    """Which of attention's outputs is added, if it gives several."""
+    """The index of the output of attention that is added; None if it has one output."""
     dropouts: tuple[str, ...]
-    """Dropouts, which do nothing as long as their probability is 0."""
+    """The names of dropouts, which do nothing as long as their probability is 0."""
 
     def parts(self, module: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The norms and the MLP, which kernels may compute."""
@@ -65,7 +66,7 @@ class PreNormLayer:
         return all(_drops_nothing(getattr(module, name)) for name in self.dropouts)
 
     def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[nn.Module, Tensor], Tensor]]:
-        """Of forward's arguments, x, and a function that calls attention with the norm's output and the others."""
+        """Split forward's arguments: x, and a function that calls attention with the norm's output and the others."""
         given = dict(zip(self.parameters[len(self.parameters) - len(self.defaults) :], self.defaults, strict=True))
         given |= zip(self.parameters, args, strict=False)
         given |= kwargs
@@ -83,7 +84,7 @@ class PreNormLayer:
 
 
 def find_pre_norm_layer(module: nn.Module) -> PreNormLayer | None:
-    """The decoder layer that ``module`` computes, if that is all it does."""
+    """The pre-norm layer that ``module`` computes, if that is all it does; else None."""
     parameters = list(inspect.signature(base_of(module).forward).parameters.values())[1:]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return None
@@ -123,11 +124,11 @@ def find_pre_norm_layer(module: nn.Module) -> PreNormLayer | None:
 
 
 _UNKNOWN = object()
-_MORE = "**"  # stands for the keywords that a forward takes besides those it names
+_MORE = "**"  # stands for a forward's ``**kwargs``
 
 
 def _passed(place: int, argument: Any, names: tuple[str, ...]) -> tuple[int | str, Any]:
-    """An argument's position or name, and where it comes from: a parameter's name, a norm's number, or ``_MORE``."""
+    """An argument's position or name, and its source: a parameter's name, a norm's index, ``_MORE`` or ``_UNKNOWN``."""
     key: int | str = place
     match argument:
         case ("keyword", str(key), argument):
@@ -145,7 +146,7 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 
 class _LayerTracer(Tracer):
-    """Traces forwards with any named arguments; fx itself refuses those that decorators wrap."""
+    """Traces forwards with any named arguments, also those inside of decorators, which fx itself refuses."""
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         parameters = list(inspect.signature(root_fn).parameters.values())[1:]
@@ -158,7 +159,7 @@ class _LayerTracer(Tracer):
 
 
 class _TrialPart(nn.Module):
-    """Takes a submodule's place in a trial: computes something else in each place, and notes how it is called."""
+    """Takes a submodule's place in a trial. It computes another function in each place, and notes how it is called."""
 
     def __init__(self, place: int, output: int | None):
         super().__init__()
@@ -175,7 +176,7 @@ class _TrialPart(nn.Module):
 def _computes_that(module: nn.Module, layer: PreNormLayer) -> bool:
     """Whether the module's forward, with trial parts for its submodules, gives what ``layer`` says, bit for bit.
 
-    A trace cannot see what forward does where an argument is not given, since a proxy is never None.
+    The trial sees what a trace cannot: what forward does with an argument that is None, which a proxy never is.
     """
     outputs = {layer.norm: None, layer.attention: layer.output, layer.mlp_norm: None, layer.mlp: None}
     with _disable_current_modes(), torch.no_grad():
@@ -196,7 +197,7 @@ def _computes_that(module: nn.Module, layer: PreNormLayer) -> bool:
             try:
                 found = base_of(module).forward(copy, x, **kwargs)
             except Exception:
-                # Any forward may be asked, and may raise anything at the trial parts: it is not recognized.
+                # Any module's forward comes here, and may raise anything with trial parts. Then it is not recognized.
                 return False
             if not _are_same((found, theirs[layer.attention].calls), (expected, ours[layer.attention].calls)):
                 return False
@@ -222,7 +223,7 @@ class KernelLayerRunner(KernelRunner):
     stands_in_for_parts = True
     _linears: LearnedLinears = field(default_factory=LearnedLinears, init=False)
     _may_drop: bool = field(default=True, init=False)
-    """Whether the last run recorded anything that the scope around could drop. The first run takes it for granted."""
+    """Whether the last run recorded anything that the scope around could drop. The first run assumes that it does."""
 
     @classmethod
     def for_module(
@@ -267,7 +268,7 @@ class KernelLayerRunner(KernelRunner):
         if weights is None:
             return forward(*args, **kwargs)
         weight, mlp_weight = weights
-        # A checkpoint runs this again, and has to see the same tensors saved: there it does without what was learned.
+        # A checkpoint runs this twice, and both runs must save the same tensors: so neither uses what was learned.
         linears = LearnedLinears() if is_inside_checkpoint() else self._linears
         normed = self._normed(x, weight, linears)
         attended = attend(_child(module, self.layer.attention), normed)
@@ -275,7 +276,7 @@ class KernelLayerRunner(KernelRunner):
         return self._after_attention(_child(module, self.layer.mlp), attended, normed.stream, mlp_weight)
 
     def _normed(self, x: Tensor, weight: Tensor | None, linears: LearnedLinears) -> LazyNorm:
-        """The norm's output, as attention is given it."""
+        """The norm's output, as a lazy tensor for attention."""
         from recompute.kernels.norm_linears import norm_linears
         from recompute.kernels.rms_norm import rms_norm
 
@@ -333,7 +334,7 @@ class KernelLayerRunner(KernelRunner):
         return self.compute(kind, inputs, read, kernel, as_written)
 
     def _as_written(self, part: int) -> Callable[[Tensor], Tensor]:
-        """The forward of the first norm, the second one or the MLP, as its class has it."""
+        """The forward that the class of the first norm (0), the second norm (1) or the MLP (2) has."""
         module = self.parts[part]()
         assert module is not None, "it has just been looked at"
         return MethodType(base_of(module).forward, module)

@@ -1,8 +1,8 @@
-"""Activations of stacked experts: fused with the product behind them, by ``kernels.swiglu``.
+"""Activations of stacked experts, fused with the product that follows them, by ``kernels.swiglu``.
 
-Experts whose weights are stacked in one parameter run matrix products in plain Python, of which only the activation is
-a module. It returns a ``LazyActivation``. The product that finds it becomes one kernel, which holds neither the
-activation's output nor the product.
+Experts whose weights are stacked in one parameter run their matrix products in plain Python; only the activation is a
+module. That module returns a ``LazyActivation``. A product that finds it among its factors becomes one kernel, which
+holds neither the activation's output nor the product.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class KernelActivationRunner(KernelRunner):
 
 
 class LazyActivation(LazyTensor):
-    """``activation(gate)``, which multiplied by another tensor becomes a gated linear unit."""
+    """``activation(gate)``. Multiplied by another tensor it becomes a gated linear unit, computed by one kernel."""
 
     _gate: Tensor
     _multiply: Callable[[Tensor, Tensor], Tensor]
 
     @staticmethod
     def of(gate: Tensor, compute: Callable[[], Tensor], multiply: Callable[[Tensor, Tensor], Tensor]) -> LazyActivation:
-        """multiply: computes the product of ``activation(gate)``, given ``gate``, and of another tensor."""
+        """multiply: computes ``activation(gate) * up`` from ``gate`` and ``up``."""
         made = LazyActivation(tuple(gate.shape), (gate,), compute)
         made._gate, made._multiply = gate, multiply
         return made

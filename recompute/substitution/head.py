@@ -1,7 +1,7 @@
-"""A language model's head whose logits go to a cross-entropy: computed by ``kernels.linear_cross_entropy``.
+"""A language model's head and the cross-entropy of its logits, computed together by ``kernels.linear_cross_entropy``.
 
-The head returns ``LazyLogits``. A cross-entropy that finds them computes its loss from the head's input and weight, and
-the logits are never made as a whole. Whatever else reads the logits gets them.
+The head returns ``LazyLogits``. A cross-entropy that gets these computes its loss from the head's input and weight, and
+the logits are never made as a whole. For anything else that reads the logits they are computed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.compiled.runner import Forward
-from recompute.engine.recipes import is_fake, local
+from recompute.engine.thread_state import is_fake, local
 from recompute.errors import warn
 from recompute.substitution.held_memory import HeldMemory
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear, only_argument
 from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor, mode_of
 
 LossCounter = Callable[[Tensor, Tensor, int], None]
-"""Called after each loss with what the Linear was given, its weight, and the bytes that the loss did not hold."""
+"""Called after each loss with the Linear's input, its weight, and the bytes that the loss did not need to hold."""
 
 LossObserver = Callable[[Tensor, Tensor, int], None]
-"""Called with the arg-max and the target of each token, (tokens,) each, and with the target that has no loss."""
+"""Called with the arg-max of each token, (tokens,), its target, (tokens,), and ``ignore_index``."""
 
 
 @dataclass
 class KernelHeadRunner(KernelRunner):
-    """Of a Linear that a rule names. In training its output is lazy."""
+    """Runs a Linear that a rule names. In training its output is lazy."""
 
     observe: LossObserver | None = field(default=None, init=False)
 
@@ -45,7 +45,7 @@ class KernelHeadRunner(KernelRunner):
             return forward(*args, **kwargs)
         x = only_argument(args, kwargs)
         given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}
-        # Cast here and now: whoever asks for values later may do so under another autocast, or none.
+        # Cast now: when somebody asks for the values, autocast may be off, or another.
         hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
         return LazyLogits.of(hidden, weight, bias, self.observe, self._count)  # type: ignore[arg-type]  # two are tensors
 
@@ -54,10 +54,10 @@ class KernelHeadRunner(KernelRunner):
         return forward(*args, **kwargs)
 
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return forward(*args, **kwargs)  # there is no loss to compute, or none for training
+        return forward(*args, **kwargs)  # outside of training, no loss needs a gradient
 
     def _count(self, hidden: Tensor, weight: Tensor, logits_nbytes: int) -> None:
-        """Count a loss that was computed without logits, of which it would hold ``logits_nbytes``."""
+        """Count a loss that was computed without logits. With them it would hold ``logits_nbytes``."""
         from recompute.kernels.linear_cross_entropy import held_nbytes
 
         kernels = HeldMemory(held_nbytes(hidden, weight), 0, holds_input=True)
@@ -78,7 +78,7 @@ _warn_of_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class _Head:
-    """What logits are made of: a Linear, and the cap on its output, if there is one."""
+    """What logits are computed from: the operands of a Linear, and the cap on its output, if there is one."""
 
     hidden: Tensor
     weight: Tensor
@@ -87,21 +87,21 @@ class _Head:
     count: LossCounter | None = None
     cap: float | None = None
     cap_steps: int = 0
-    """How many steps of ``cap * tanh(logits / cap)`` were taken: of the division, the tanh and the product."""
+    """How many of the three steps of ``cap * tanh(logits / cap)`` were taken: the division, the tanh, the product."""
     tanh_nbytes: int = 0
-    """What the tanh would hold for backward."""
+    """The bytes that the tanh would hold for backward."""
 
 
 class LazyLogits(LazyTensor):
-    """A head's output, which a cross-entropy can go without.
+    """A head's output, which a cross-entropy can do without.
 
-    On the way to the loss leading dimensions may be reshaped and indexed, and values cast to float32 and capped by
-    ``cap * tanh(logits / cap)``: the results are lazy, too.
+    Before the loss, a model may reshape and index leading dimensions, cast to float32, and cap the logits by
+    ``cap * tanh(logits / cap)``. The results of these operations are lazy, too.
     """
 
     _head: _Head
     _family: list[weakref.ref[LazyLogits]]
-    """All that were made of the output of one run of the head."""
+    """All lazy logits that were made from the output of one run of the head."""
 
     @staticmethod
     def of(
@@ -126,7 +126,7 @@ class LazyLogits(LazyTensor):
         return made
 
     def before_change(self) -> None:
-        for reference in self._family:  # some are copies, whose values are those before the change
+        for reference in self._family:  # some are copies of this, and have to keep the values from before the change
             if (member := reference()) is not None:
                 member.value()
 
@@ -148,7 +148,7 @@ class LazyLogits(LazyTensor):
         return NotImplemented if kwargs else self._capped(function, args[1:])
 
     def _then(self, function: Callable[[Tensor], Tensor], head: _Head) -> LazyLogits:
-        """``function(self)``, for which a loss is computed of ``head``."""
+        """``function(self)``, still lazy. A loss of it is computed from ``head``."""
         return LazyLogits._of(head, self.dtype, lambda: function(self.value()), self._family)
 
     def _reshaped(self, function: Any, shape: tuple, kwargs: dict[str, Any]) -> Any:
@@ -199,7 +199,7 @@ class LazyLogits(LazyTensor):
         if input is not self or self._head.cap_steps not in (0, 3) or size_average is not None or reduce is not None:
             return NotImplemented
         if self.dim() != 2 or not isinstance(target, Tensor) or target.dim() != 1 or target.is_floating_point():
-            return NotImplemented  # classes in another dimension than the last, or probabilities
+            return NotImplemented  # classes are in another dimension than the last, or targets are probabilities
         from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 
         head = self._head
@@ -219,7 +219,7 @@ class LazyLogits(LazyTensor):
             if head.observe is not None and loss.argmax is not None:
                 head.observe(loss.argmax, target, ignore_index)
             loss = loss.loss
-        if head.count is not None:  # of the logarithms of the probabilities, which autocast wants in float32
+        if head.count is not None:  # PyTorch would hold the log-probabilities, under autocast in float32
             itemsize = 4 if mode_of(self.device)[1] else self.dtype.itemsize
             head.count(head.hidden, head.weight, self.shape.numel() * itemsize + head.tanh_nbytes)
         return loss.to(self.dtype)

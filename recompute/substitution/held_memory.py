@@ -1,9 +1,9 @@
 """Counts what kernels hold for backward, and what the code that they stand in for would hold.
 
-No region sees what a kernel did not save, so nothing can be measured in the run itself. But each of the modules that
-kernels stand in for computes every row of its input by itself. What is held is therefore a number of bytes a row and a
-fixed number (such as weights that autocast has cast). Two dry runs on tensors without values tell both numbers, once
-for all modules that are alike, and for inputs of any size.
+A region cannot see in a run what a kernel did not save. But each module that kernels stand in for computes every row of
+its input by itself. So what is held is some number of bytes for each row, and a fixed number of bytes (such as weights
+that autocast has cast). Two dry runs on tensors without values tell both numbers. They are made once for all modules
+that are alike, and hold for inputs of any size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recompute.engine.recipes import local, open_book
+from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import is_recording
+from recompute.engine.thread_state import local
 
 Compute = Callable[..., Any]
-"""What a module, or the kernels in its place, give for tensors of rows."""
+"""What a module, or the kernels in its place, compute from tensors of rows."""
 
-_ROWS = 16  # of the first dry run; the second has twice as many
+_ROWS = 16  # the first dry run has so many; the second has twice as many
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -35,9 +36,9 @@ class HeldMemory(NamedTuple):
     """What is alive after forward because backward needs it, without parameters."""
 
     fixed_nbytes: int
-    """However many rows there are."""
+    """Bytes that do not depend on the number of rows."""
     row_nbytes: int
-    """For each row of the input."""
+    """Bytes for each row of the input."""
     holds_input: bool
     """Whether the input is held, too."""
 
@@ -46,7 +47,7 @@ class HeldMemory(NamedTuple):
 
 
 class KernelAndEager(NamedTuple):
-    """What the kernels hold, and what the module's own code would."""
+    """What the kernels hold, and what the module's own code would hold."""
 
     kernels: HeldMemory
     eager: HeldMemory
@@ -72,11 +73,13 @@ class HeldMemoryCounter:
         """Count a run of ``kernels(*inputs)``, which is about to come.
 
         Args:
-            kind: what code this stands in for: equal kinds hold the same for inputs and weights that are alike.
-            inputs: (..., width) each. All but the first are like the first.
-            weights: what is read beside them.
-            kernels, as_written: compute it of as many tensors of other rows, (rows, width) each.
-            is_frame: whether this is a run of its own, and not a part of one.
+            kind: names the code that this stands in for. Equal kinds hold the same for inputs and weights that are
+                alike.
+            inputs: (..., width) each. The others have the shape and the dtype of the first.
+            weights: what the code reads beside them.
+            kernels, as_written: compute the result by the kernels, and by the module's own code, from as many tensors
+                of (rows, width) as there are inputs.
+            is_frame: whether this is a whole run of the module; False for a part of one.
         """
         if not _is_counted():
             return
@@ -105,10 +108,10 @@ class HeldMemoryCounter:
         rows, nbytes = numel // x.shape[-1], numel * x.itemsize
         book = open_book() if held.kernels.holds_input else None
         if book is not None and book.is_given_to_a_kernel(x, is_eager=held.eager.holds_input):
-            nbytes = 0  # the region whose recipe gives x back counts it
+            nbytes = 0  # the region whose recipe regenerates x counts it
         kept_nbytes = held.kernels.nbytes(rows, nbytes)
         self._statistics.eager_nbytes += held.eager.nbytes(rows, nbytes)
-        if local.active_frames:  # a tape or a checkpoint around counts what is saved, in both ways
+        if local.active_frames:  # a tape or a checkpoint around counts what the kernels save, as kept and as eager
             self._statistics.eager_nbytes -= kept_nbytes
         else:
             self._statistics.kept_nbytes += kept_nbytes
@@ -121,10 +124,10 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _is_counted() -> bool:
-    """Whether autograd records something, and not for the second time, as a checkpoint has it do."""
+    """Whether autograd records this run, and this is not the second run that a checkpoint makes."""
     if torch.compiler.is_compiling() or not is_recording() or local.regenerating:
         return False
-    return bool(local.active_frames) or not is_inside_checkpoint()  # torch's, which does not say which time
+    return bool(local.active_frames) or not is_inside_checkpoint()  # torch's checkpoint does not say which run it is
 
 
 _measurements: dict[Hashable, KernelAndEager | None] = {}
@@ -133,7 +136,7 @@ _measurements: dict[Hashable, KernelAndEager | None] = {}
 def _measured(
     key: Hashable, inputs: Sequence[Tensor], weights: Sequence[Tensor | None], kernels: Compute, as_written: Compute
 ) -> KernelAndEager | None:
-    """From dry runs; None where tensors without values cannot stand for these."""
+    """What dry runs tell; None where tensors without values cannot stand for these."""
     x = inputs[0]
     given = [each for each in (x, *weights) if each is not None]
     if any(type(each) not in _PLAIN or each.is_meta for each in given) or not all(x.shape[-1:] or (0,)):
@@ -156,9 +159,9 @@ def _dry_runs(compute: Compute, like: Tensor, inputs: int) -> HeldMemory:
 
 
 def _dry_run(compute: Compute, like: Tensor, inputs: int, rows: int) -> tuple[int, bool]:
-    """The bytes of what ``compute`` makes that its graph holds, and whether that holds its first input."""
+    """How many bytes of what ``compute`` makes its graph holds, and whether the graph holds the first input."""
     leaf = torch.empty(rows, like.shape[-1], dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
-    x = leaf * 1  # a graph holds its leaves anyway
+    x = leaf * 1  # no leaf, since a graph holds its leaves anyway
     known = StorageWeakRef(x.untyped_storage())
     with _NewStorages() as new:
         outputs = tree_leaves(compute(x, *(x.clone() for _ in range(inputs - 1))))
@@ -179,7 +182,7 @@ class _NewStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = op(*args, **(kwargs or {}))
-        if not _gives_views(op):  # a view of a real parameter is fake, and so has another storage than the parameter
+        if not _gives_views(op):  # a fake view of a real parameter has a storage of its own, which is not new memory
             given = {storage._cdata for storage in _storages((args, kwargs))}
             for storage in _storages(output):
                 if storage._cdata not in given:
@@ -198,11 +201,11 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 @contextmanager
 def _without_values(x: Tensor) -> Iterator[None]:
-    """The span of a dry run: tensors are fake, and no mode, hook, recipe book or cache of casts sees what is done."""
+    """Inside, tensors are fake, and no mode, hook, recipe book or cache of autocast sees what runs."""
     mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
     caches = torch.is_autocast_cache_enabled()
     local.books.append(None)
-    torch.set_autocast_cache_enabled(False)  # it would give fake weights to those who compute
+    torch.set_autocast_cache_enabled(False)  # or the fake weights in it would be given to the real run
     try:
         with (
             _disable_current_modes(),

@@ -17,8 +17,8 @@ from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import CompiledRegion
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.dtensors import has_layout
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.thread_state import local
 from recompute.errors import warn
 from recompute.substitution.held_memory import Compute, HeldMemoryCounter
 
@@ -27,18 +27,18 @@ from recompute.substitution.held_memory import Compute, HeldMemoryCounter
 class KernelRunner(Runner, ABC):
     """Runs kernels in the place of a module's code.
 
-    They run also where no gradients are wanted, so that training and inference compute the same function.
+    Kernels run also where no gradients are wanted, so that training and inference compute the same function.
     """
 
     statistics: RegionStatistics
     fallback: Runner | None
-    """Runs instead where the input is not on CUDA; None: the kernel's reference does."""
+    """Runs in place of the kernels where the input is not on CUDA; None: the kernel's reference runs there."""
     note: str = field(init=False)
     held: HeldMemoryCounter = field(init=False)
     compiled_region: CompiledRegion | None = field(default=None, init=False)
-    """Applies the rule in compiled code, if no runner around this one does."""
+    """Applies the rule in compiled code; None where a runner around this one does."""
     stands_in_for_parts = False
-    """Whether kernels may stand in for modules inside, too."""
+    """Whether kernels may also stand in for modules inside of this one."""
 
     def __post_init__(self) -> None:
         self.held = HeldMemoryCounter(self.statistics)
@@ -48,14 +48,14 @@ class KernelRunner(Runner, ABC):
 
     @abstractmethod
     def _what(self) -> str:
-        """Which kernels."""
+        """The names of the kernels, for explanations."""
 
     @abstractmethod
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """``forward(*args, **kwargs)`` by the kernels, or plainly where they do not fit."""
+        """Compute ``forward(*args, **kwargs)`` by the kernels, or call it where they do not fit the arguments."""
 
     def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """The same, as ``torch.compile`` traces it in training."""
+        """The same, for ``torch.compile`` to trace in training."""
         return self.run_kernel(module, forward, args, kwargs)
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -86,7 +86,7 @@ class KernelRunner(Runner, ABC):
         return self.run_kernel(module, forward, args, kwargs)
 
     def _run_on_dtensors(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """Without kernels, none of which knows the layout of a DTensor over the ranks."""
+        """Run without kernels, since none of them knows how a DTensor is laid out over the ranks."""
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
         name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
@@ -114,7 +114,7 @@ class KernelRunner(Runner, ABC):
 
 
 class CreditedTo:
-    """The span in which kernels record their recipes for ``statistics``."""
+    """Inside, the recipes that kernels record count for ``statistics``."""
 
     __slots__ = ("_outer", "_statistics")
 
@@ -122,7 +122,7 @@ class CreditedTo:
         self._statistics = statistics
 
     def __enter__(self) -> None:
-        if not torch.compiler.is_compiling():  # which records nothing
+        if not torch.compiler.is_compiling():  # compiled code records nothing
             self._outer, local.statistics = local.statistics, self._statistics
 
     def __exit__(self, *error: object) -> None:
@@ -132,13 +132,13 @@ class CreditedTo:
 
 def _is_transformed() -> bool:
     """Whether ``torch.func`` or forward-mode differentiation is at work, which our Functions do not support."""
-    if torch.compiler.is_compiling():  # to which there is always an interpreter (torch 2.11 and 2.13)
+    if torch.compiler.is_compiling():  # the compiler always has an interpreter of torch.func (torch 2.11 and 2.13)
         return forward_ad._current_level >= 0
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def kernel_of(runner: Runner | None) -> KernelRunner | None:
-    """The runner of kernels that a runner is, or has inside."""
+    """The runner itself if it runs kernels, or else the one inside of it that does; None if there is none."""
     while runner is not None and not isinstance(runner, KernelRunner):
         runner = getattr(runner, "inner", None)
     return runner

@@ -1,10 +1,9 @@
-"""Tensors that are computed when somebody asks for their values, unless a kernel makes them unnecessary.
+"""Tensors that are computed when somebody asks for their values, unless a kernel can do without them.
 
-A kernel may replace two operations between which a model has plain Python: an activation and the product behind it, a
-norm and its Linears, a language model's head and its loss. The first operation then returns a ``LazyTensor``, which
-knows its shape and how to be computed. If the second is one that the kernel fuses with the first, it finds the lazy
-tensor among its arguments and calls the kernel. For everything else the lazy tensor is computed, once, and its value
-takes its place.
+A kernel may fuse two operations that a model's Python calls one after the other: an activation and a product, a norm
+and its Linears, a language model's head and its loss. The first operation then returns a ``LazyTensor``, which knows
+its shape and how to compute its values. If the second operation is one that the kernel fuses with the first, the lazy
+tensor among its arguments calls the kernel. For any other operation the values are computed, once, and used.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class LazyTensor(Tensor):
     _compute: Callable[[], Tensor]
     _value: Tensor | None
     _operands: tuple[tuple[Tensor, int], ...]
-    """What ``compute`` reads, and the version of each."""
+    """The tensors that ``compute`` reads, and their versions."""
     _mode: tuple[bool, bool]
-    """``mode_of`` where this was made."""
+    """What ``mode_of`` returned where this was made."""
 
     @staticmethod
     def __new__(
@@ -50,7 +49,10 @@ class LazyTensor(Tensor):
         compute: Callable[[], Tensor],
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """operands: what ``compute`` reads. The result is on the device of the first, and unless given of its dtype."""
+        """operands: the tensors that ``compute`` reads. The result has the device of the first one.
+
+        dtype: by default that of the first operand.
+        """
         given = [each for each in operands if each is not None]
         like = given[0]
         mode = mode_of(like.device)
@@ -83,11 +85,11 @@ class LazyTensor(Tensor):
         return self._value
 
     def before_change(self) -> None:
-        """Something is about to change this in place."""
+        """Called when something is about to change this in place."""
         self.value()
 
     def check(self) -> None:
-        """Refuse to compute from operands that have changed, as this would give other values."""
+        """Refuse to compute from operands that have changed since, which would give other values."""
         for tensor, version in self._operands:
             if version_of(tensor) != version or not (tensor.untyped_storage().nbytes() or not tensor.numel()):
                 raise MutationError(
@@ -97,7 +99,7 @@ class LazyTensor(Tensor):
                 )
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of ``function(*args, **kwargs)`` by a kernel that goes without this, or NotImplemented."""
+        """``function(*args, **kwargs)``, computed by a kernel that does not need these values; or NotImplemented."""
         return NotImplemented
 
     @classmethod
@@ -132,24 +134,24 @@ class LazyTensor(Tensor):
 
 
 def mode_of(device: torch.device) -> tuple[bool, bool]:
-    """Whether gradients, and autocast, are on."""
+    """Whether gradients are on, and whether autocast is."""
     return torch.is_grad_enabled(), device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _changes(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes its first argument, or another, in place."""
+    """Whether a function changes any of its arguments in place."""
     name = getattr(function, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
     return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
 def _refuse_gradient(gradient: Tensor | None) -> None:
-    if gradient is not None:  # a node that passes nothing on gives None
+    if gradient is not None:  # None comes from a node that passes no gradient on
         _refuse(gradient)
 
 
 def _refuse(what: object) -> None:
-    """Ops below autograd, and gradients of a custom function, reach the lazy tensor itself, which has no values."""
+    """Raise where an op below autograd, or a custom function's gradient, needs values that the lazy tensor has not."""
     raise UnsupportedError(
         f"{what if callable(what) else 'a custom function'} was given the output of a module for which a kernel stands "
         "in, past torch's own functions, as by an autograd.Function or a compiled extension. Give that module a rule "

@@ -18,7 +18,7 @@ from recompute.substitution.module_formula import formula_of
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The names of the submodules; no ``up``: ``gate`` gives both halves."""
+    """The names of the submodules. Where ``up`` is None, ``gate`` gives both halves."""
 
     gate: str
     up: str | None
@@ -48,7 +48,7 @@ def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
 
 
 def find_activation(module: nn.Module) -> str | None:
-    """``silu``, ``gelu`` or ``gelu_tanh``, if ``module`` computes that and leaves its input as it is."""
+    """``silu``, ``gelu`` or ``gelu_tanh`` if ``module`` computes that, and not in place; else None."""
     formula = formula_of(module)
     match None if formula is None else formula.tree:
         case ("silu", ("input", 0)):
@@ -61,19 +61,19 @@ def find_activation(module: nn.Module) -> str | None:
 
 
 MLPOperands = tuple[tuple[Tensor, Tensor | None, Tensor], dict[str, Any]]
-"""The weights of gate, up and down, and the biases by what the kernels call them."""
+"""The weights of gate, up and down, and the biases by the names of the kernels' arguments."""
 
 
 @dataclass(frozen=True)
 class KernelMLP:
-    """A gated MLP that the kernels can compute, and what its activation was when it was recognized."""
+    """A gated MLP that the kernels can compute, with the activation module that it had when it was recognized."""
 
     parts: GatedMLP
     activation: str
     activation_module: nn.Module
 
     def operands(self, mlp: nn.Module) -> MLPOperands | None:
-        """None where the Linears or the activation are not what they were, or have hooks."""
+        """The operands; None where the Linears or the activation have been replaced, or have hooks."""
         parts, modules = self.parts, mlp._modules
         gate, up, down = modules[parts.gate], modules[parts.up] if parts.up else None, modules[parts.down]
         if modules[parts.activation] is not self.activation_module or is_hooked(self.activation_module):
@@ -114,7 +114,7 @@ class KernelMLPRunner(KernelRunner):
 
         operands = self.mlp.operands(module)
         if operands is None:
-            return forward(*args, **kwargs)  # an adapter or a hook has come since the policy was applied
+            return forward(*args, **kwargs)  # an adapter or a hook was added since the policy was applied
         (weights, biases), activation = operands, self.mlp.activation
 
         def kernel(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a module computes, as a formula that can be compared, whatever its class and its attributes are called.
+"""Writes down what a module computes as a formula. Formulas can be compared whatever the modules' names are.
 
-``torch.fx`` traces the module's forward. Submodules, attributes and floating-point numbers stand in the formula by
-their position, so that two modules that compute the same have equal formulas.
+``torch.fx`` traces the module's forward. Submodules, attributes and floating-point numbers are numbered in the order in
+which they are used, so that two modules that compute the same have equal formulas.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Formula:
 
     tree: Any
     names: tuple[str, ...]
-    """What ``("attribute", index)`` and ``("module", index, ...)`` are called."""
+    """The names that ``("attribute", index)`` and ``("module", index, ...)`` refer to."""
     numbers: tuple[float, ...]
-    """What ``("number", index)`` is."""
+    """The numbers that ``("number", index)`` refers to."""
 
 
 def formula_of(module: nn.Module, tracer: type[Tracer] | None = None) -> Formula | None:
-    """None unless forward is one expression of its one argument, the same in training and not.
+    """The formula of ``module``; None unless forward is one expression of its one argument, the same in ``eval()``.
 
-    Tracing changes nothing of the module, whatever its forward does.
+    Tracing does not change the module, whatever its forward does.
 
     Args:
-        tracer: one that takes forwards of other arguments, too.
+        tracer: a tracer for forwards with other numbers of arguments.
     """
     if is_decorated(module) and getattr(vars(module).get(RUNNER), "runner", module) is not None:
         return None  # its forward runs a policy of its own
@@ -56,7 +56,7 @@ def is_decorated(module: nn.Module) -> bool:
 
 
 def copy_without_policy(module: nn.Module, training: bool) -> nn.Module:
-    """A module of the same class that shares all attributes, and which a trial may change."""
+    """A module of the same class with the same attributes, which a trial may replace without changing ``module``."""
     copy = object.__new__(base_of(module))
     copy.__dict__.update(snapshot(vars(module)), training=training)
     if not is_decorated(module):
@@ -71,15 +71,16 @@ def _traced(module: nn.Module, training: bool, tracer: type[Tracer]) -> Formula 
         with RngState().replayed():
             graph = tracer().trace(copy)
     except Exception:
-        # Any forward may be asked, and may raise anything at a proxy that it takes for a tensor: it is not recognized.
+        # Any module's forward comes here, and may raise anything where it gets a proxy in place of a tensor. Then it
+        # is not recognized.
         return None
     if fingerprint(vars(copy)) != before:
-        return None  # it notes something on itself, which what stands in for it would not
+        return None  # forward sets attributes of the module, which a kernel in its place would not
     return _FormulaBuilder().build(graph)
 
 
 class _Proxy(fx.Proxy):
-    """Refuses to be changed in place, which a trace would take for a new value."""
+    """Refuses to be changed in place: a trace cannot tell that from making a new value."""
 
     def _in_place(self, other: Any) -> Any:
         raise fx.proxy.TraceError("an operation in place")
@@ -88,7 +89,7 @@ class _Proxy(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Traces one module's own forward: submodules are calls."""
+    """Traces a module's own forward, in which submodules are calls."""
 
     proxy_buffer_attributes = True
 
@@ -99,8 +100,8 @@ class Tracer(fx.Tracer):
         return True
 
 
-# The ops in the formulas that we look for. All others stand for themselves, and match nothing. They are compared by
-# identity, since a user's function may have an op's name. The operands of sums and products are sorted.
+# The ops of the formulas that we look for. Any other function stands in a formula as itself, and matches nothing, not
+# even if a user has given it the name of an op. The operands of sums and products are sorted.
 _FUNCTIONS = {
     getattr: "getattr",
     operator.add: "add",

@@ -1,8 +1,8 @@
 """Root-mean-square norms: recognized by their formula, computed by ``kernels.rms_norm``.
 
-The kernel holds the norm's input and one number a row. It also records how to make the output again, so that a scope
-around may drop the output wherever it is saved. ``LazyNorm`` goes further, in decoder layers: the Linears that read a
-norm are computed together with it, by ``kernels.norm_linears``.
+The kernel holds the norm's input and one number for each row. It also records how to make the output again, so that a
+scope around may drop the output wherever autograd saves it. In decoder layers ``LazyNorm`` goes further: the Linears
+that read a norm are computed together with it, by ``kernels.norm_linears``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recompute.substitution.module_formula import Formula, formula_of
 
 @dataclass(frozen=True)
 class Norm:
-    """``rms_norm(x, weight, eps, casting)``; ``weight`` is the attribute's name, or None."""
+    """``rms_norm(x, weight, eps, casting)``, where ``weight`` is the name of an attribute, or None."""
 
     weight: str | None
     eps: float
@@ -96,7 +96,7 @@ class KernelNormRunner(KernelRunner):
         x = only_argument(args, kwargs)
         weight = self.norm.weight_of(module)
         if weight is not None and weight.shape != x.shape[-1:]:
-            return forward(*args, **kwargs)  # broadcast, which the kernel does not do
+            return forward(*args, **kwargs)  # the weight is broadcast, which the kernel does not do
 
         def kernel(x: Tensor) -> Tensor:
             return rms_norm(x, weight, self.norm.eps, self.norm.casting)
@@ -111,7 +111,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class LearnedLinears:
-    """The Linears that read a norm's output: learned in one run of a module, computed with the norm in the next."""
+    """The Linears that read a norm's output: one run of a layer learns them, the next computes them with the norm."""
 
     def __init__(self) -> None:
         self._known: tuple[tuple[weakref.ref[Tensor], weakref.ref[Tensor] | None], ...] = ()
@@ -121,14 +121,14 @@ class LearnedLinears:
         return len(self._known)
 
     def together_with(self, weight: Tensor) -> list[LinearOperands] | None:
-        """All of them, if ``weight`` is one of theirs, and each of them exists and is not sharded away."""
+        """All of them, if ``weight`` is one of theirs, and none of them is gone or sharded away; else None."""
         found = [(reference(), None if bias is None else bias()) for reference, bias in self._known]
         known = [(each, bias) for each, bias in found if each is not None and each.untyped_storage().nbytes()]
         is_whole = len(known) == len(found) and any(each is weight for each, _ in known)
         return known if is_whole else None
 
     def learn(self, normed: LazyNorm) -> None:
-        """At the end of a run: expect the Linears that read this norm to read it in the next run, too."""
+        """Call this at the end of a run. The Linears that read this norm are expected to read it in the next, too."""
         read = [] if normed.is_needed_whole else normed.read
         is_as_known = len(read) == len(self._known) and all(
             [reference() is weight for (reference, _), (weight, _) in zip(self._known, read, strict=True)]
@@ -144,11 +144,11 @@ class LazyNorm(LazyTensor):
     """A norm's output. The Linears that are known to read it are computed all at once, together with the norm."""
 
     stream: Tensor
-    """The norm's input, for the residual sum: from the same autograd node as the Linears, if they are fused."""
+    """The norm's input, to be used in the residual sum. If the Linears are fused, their autograd node returns it."""
     read: list[LinearOperands]
     """Weight and bias of the Linears that were applied to this."""
     is_needed_whole: bool
-    """Whether something else than Linears asked for it."""
+    """Whether anything but a Linear has asked for its values."""
     _linears: LearnedLinears
     _together: Callable[[Tensor, list[LinearOperands]], tuple[Sequence[Tensor], Tensor]]
     _outputs: dict[tuple[int, int], Tensor] | None
@@ -165,8 +165,8 @@ class LazyNorm(LazyTensor):
 
         Args:
             weight: the norm's.
-            linears: those that are expected to read the norm.
-            together: computes these from ``x``, and ``stream``.
+            linears: the Linears that are expected to read the norm.
+            together: computes from ``x`` and these Linears their outputs, and ``stream``.
         """
         made = LazyNorm(tuple(x.shape), (x, weight), compute)
         made.stream, made.read, made.is_needed_whole = x, [], False
@@ -174,7 +174,7 @@ class LazyNorm(LazyTensor):
         return made
 
     def suits(self, operands: LinearOperands) -> bool:
-        """Whether a Linear may be computed with the norm: of plain tensors of the norm's dtype."""
+        """Whether a Linear may be computed with the norm: its tensors are plain and have the norm's dtype."""
         return all(each is None or (type(each) in _PLAIN and each.dtype is self.dtype) for each in operands)
 
     @property
@@ -190,7 +190,7 @@ class LazyNorm(LazyTensor):
             return NotImplemented
         weight, bias = _linear_operands(*args[1:], **kwargs)
         self.read.append((weight, bias))
-        if mode_of(self.device) != self._mode:  # in a no_grad block, say, where the others are not
+        if mode_of(self.device) != self._mode:  # such as in a no_grad block, which the other Linears are not in
             return F.linear(super().value(), weight, bias)
         if self._outputs is None and (known := self._linears.together_with(weight)) is not None:
             outputs, self.stream = self._together(self.stream, known)

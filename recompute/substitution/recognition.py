@@ -1,4 +1,4 @@
-"""Which kernel can stand in for a module: one kind after the other is tried, and what is found compared with it."""
+"""Finds the kernel that can stand in for a module: tries one kind after the other, and compares results once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runne
 def find_inner_kernel(
     statistics: RegionStatistics, module: nn.Module, parent: nn.Module, fallback: Runner | None
 ) -> KernelRunner | None:
-    """As ``find_kernel``, for a module inside of one that a rule names, whose ``parent`` may be stacked experts."""
+    """The same for a module inside of one that a rule names. Its ``parent`` may have stacked experts."""
     if has_stacked_experts(parent) and (activation := find_activation(module)) is not None:
         return KernelActivationRunner(statistics, fallback, activation)
     return find_kernel(statistics, module, fallback)
@@ -49,10 +49,13 @@ _agree: dict[Any, bool] = {}
 
 
 def _compared(runner: KernelRunner, module: nn.Module, found: Any) -> KernelRunner | None:
-    """``runner``, if its kernel gives what ``module`` gives, up to rounding: compared once for all that are alike."""
+    """``runner`` if its kernel gives what ``module`` gives, up to rounding; else None.
+
+    Modules that are alike are compared once.
+    """
     parameters = list(module.parameters())
     if not parameters or not all(type(each) is nn.Parameter and each.untyped_storage().nbytes() for each in parameters):
-        return runner  # there are no values to compare with: fake, or sharded
+        return runner  # fake and sharded parameters have no values here to compare with
     first = parameters[0]
     if first.is_meta or (isinstance(runner, KernelNormRunner) and first.dim() != 1):
         return runner

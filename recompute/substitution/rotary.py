@@ -1,19 +1,19 @@
-"""Rotary embeddings: the function that attention calls is recognized by trials, and ``kernels.rope`` stands in for it.
+"""Rotary embeddings: trials recognize the function that attention calls, and ``kernels.rope`` stands in for it.
 
-Attention calls the function that rotates queries and keys by a global name. For ours to stand in, forward is copied
-with other globals: a mapping that asks the module's own globals at each look-up, and answers with ours where it finds
-the very function that was recognized.
+Attention calls the function that rotates queries and keys by a global name. To have it call ours, forward is copied
+with other globals. These are a mapping that looks each name up in the module's own globals. Where it finds there the
+function that was recognized, it returns ours.
 
-Why is the name not rebound in the module while attention runs, as ``unittest.mock.patch`` would?
+Why not rebind the name in the module while attention runs, as ``unittest.mock.patch`` would?
 
-1. All threads share a module's globals: another thread, whose attention may be under no policy, would call ours.
-2. ``torch.compile`` and captured regions guard the globals that their graphs read: calls in other threads would miss
-   these guards in the meantime, and be traced again.
+1. All threads share a module's globals. Another thread, whose attention may be under no policy, would call ours.
+2. ``torch.compile`` and captured regions guard the globals that their graphs read. Meanwhile calls in other threads
+   would fail these guards, and be traced again.
 3. Where two calls overlap in time, the first to end would take ours away from the other, and change its values.
 
-The copy shares nothing that changes. Its limits: it relies on CPython, which looks globals up by ``__getitem__`` where
-they are not exactly a dict. And a forward that assigns globals, asks for all of them, or has a helper rotate is left
-alone.
+The copy shares nothing that changes. It has two limits. It relies on CPython, which calls ``__getitem__`` to look up
+globals that are not exactly a dict. And it leaves a forward alone that assigns globals, asks for all of them, or has a
+helper rotate.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.engine.recipes import local
 from recompute.engine.rng import RngState
+from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.substitution.kernel_runner import CreditedTo, KernelRunner
 from recompute.substitution.module_formula import is_decorated
@@ -45,19 +45,19 @@ class Rotary:
     """A forward that rotates queries and keys, and its copy in which ``recompute.kernels.rope`` does."""
 
     name: str
-    """Of the function that ours stands in for, as the forward calls it."""
+    """The name by which forward calls the function that rotates."""
     forward: Forward
     copy: FunctionType
     original: Forward
-    """That function."""
+    """The function that rotates."""
     stand_in: Forward
-    """Ours, in its place."""
+    """Our function in its place."""
 
     def bind(self, module: nn.Module, forward: Forward) -> Forward:
-        """What to call in the place of ``forward``, a bound method of ``module``.
+        """What to call in the place of ``forward``, a bound method of ``module``: the copy, but in two cases.
 
-        That is ``forward`` itself where it is no longer the one that was copied. Under a compiler it is, too: it fuses
-        the rotation anyway, and would take the copy's globals for the original's.
+        If ``forward`` is no longer the method that was copied, it is called itself. So it is under a compiler, which
+        fuses the rotation anyway, and would take the copy's globals for the original's.
         """
         if torch.compiler.is_compiling() or getattr(forward, "__func__", None) is not self.forward:
             return forward
@@ -65,15 +65,15 @@ class Rotary:
 
 
 def find_rotary(module: nn.Module, *, on_cuda_only: bool = False) -> Rotary | None:
-    """How ``module`` runs forward with ``rope`` in place, if its class's forward calls one function that rotates.
+    """How ``module`` runs its forward with ``rope``, if its class's forward calls exactly one function that rotates.
 
-    ``rope`` then runs where it can compute what the function would (other shapes and dtypes go to the function), and
-    with ``on_cuda_only`` only on CUDA.
+    ``rope`` runs where it can compute what that function would; other shapes and dtypes go to the function. With
+    ``on_cuda_only``, it runs on CUDA alone.
     """
     forward = base_of(module).forward
     function = inspect.unwrap(forward)
     if is_decorated(module) or not isinstance(function, FunctionType):
-        return None  # a decorated class's forward runs the policy's runner, not the other way round
+        return None  # the forward of a decorated class runs the policy's runner: a copy of it would, too
     namespace = function.__globals__
     names = _global_names(function.__code__)
     found = {name: is_partial for name in names if (is_partial := _rotates(namespace.get(name))) is not None}
@@ -88,21 +88,21 @@ def find_rotary(module: nn.Module, *, on_cuda_only: bool = False) -> Rotary | No
 
 @dataclass
 class KernelRotaryRunner(KernelRunner):
-    """Attention runs its own forward, in which another function rotates."""
+    """Runs attention's own forward, in which our function rotates."""
 
     rotary: Rotary
     stands_in_for_parts = True
 
     @property
     def substitutes(self) -> dict[Forward, Forward]:
-        """What forward calls, and what is called in its place: for a graph of the region around it."""
+        """The function that forward calls, and ours: a graph of the region around replaces the one by the other."""
         return {self.rotary.original: self.rotary.stand_in}
 
     def _what(self) -> str:
         return f"rope, as {self.rotary.name}"
 
     def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:
-        return True  # the function asks where its queries are
+        return True  # our function asks where its queries are
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         with CreditedTo(self.statistics):
@@ -112,10 +112,10 @@ class KernelRotaryRunner(KernelRunner):
 
 
 class _GlobalsButOne(dict[str, Any]):
-    """A module's globals as they are at each look-up, but for one value, in whose place another stands.
+    """A module's globals as they are at each look-up, except that one value is replaced by another.
 
-    A function's globals must be a dict. Where they are of a subclass, names are looked up by its ``__getitem__``. What
-    the interpreter reads without ``__getitem__``, as for an import, is in the dict itself.
+    A function's globals must be a dict. If they are an instance of a subclass, the interpreter looks names up by its
+    ``__getitem__``. The names that it reads in another way, as for an import, are in this dict itself.
     """
 
     def __init__(self, namespace: dict[str, Any], original: Any, stand_in: Any):
@@ -131,7 +131,7 @@ class _GlobalsButOne(dict[str, Any]):
 
 @functools.lru_cache(1024)
 def _global_names(code: CodeType) -> frozenset[str]:
-    """The globals that the code, and what is defined in it, looks up by name; none if it needs its very own globals."""
+    """The names of the globals that the code, or a function defined in it, reads; none if a copy could not work."""
     instructions = [instruction for part in _nested(code) for instruction in dis.get_instructions(part)]
     names = frozenset(instruction.argval for instruction in instructions if instruction.opname == "LOAD_GLOBAL")
     needs_own = any(instruction.opname in _NEEDS_A_PLAIN_DICT for instruction in instructions)
@@ -139,7 +139,7 @@ def _global_names(code: CodeType) -> frozenset[str]:
 
 
 _NEEDS_A_PLAIN_DICT = {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-"""Instructions that read or write globals without ``__getitem__``; the last two are those of a class body."""
+"""Instructions that read or write globals without ``__getitem__``. The last two occur in class bodies."""
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -152,7 +152,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 def _copy_with_globals(function: Any, namespace: dict[str, Any]) -> FunctionType | None:
     """A copy of a function with other globals, inside of copies of the decorators around it.
 
-    None where a decorator does not plainly hold what it decorates: once, in its closure.
+    None if a decorator does not hold the function that it decorates in exactly one cell of its closure.
     """
     if not isinstance(function, FunctionType):
         return None
@@ -179,14 +179,14 @@ def _stand_in(original: Any, is_partial: bool, on_cuda_only: bool) -> Callable[.
             try:
                 return rope(q, k, cos, sin, *args, **kwargs)
             except KernelError:
-                pass  # shapes or dtypes that only the original takes, or refuses in its own words
+                pass  # shapes or dtypes that the original alone takes, or refuses with an error of its own
         return original(q, k, cos, sin, *args, **kwargs)
 
     return rotate
 
 
 def _is_as_written(function: Any) -> bool:
-    """Not if it is one that Hugging Face's ``kernels`` made a module of, and has put a kernel of its own into since."""
+    """Whether it is a function, or a module that Hugging Face's ``kernels`` made of one and has put no kernel into."""
     return isinstance(function, FunctionType) or (isinstance(function, nn.Module) and "forward" not in vars(function))
 
 
@@ -194,9 +194,9 @@ _known: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary(
 
 
 def _rotates(function: Any) -> bool | None:
-    """None if ``function`` does not compute what ``rope`` does: by how it is called, then by trials on small tensors.
+    """None if ``function`` does not compute what ``rope`` does, by its parameters and by trials on small tensors.
 
-    Otherwise, whether it also takes angles for the first columns alone, and passes on the others.
+    Otherwise, whether it also takes angles for the first columns alone, and leaves the others as they are.
     """
     if not _is_as_written(function) or (unsqueeze_dims := _unsqueeze_dims(function)) is None:
         return None
@@ -206,10 +206,10 @@ def _rotates(function: Any) -> bool | None:
 
 
 def _unsqueeze_dims(function: Any) -> list[tuple[int, ...]] | None:
-    """What to give a function after (q, k, cos, sin) to try it; None for one that is called otherwise."""
+    """The arguments after (q, k, cos, sin) to try a function with; None for one with other parameters."""
     try:
         parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
-    except (TypeError, ValueError):  # it has none, or one that makes no sense
+    except (TypeError, ValueError):  # it has no signature, or an invalid one
         return None
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     if required != ["q", "k", "cos", "sin"] or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters.values()):
@@ -229,7 +229,7 @@ def _tried(function: Any, unsqueeze_dims: list[tuple[int, ...]]) -> bool | None:
 
 
 def _agrees(function: Any, rotated: int, angles: int, unsqueeze_dim: tuple[int, ...]) -> bool:
-    """Whether outputs and gradients are the reference's but for rounding, in float64, and no input is changed."""
+    """Whether outputs and gradients equal the reference's in float64, up to rounding, and no input is changed."""
     from recompute.kernels.rope import rope_reference
 
     generator = torch.Generator().manual_seed(0)
@@ -261,6 +261,6 @@ def _same_but_for_rounding(found: Tensor, expected: Tensor) -> bool:
 
 
 def _promotes(function: Any) -> bool:
-    """Whether the results have the promoted dtype of states and angles, also where that is not the states'."""
+    """Whether the results have the promoted dtype of states and angles where the two differ."""
     q, angles = torch.ones(1, 1, 1, 2, dtype=torch.bfloat16, device="cpu"), torch.ones(1, 1, 2, device="cpu")
     return all(output.dtype is torch.float32 for output in function(q, q, angles, angles))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import recompute
-from recompute.engine.recipes import verifying
+from recompute.engine.bit_comparison import verifying
 
 
 class Block(nn.Module):

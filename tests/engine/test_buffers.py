@@ -26,8 +26,8 @@ from tiers import by_default
 from torch import Tensor, nn
 
 import recompute
+from recompute.engine.bit_comparison import verifying
 from recompute.engine.cut.save_plan import LARGEST_COPY
-from recompute.engine.recipes import verifying
 from recompute.errors import MutationError
 
 Update = Callable[[Any, Tensor], Any]

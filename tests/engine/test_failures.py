@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import top_hooks
+from recompute.engine.thread_state import local
 from recompute.errors import RegenerationError
 
 # What does not run the same way twice

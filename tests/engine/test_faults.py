@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import recompute
-from recompute.engine import recipes, rng, saved_tensors
+from recompute.engine import rng, saved_tensors
+from recompute.engine.thread_state import local
 
 RULES = {
     "recompute": {"action": "recompute", "via": "hook"},
@@ -175,7 +176,7 @@ def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_
             with pytest.raises(Boom):
                 trial.step(points(faults))
             assert saved_tensors.top_hooks() is None
-            assert (recipes.local.books, recipes.local.active_frames, recipes.local.regenerating) == ([], [], 0)
+            assert (local.books, local.active_frames, local.regenerating) == ([], [], 0)
             assert _get_current_dispatch_mode_stack() == []
             assert torch.is_grad_enabled()
             assert_same(trial.step(), expected)

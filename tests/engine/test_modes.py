@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recompute
-from recompute.engine import numerics, recipes, saved_tensors, scopes
+from recompute.engine import numerics, recipe_book, saved_tensors, scopes
 from recompute.engine.numerics import default_dtype
 
 SIZE = 8
@@ -253,7 +253,7 @@ def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(
         with scopes.RecipeScope(saved_tensors.RegionStatistics("a test")) if scope else nullcontext(), kind():
             y = x.sin()
             if scope:
-                recipes.record(y, torch.sin, x)
+                recipe_book.record(y, torch.sin, x)
             z = y.exp() * y.cos()
         z.sum().backward()
         assert x.grad is not None

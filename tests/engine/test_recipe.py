@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.engine.cut.layout import Layout
-from recompute.engine.recipes import OpRecipe, RecipeBook, local, open_book, record
+from recompute.engine.recipe_book import RecipeBook, open_book, record
+from recompute.engine.recipes import OpRecipe
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedByOuterHook,
@@ -23,6 +24,7 @@ from recompute.engine.saved_tensors import (
     storage_key,
 )
 from recompute.engine.scopes import KeepScope, RecipeScope
+from recompute.engine.thread_state import local
 from recompute.errors import MutationError, RegenerationError
 
 

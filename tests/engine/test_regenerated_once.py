@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
-from recompute.engine.recipes import verifying
+from recompute.engine.bit_comparison import verifying
 
 TAPE = policy(("inside", "recompute"))
 

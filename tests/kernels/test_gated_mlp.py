@@ -28,9 +28,9 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import RecipeScope
+from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.kernels import gated_mlp as gated_mlp_module
 from recompute.kernels.gated_mlp import gated_mlp

@@ -27,9 +27,9 @@ from mlp_testing import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import RecipeScope
+from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.kernels.norm_linears import norm_linears
 from recompute.kernels.rms_norm import CASTINGS, rms_norm

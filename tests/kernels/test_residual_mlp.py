@@ -28,9 +28,9 @@ from mlp_testing import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import RecipeScope
+from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import CASTINGS, rms_norm

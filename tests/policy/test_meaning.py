@@ -83,4 +83,4 @@ def test_a_tape_never_runs_a_collective_again_unless_a_rule_names_it() -> None:
 )
 def test_what_follows_from_a_meaning(fields: dict[str, Any], drops: bool, is_exact: bool, tapes_kernels: bool) -> None:
     meaning = meaning_of(Rule(match="**", **fields))
-    assert (meaning.drops, meaning.is_exact, meaning.tapes_kernels) == (drops, is_exact, tapes_kernels)
+    assert (meaning.has_effect, meaning.is_exact, meaning.tapes_kernels) == (drops, is_exact, tapes_kernels)

@@ -22,7 +22,7 @@ from recompute.errors import AlreadyAppliedError, ModelError, PolicyWarning
 from recompute.profiling import measure_regions
 from recompute.profiling.cost_table import Choice, Profile
 from recompute.profiling.dry_run import dry_run
-from recompute.profiling.regions import policy_of
+from recompute.profiling.regions import policy_from_rules
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def predicted_peak(profile: Profile, choices: Sequence[Choice]) -> int:
 
 def measured_peak(profile: Profile, model: nn.Module, batch: Any, choices: Sequence[Choice], loss: Any = None) -> int:
     rules = {place.path: choice.rule for place, choice in zip(profile.places, choices, strict=True) if place.path}
-    with dry_run(model, batch, loss=loss) as run, recompute.apply(model, policy_of(rules)):
+    with dry_run(model, batch, loss=loss) as run, recompute.apply(model, policy_from_rules(rules)):
         regions = {place.path: model.get_submodule(place.path) for place in profile.places[1:-1]}
         for _ in range(2):
             run.step(regions)

@@ -1,4 +1,4 @@
-"""What is measured of each op, and on which inputs: a call to time, for each way."""
+"""What is measured of each op, and on which inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._functorch import config as functorch_config
 
 Size = tuple[int, ...]
 Prepare = Callable[[Tensors], Callable[[], Tensors]]
-"""From an op's inputs, the call to time."""
+"""Takes an op's inputs, and returns the call to time."""
 
 DTYPE = torch.bfloat16
 
@@ -29,10 +29,10 @@ def forward(load: Load) -> Prepare:
 
 
 def backward(load: Load) -> Prepare:
-    """As autograd runs it: the gradients of what requires them, time and again from one forward."""
+    """Backward as autograd runs it, repeated after one forward, for the inputs that require gradients."""
 
     def prepare(inputs: Tensors) -> Callable[[], Tensors]:
-        with functorch_config.patch(donated_buffer=False):  # else torch.compile refuses retain_graph
+        with functorch_config.patch(donated_buffer=False):  # otherwise torch.compile refuses retain_graph
             outputs = as_tuple(load()(*inputs))
         return partial(gradients, outputs, inputs, draw_gradients(outputs), retain_graph=True)
 
@@ -63,7 +63,7 @@ def step(load: Load) -> Prepare:
 
 
 def backward_with(load: Load, regenerate: Prepare) -> Prepare:
-    """Backward, and before it once more the op of forward: before, as some write into what they saved."""
+    """Forward's op again, and then backward: in this order, since some backwards write into what was saved."""
 
     def prepare(inputs: Tensors) -> Callable[[], Tensors]:
         first, second = regenerate(inputs), backward(load)(inputs)

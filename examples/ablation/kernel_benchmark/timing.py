@@ -18,9 +18,9 @@ from kernel_benchmark.ways import COMPILED, COPY, EAGER, WAYS, Tensors
 from recompute import counters
 from recompute.diagnostics.comparing_runs import relative_error
 
-L2_SIZES = 5  # that the inputs and outputs of calls in turn fill
-GRAPH_SECONDS = 3e-3  # that a replay of a graph is to take
-MEASURE_SECONDS = 0.15  # that all replays are to take
+L2_SIZES = 5  # the inputs and outputs of all calls that take turns fill the L2 so many times
+GRAPH_SECONDS = 3e-3  # a replay of a graph is to take about so long
+MEASURE_SECONDS = 0.15  # all replays together are to take about so long
 
 HOST = "host"
 OPS = (*BENCHMARKS, HOST)
@@ -28,10 +28,10 @@ OPS = (*BENCHMARKS, HOST)
 
 @dataclass(frozen=True)
 class Row:
-    """What one way did. Of what it was not asked, or if it failed as `failure` says, the figures are None.
+    """What one way did. Figures that were not measured are None, and all of them if it failed, as `failure` says.
 
-    `of_copy` is its bandwidth as a part of a copy's. `extra_peak_nbytes` is its peak memory beside inputs, outputs
-    and gradients; `held_bytes_per_token` what it holds for backward beside inputs and outputs. An error that is
+    `of_copy` is its bandwidth as a share of a copy's. `extra_peak_nbytes` is its peak memory beside inputs, outputs
+    and gradients, and `held_bytes_per_token` what it holds for backward beside inputs and outputs. An error that is
     not finite is None. `in_graph` tells whether replays of a CUDA graph were timed; on the CPU it is None.
     """
 
@@ -67,7 +67,7 @@ class Clock:
     device: torch.device
     quick: bool
     copies: dict[tuple[str, Size], float] = field(default_factory=dict)
-    """Bytes a second of the fastest copy, by op and size: some byte counts copy slowly, for all that they are large."""
+    """Bytes a second of the fastest copy, by op and size. Copies of some byte counts are slow, even large ones."""
 
     @property
     def small(self) -> bool:
@@ -88,14 +88,14 @@ class Clock:
             return self._events(partial(run_all, calls), seconds) / len(calls), False
         rounds = min(max(round(GRAPH_SECONDS / seconds), 1), 16)
         graph = torch.cuda.CUDAGraph()
-        kept: deque[Any] = deque(maxlen=len(calls))  # lest a call writes where the last one did, and so into the L2
+        kept: deque[Any] = deque(maxlen=len(calls))  # so that no call writes to the memory of the last one, in the L2
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for call in [*calls] * rounds:
                 kept.append(call())
         return self._events(graph.replay, rounds * seconds) / (rounds * len(calls)), True
 
     def host_seconds(self, call: Callable[[], Any]) -> float:
-        """Median seconds of a call of many in a row, for none of which the device is waited for."""
+        """Median seconds of a call, of many in a row that do not wait for the device."""
         gc.disable()
         try:
             return self._wall_seconds([call] * (1 if self.quick else 50))

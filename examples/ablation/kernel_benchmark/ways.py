@@ -16,7 +16,7 @@ from torch.nn import functional as F
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Any]
 Load = Callable[[], Function]
-"""Imports an op and returns it: what is missing is noticed in the row of the way that needs it."""
+"""Imports an op and returns it, so that a missing package fails only the rows of the ways that need it."""
 
 EPS = 1e-6
 
@@ -27,7 +27,7 @@ BARS = (OURS, OURS_GIB, OURS_ALL, EAGER, FUSED, COMPILED, LIGER, LIGER_FLOAT32, 
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """As Hugging Face computes it, as all the eager formulas do."""
+    """RMSNorm as Hugging Face computes it. The other eager formulas here are Hugging Face's, too."""
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * h.to(x.dtype)

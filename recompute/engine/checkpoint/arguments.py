@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
-from recompute.engine.recipes import count_different
+from recompute.engine.bit_comparison import count_different
 from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import (
     Hooks,
@@ -39,7 +39,7 @@ class _HeldTensor:
 
     def __init__(self, tensor: Tensor, name: str, hooks: Hooks | None):
         """hooks: the saved-tensor hooks in force, which hold it (invariant 9)."""
-        # A parameter stays the object that it is, which code may ask for; other tensors become leaves of a new graph.
+        # A parameter is held as the object itself, which code may ask for. Other tensors become leaves of a new graph.
         is_plain = type(tensor) is Tensor
         is_parameter = not is_plain and isinstance(tensor, nn.Parameter)
         self.saved = KeptTensor(tensor, name) if is_parameter else pack_through(hooks, tensor.detach(), name)
@@ -50,12 +50,12 @@ class _HeldTensor:
         self.original: Tensor | None = tensor
         self.version = version_of(tensor)
         self.before: Tensor | None = None
-        """A copy, if an array has the same memory: who writes to the array changes no version."""
+        """A copy, if an array has the same memory: writing to the array changes no version."""
         if is_shared(tensor):
             self.expose()
 
     def expose(self) -> None:
-        """Others may write to it unseen."""
+        """Others may write to it unseen from now on: take a copy to compare with."""
         if self.before is None and type(self.saved) is KeptTensor:
             self.before = self.saved.tensor.detach().clone()
 
@@ -77,7 +77,7 @@ class _HeldTensor:
         tensor = tensor.detach()
         if self.requires_grad:
             tensor.requires_grad_()
-        if self.attributes:  # of a subclass, whose ``detach`` may not know of them
+        if self.attributes:  # it is of a subclass, whose ``detach`` may not copy them
             vars(tensor).update({**self.attributes, **vars(tensor)})
         return tensor
 
@@ -88,8 +88,8 @@ class _HeldObject:
     __slots__ = ("before", "fingerprint", "used", "value")
 
     def __init__(self, value: Any, generators: list[Any]):
-        """generators: gets the random generators in ``value``."""
-        # Weakly: a cache is given tensors of the very graph that this belongs to (invariant 8).
+        """generators: the random generators in ``value`` are added to it."""
+        # Weakly, because forward puts tensors into a cache whose graph this is a part of (invariant 8).
         self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
         self.before = _snapshot(value, _DEPTH, {}, generators)
         self.fingerprint = fingerprint(self.before)
@@ -104,7 +104,7 @@ class _HeldObject:
         return fingerprint(self.before) != self.fingerprint
 
     def restore(self) -> Any:
-        """The object as it was: itself, if the frame leaves it alone and nobody else has changed it."""
+        """The object as it was when the frame began: itself if nobody has changed it since, else a copy."""
         value = self.value()
         as_it_was = not self.used and fingerprint(value) == self.fingerprint
         return value if as_it_was else snapshot(self.before)
@@ -121,9 +121,9 @@ class HeldArguments:
         self._tensors: dict[int, _HeldTensor] = {}  # by id: one tensor passed twice is one tensor again
         self._opaque: dict[int, _HeldObject] = {}
         self.others: list[Any] = []
-        """The arguments that are neither, and random generators in those that have a state."""
+        """The arguments that are neither tensors nor objects with state, and the random generators in such objects."""
         self._arguments = take_apart(self._hold, arguments)
-        self._hooks = None  # which refer to whatever is around
+        self._hooks = None  # hooks refer to the scopes around
 
     def _hold(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -202,7 +202,8 @@ class _SplitContainer:
 def take_apart(leaf: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``leaf`` called on all that is in its tuples, lists, dicts, dataclasses and registered pytrees.
 
-    What it returns is not of their kinds, which might refuse what ``leaf`` returns: see ``put_together``.
+    The result has no containers of those classes, which might refuse what ``leaf`` returns. ``put_together`` makes them
+    again.
     """
     return _take_apart(leaf, value, {})
 
@@ -235,10 +236,10 @@ _ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 def _split(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    """The parts of a container, in plain ones, and what makes it of such parts; None of what is none.
+    """The parts of a container, in plain containers, and what makes it again of such parts; None of anything else.
 
-    No constructor of the container runs, which may want other arguments or do more than keep them, but for those that
-    are registered as pytrees, with what they say.
+    No constructor runs, because it may want other arguments or do more than keep them. Only classes that are registered
+    as pytrees are made as they were registered.
     """
     kind = type(value)
     if (node := SUPPORTED_NODES.get(kind)) is not None:
@@ -267,7 +268,7 @@ def _object_of(kind: Any, attributes: dict[str, Any]) -> Any:
 
 
 def _empty(kind: Any) -> Any:
-    """An object without attributes, on which no constructor has run; None of a class that holds more than those."""
+    """An object without attributes, on which no constructor has run; None if the class holds more than attributes."""
     try:
         return object.__new__(kind)
     except TypeError:
@@ -275,7 +276,7 @@ def _empty(kind: Any) -> Any:
 
 
 def put_together(leaf: Callable[[Any], Any], part: Any) -> Any:
-    """What ``take_apart`` took apart, with ``leaf`` called on all that stands for its leaves."""
+    """What ``take_apart`` took apart, made again, with ``leaf`` called on what stands in the place of each leaf."""
     return _put_together(leaf, part, {})
 
 
@@ -321,7 +322,7 @@ def _are_opaque(kind: Any) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object of a class written in Python refers to by name."""
+    """The attributes of an object, in its ``__dict__`` and in slots."""
     kind: Any = type(value)
     slots = _slots_of(kind)
     own = getattr(value, "__dict__", {})
@@ -338,7 +339,7 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
 
 
 def fingerprint(value: Any) -> Any:
-    """What a value refers to: two fingerprints differ if it was changed in between, or a tensor in it was."""
+    """What a value refers to. Two fingerprints differ if the value, or a tensor in it, was changed in between."""
     return _fingerprint(value, _DEPTH, {})
 
 
@@ -361,15 +362,15 @@ def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
 
 
 def snapshot(value: Any) -> Any:
-    """A copy of the objects, lists and dicts in ``value``: they refer alike to each other, and to the same tensors."""
+    """A copy of the objects, lists and dicts in ``value``. The copies refer to each other, and to the same tensors."""
     return _snapshot(value, _DEPTH, {}, [])
 
 
 def _snapshot(
     value: Any, depth: int, copies: dict[int, Any], generators: list[Any]
-) -> Any:  # no closure, which would be a cycle (invariant 8)
+) -> Any:  # no closure, because one that calls itself is a cycle (invariant 8)
     if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
-        if isinstance(value, GENERATORS):  # whose states are for ``RngState``
+        if isinstance(value, GENERATORS):  # ``RngState`` captures their states
             generators.append(value)
         return value
     if id(value) in copies:
@@ -395,6 +396,6 @@ def _snapshot(
 
 
 _REFUSALS = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError)
-"""What classes raise that do not want to be copied, or know only how to be made by their constructor."""
+"""What a class raises that refuses to be copied, or that only its constructor can make."""
 
-_DEPTH = 6  # a cache, its layers, a layer, its attributes: and not all that hangs on a configuration
+_DEPTH = 6  # enough for a cache, its layers, a layer and its attributes, and not for all that a configuration refers to

@@ -1,17 +1,17 @@
 """What the first frame of a checkpoint learns for those after it.
 
-To find out what a region's code draws from and what it changes costs too much to be done in each frame. So the first
-frame is watched, and later frames rely on what it has found. What turns out to be otherwise they notice, by versions
+Finding out what a region's code draws from and what it changes costs too much to be done in each frame. So the first
+frame is watched, and later frames rely on what it found. If something turns out otherwise they notice it, by versions
 and by comparing states, and learn anew.
 
-Other parts of the package learn in a first run, too. They do not do it by this, for these reasons:
+Other parts of the package learn in a first run, too. They do not use this class, for these reasons:
 
 - A tape needs nothing to be known before a frame begins. It follows the plan of a frame that began alike
   (``TapeRegion.plan_cache``), compares each step with it, and deoptimizes at the first one that differs.
 - A norm in a kernel learns which Linears read its output (``LearnedLinears`` in ``substitution``). They are computed
   with the norm the next time. A wrong guess costs time, and changes no value.
-- AOTAutograd traces a region twice and tells only the first time what autograd saves (``compiled.traced_region``). What
-  is learned there is known by the ops that were traced, and belongs to no region.
+- AOTAutograd traces a region twice and tells only the first time what autograd saves (``compiled.partitioner``). What
+  is learned there is found again by the ops that were traced, and belongs to no region.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class LearnedFacts:
         return [*{id(value): value for value in reached if is_random_source(value)}.values()]
 
     def watching(self, rng: RngState | None) -> AbstractContextManager[Any]:
-        """Around a frame: also see the generators that ops are given, if this is the first one.
+        """A context for a frame. In the first one it also notes the generators that ops are given.
 
-        rng: gets them; None where random numbers mean nothing.
+        rng: they are included in it. None where tensors have no values, and random numbers mean nothing.
         """
         return _NOTHING if rng is None or self.generators is not None else _GeneratorWatcher(rng)
 
     def note_generators(self, rng: RngState) -> None:
-        """A frame has ended."""
+        """A frame has ended. If it was the first, remember its generators."""
         if self.generators is None:
             self.generators = rng.extra()
 
@@ -68,7 +68,7 @@ class _GeneratorWatcher(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """So that what is compiled inside of the region, as flex attention is, is compiled all the same."""
+        """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
         return True
 
     def __init__(self, rng: RngState):

@@ -1,4 +1,7 @@
-"""What a frame's result depends on besides its code and arguments: module state and autocast, captured and put back."""
+"""The state of modules, and autocast: what a frame's result depends on besides its code and its arguments.
+
+Both are captured when the frame begins, and put back while it runs again.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +23,35 @@ from recompute.errors import MutationError
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 RUNNER = "_recompute_runner"
-"""In the ``__dict__`` of a module under a policy: how it runs its forward. A DataParallel replica gets a copy."""
+"""The key in the ``__dict__`` of a module under a policy, of what runs its forward.
+
+It is there because a DataParallel replica gets a copy of the ``__dict__``.
+"""
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``, and not the one that a policy puts in its place."""
+    """The class that ``module`` has without a policy, which puts another one in its place."""
     return getattr(type(module), "_recompute_base", type(module))
 
 
 class LearnedBuffers:
-    """What a region's frames tell the next ones of its numbered buffers, by the training flags of their modules."""
+    """What a region's frames have found out about its buffers, for later frames.
+
+    Buffers are numbered. The keys are the training flags of the modules, because forward may change other buffers in
+    training.
+    """
 
     __slots__ = ("changing", "copies")
 
     def __init__(self) -> None:
         self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
-        """Those that a frame has changed."""
+        """The buffers that a frame has changed."""
         self.copies: dict[tuple[bool, ...], _Copies] = {}
-        """Of small ones that none has changed."""
+        """Copies of the small buffers that no frame has changed."""
 
 
 class _Copies:
-    """Buffers, and copies of them that all frames share until one of the buffers moves on."""
+    """Buffers, and copies of them. All frames share the copies until one of the buffers is changed."""
 
     __slots__ = ("buffers", "values", "versions")
 
@@ -51,12 +61,12 @@ class _Copies:
         self.versions = [version_of(buffer) for buffer in buffers]
 
     def moved(self) -> list[int]:
-        """Which of them have been changed in place since, as far as versions tell."""
+        """The numbers of the buffers that have been changed in place since, as far as versions tell."""
         pairs = zip(self.buffers, self.versions, strict=True)
         return [number for number, (buffer, version) in enumerate(pairs) if version_of(buffer) != version]
 
     def changed(self) -> list[int]:
-        """Which of them have been changed, by value too."""
+        """The numbers of the buffers that have been changed. This compares values too."""
         moved = self.moved()
         pairs = zip(self.values, self.buffers, strict=True)
         return [number for number, pair in enumerate(pairs) if number in moved or _differ(*pair)]
@@ -67,7 +77,7 @@ class _Copies:
 
 _ScriptModule = torch.jit.ScriptModule
 _SMALL = 1 << 16
-"""Bytes of a buffer that takes no longer to copy than a kernel takes to launch."""
+"""In bytes: copying a buffer of this size takes no longer than launching a kernel."""
 
 
 def _is_small(buffer: Tensor) -> bool:
@@ -75,12 +85,15 @@ def _is_small(buffer: Tensor) -> bool:
 
 
 class ModuleState:
-    """What the modules that a frame runs are made of: their classes, attributes, parameters and buffers.
+    """The classes, attributes, parameters and buffers of the modules that a frame runs.
 
-    Buffers that forward itself changes in place, such as batch-norm statistics, are copied before it runs. Which those
-    are is learned in the first frame with the same training flags, by value too because kernels write some of them
-    without a new version. Of the others the small ones have copies too, which all frames share as long as nobody
-    changes them, and the large ones are refused if somebody does.
+    Buffers are of three kinds:
+
+    - Those that forward itself changes in place, such as batch-norm statistics. They are copied before each frame. The
+      first frame with the same training flags finds out which these are. It compares values and not only versions,
+      because kernels write to some buffers without a new version.
+    - Small ones that forward does not change. All frames share one copy of them, as long as nobody changes them.
+    - Large ones that forward does not change. They are not copied; the replay is refused if somebody changes them.
     """
 
     __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
@@ -92,7 +105,7 @@ class ModuleState:
         buffers: list[Tensor] = []
         loose: list[Tensor] = []
         self._modules: list[tuple[nn.Module, type, dict[str, Any], bool]] = []
-        for module in modules:  # grows as it goes
+        for module in modules:  # the loop appends to it
             parameters += module._parameters.values()
             if module._buffers:
                 buffers += [buffer for buffer in module._buffers.values() if buffer is not None]
@@ -100,7 +113,7 @@ class ModuleState:
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-            if not isinstance(module, _ScriptModule):  # whose attributes are not Python's
+            if not isinstance(module, _ScriptModule):  # its attributes are not kept in Python
                 attributes, has_parts = _attributes_of(module.__dict__)
                 self._modules.append((module, type(module), attributes, has_parts))
                 if has_parts:
@@ -118,7 +131,7 @@ class ModuleState:
         self._versions = [(t, version_of(t), t.requires_grad, storage_of(t)) for t in parameters if t is not None]
 
     def _capture_buffers(self) -> list[Tensor]:
-        """Copy what may have to be put back; returns the other buffers, whose versions have to be watched."""
+        """Copy the buffers that may have to be put back. Returns those whose versions have to be checked."""
         buffers, changing = self._buffers, self._learned.changing.get(self._flags)
         indices = range(len(buffers)) if changing is None else changing
         self._before = {index: buffers[index].detach().clone() for index in indices}
@@ -135,7 +148,7 @@ class ModuleState:
         return [buffer for buffer in steady if not _is_small(buffer)]
 
     def settle(self) -> None:
-        """At the end of the frame: keep copies of those buffers only that it changed."""
+        """The frame has ended: of its copies keep those of buffers that it changed, and share those of small ones."""
         if self._buffers and self._flags not in self._learned.changing:
             versions = {id(tensor): version for tensor, version, _, _ in self._versions}
             copies, self._before = self._before, {}
@@ -150,7 +163,7 @@ class ModuleState:
             self._learned.changing[self._flags] = frozenset(self._before)
             self._learned.copies[self._flags] = self._copies
             self._unwatch([*self._before, *small])
-        elif self._copies is not None and self._copies.moved():  # it changes some that no frame has changed before
+        elif self._copies is not None and self._copies.moved():  # this frame changed some that none before it did
             numbers = {id(buffer): index for index, buffer in enumerate(self._buffers)}
             for number in self._copies.changed():
                 self._before[numbers[id(self._copies.buffers[number])]] = self._copies.values[number]
@@ -165,15 +178,15 @@ class ModuleState:
         return [module for module, _, _, _ in self._modules]
 
     def unlearn(self) -> None:
-        """The frame changed something that others with these flags did not: learn again."""
+        """The frame changed something that earlier ones with these flags did not: let the next one learn anew."""
         self._learned.changing.pop(self._flags, None)
 
     def tensors(self) -> list[Tensor]:
-        """The parameters and buffers, all alive anyway (invariant 7)."""
+        """The parameters and buffers, which all live anyway (invariant 7)."""
         return [tensor for tensor, _, _, _ in self._versions] + self._buffers
 
     def changed(self) -> str | None:
-        """Names a parameter or buffer that has been modified since, or got other memory, if there is one."""
+        """Describes a parameter or buffer that has been modified since, or has got other memory; None if none has."""
         for tensor, version, _, storage in self._versions:
             has_another = storage is not None and tensor.untyped_storage()._cdata != storage.cdata
             if has_another and not self._is_gathered(tensor):
@@ -184,7 +197,7 @@ class ModuleState:
         return None
 
     def _is_gathered(self, tensor: Tensor) -> bool:
-        """Whether somebody gives ``tensor`` its memory for each run anew: a library, or a hook before forward."""
+        """Whether ``tensor`` may get new memory for each run, from a library or from a forward pre-hook."""
         if is_managed_elsewhere(tensor):
             return True
         hooked = [module for module in self.modules() if module._forward_pre_hooks]
@@ -199,7 +212,7 @@ class ModuleState:
 
     @contextmanager
     def replayed(self, name: str) -> Iterator[None]:
-        """Modules as they were when the frame began; as they are now again afterwards."""
+        """The span in which the modules are as they were when the frame began. Afterwards they are as they are now."""
         if (what := self.changed()) is not None:
             raise MutationError(
                 f"in {name}: {what} between forward and backward (an optimizer step?), so the region cannot be run "
@@ -237,12 +250,12 @@ _PARTS = frozenset((list, dict, Tensor))
 
 
 def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A module's attributes, to be put in force again, and whether there are lists, dicts or tensors among them."""
+    """A copy of a module's attributes, for a replay, and whether there are lists, dicts or tensors among them."""
     copied = attributes.copy()
     copied["_parameters"] = copied["_buffers"] = copied["_modules"] = None
     has_parts = not _PARTS.isdisjoint(map(type, copied.values()))
-    # torch's own is a dict. What somebody has put in its place does something, such as gathering weights: a copy of it
-    # might do that in a place of its own, so it stays what it is.
+    # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
+    # copy of that might gather them into a place of its own, so the object itself is used.
     parameters = attributes["_parameters"]
     copied["_parameters"] = parameters.copy() if type(parameters) is dict else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
@@ -253,9 +266,9 @@ def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 def _attributes_for_replay(
     module: nn.Module, attributes: dict[str, Any], has_parts: bool, are_plain: bool
 ) -> dict[str, Any]:
-    """A module's attributes as ``_attributes_of`` has them, for a replay to change: the next one finds the same.
+    """Another copy of what ``_attributes_of`` gave. A replay may change it, and the next one finds the same again.
 
-    are_plain: there are no DTensors among its parameters then.
+    are_plain: whether none of the parameters was a DTensor when the frame began.
     """
     again = _with_parts_copied(attributes) if has_parts else attributes.copy()
     now, then = module._parameters, again["_parameters"]
@@ -265,12 +278,12 @@ def _attributes_for_replay(
     if not (are_plain and _PLAIN.issuperset(map(type, now.values()))) and any(
         has_layout(each) for each in (*now.values(), *then.values()) if each is not None
     ):
-        again["_parameters"] = now  # gathered or not, as whoever does that has them now
+        again["_parameters"] = now  # the library that gathers and frees them has them as they should be now
     return again
 
 
 def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Adding to a list or a dict among the attributes does not change the copy."""
+    """A copy in which lists and dicts are copies too, so that code which adds to one does not change the copy."""
     copied = attributes.copy()
     for name, value in attributes.items():
         kind = type(value)
@@ -284,15 +297,19 @@ def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
-    """Without its graph: that of an auxiliary loss, say, would be held from step to step."""
+    """The tensor without its graph. Else the graph of an auxiliary loss, say, would be held from step to step."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-_set = object.__setattr__  # not the module's, which looks what kind of value it is
+_set = object.__setattr__  # the module's own would first look at what kind of value it is
 
 
 def _swap_attributes(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -> None:
-    """attributes: the ``__dict__`` itself, so that all of them change at once, and are those of before afterwards."""
+    """Give each module a class and a ``__dict__``.
+
+    The dict itself is replaced and not its items. So all attributes change at once, and the dict from before can be put
+    back as it was.
+    """
     for module, kind, attributes in states:
         if type(module) is not kind:
             module.__class__ = kind
@@ -318,7 +335,7 @@ def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 class AutocastState:
-    """The autocast state of every device type that has one switched on; of none, mostly."""
+    """The autocast state of every device type for which autocast is on: mostly of none."""
 
     __slots__ = ("_cache", "_dtypes")
 

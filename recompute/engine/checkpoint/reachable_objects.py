@@ -1,4 +1,4 @@
-"""What code gets at without being given it: found by the names in it, before it runs."""
+"""What code can use without being passed it. The names in the code tell, before it runs."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def references_of_modules(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def find_generators(roots: Iterable[Any]) -> list[Any]:
-    """The random generators among what is behind ``roots``."""
+    """The random generators that ``roots`` may use; see ``walk_references``."""
     return list({id(value): value for value in walk_references(roots) if is_random_source(value)}.values())
 
 
 def walk_references(roots: Iterable[Any]) -> Iterator[Any]:
     """What ``roots``, which are functions, modules or any objects, may use; some of it more than once.
 
-    Follows the names in their code through helpers, methods, Python modules, objects and containers, as far as it is
-    not torch's, NumPy's or Python's own. It misses what no name leads to: ``getattr(self, name)``, code in C, a
+    Follows the names in their code through helpers, methods, Python modules, objects and containers. It does not enter
+    code of torch, NumPy or Python itself. It misses what no name leads to: ``getattr(self, name)``, code in C, a
     generator that is made while the code runs.
     """
-    functions: list[tuple[FunctionType, Any]] = []  # and what it is a method of
+    functions: list[tuple[FunctionType, Any]] = []  # each with what it is a method of
     walked: set[tuple[int, int]] = set()
     values: list[Any] = list(roots)
     names: tuple[str, ...] = ()
@@ -102,14 +102,17 @@ def walk_references(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 _PRIMITIVE = (int, float, complex, str, bytes, type(None), Tensor)
-_MANY = 1000  # of a longer container, such as a vocabulary, the rest is left alone
+_MANY = 1000  # the rest of a longer container, such as a vocabulary, is left alone
 _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]))
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether it is code whose random numbers are those of the global generators, or that is given others."""
+    """Whether it is code of torch, NumPy, Python or this package, which need not be searched.
+
+    It draws from the global generators, or from generators that it is passed.
+    """
     if isinstance(value, nn.Module):
-        return False  # of torch's, too, the attributes and hooks may be the user's
+        return False  # even torch's own modules may have attributes and hooks of the user's
     if isinstance(value, ModuleType):
         name = value.__name__
     elif isinstance(value, FunctionType):
@@ -120,7 +123,7 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
-    """What the attributes of ``value`` that are called ``names`` are: looked up, so that no property runs."""
+    """The attributes of ``value`` that are called ``names``. They are looked up in a way that runs no property."""
     if isinstance(value, nn.Module):
         yield from _defined(base_of(value), "forward")
         yield from _attributes_of(value)

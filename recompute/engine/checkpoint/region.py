@@ -1,8 +1,8 @@
 """Checkpoints: regions whose Python runs again in backward, whatever it does.
 
-So kernels that no dispatcher sees run again, too. A frame, which is one run of a region, keeps everything to its end.
+So even kernels that no dispatcher sees run again. A frame, which is one run of a region, keeps everything to its end.
 Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4 and 5).
-Otherwise it drops what autograd saved in it, but for what lives anyway (invariant 7).
+Otherwise it drops what autograd saved in it, except what lives anyway (invariant 7).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
 from recompute.engine.checkpoint.learned_facts import LearnedFacts
 from recompute.engine.checkpoint.module_state import AutocastState, ModuleState
@@ -32,14 +33,7 @@ from recompute.engine.modes import (
     hidden_from_modes,
 )
 from recompute.engine.parameter_memory import may_hold_memory
-from recompute.engine.recipes import (
-    Handle,
-    Recipe,
-    count_different,
-    is_fake,
-    is_verifying,
-    local,
-)
+from recompute.engine.recipes import Handle, Recipe
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import (
     KeptTensor,
@@ -55,6 +49,7 @@ from recompute.engine.saved_tensors import (
     unpack_saved,
     version_of,
 )
+from recompute.engine.thread_state import is_fake, local
 from recompute.errors import RegenerationError, warn
 
 T = TypeVar("T")
@@ -159,7 +154,7 @@ class CheckpointFrame(Recipe):
         _pop_hooks()
         local.active_frames.pop()
         local.books.pop()
-        if kind is not None:  # what ran of the region may live on, as it is
+        if kind is not None:  # what the region made before the error may live on, so it is kept
             explain_transforms(error, self.statistics)
             for ref in self.handles:
                 if (handle := ref()) is not None and handle.tensor is not None:
@@ -174,16 +169,16 @@ class CheckpointFrame(Recipe):
                 return PackedDTensor(tensor.detach(), self._pack(local_of(tensor)), self.statistics.name)
             tensor = local_of(tensor)
             if type(tensor) is nn.Parameter:
-                tensor = tensor.detach()  # the memory that it has now, which whoever gathers weights may soon swap
+                tensor = tensor.detach()  # its present memory: a library that gathers weights may soon swap it
         handle = Handle(self, len(self.handles), tensor)
         self.handles.append(weakref.ref(handle))
-        has_storage = tensor.layout is _strided and not tensor.is_nested  # else it is kept, and nothing compared
+        has_storage = tensor.layout is _strided and not tensor.is_nested  # else it is kept and not compared
         expected = (tensor.shape, tensor.dtype, tensor.untyped_storage()._cdata) if has_storage else None
         self._expected.append(expected)
         return handle
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Around what runs: learn what later frames of the region rely on, if this is the first one."""
+        """A context for what runs. In the first frame it learns what later frames of the region rely on."""
         return self._region.learned.watching(self._rng)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
@@ -199,7 +194,7 @@ class CheckpointFrame(Recipe):
             self._inputs.hand_out(memory)
 
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
-        """What was pinned as number ``index``, in the place of ``tensor`` in its graph."""
+        """What was pinned as number ``index``, with the gradient of ``tensor``, in the place of which it stands."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
             raise RegenerationError(
                 f"in {self.statistics.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "
@@ -259,7 +254,7 @@ class CheckpointFrame(Recipe):
             warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
             del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
-        savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # which others hold (invariant 7)
+        savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # others hold inputs (invariant 7)
         self.statistics.dropped_tensors += len(savings)
         self.statistics.dropped_nbytes += sum(savings)
         self.statistics.eager_nbytes += sum(savings)
@@ -268,14 +263,14 @@ class CheckpointFrame(Recipe):
         """What holds a tensor as it is, without its graph: the node that saved it may be part of that (invariant 8)."""
         if parameter is not None:
             now = version_of(parameter)
-            # One that is at another version counts for itself, as ``parameter.data`` does.
+            # A tensor at another version than the parameter, as ``parameter.data`` is, counts as a tensor of its own.
             if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
                 part = local_of(parameter)
                 is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
                 if is_whole or not may_hold_memory(parameter):
                     return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name)
                 return ParameterView(parameter, tensor.detach(), now, self.statistics.name)
-        if all_are and version == version_of(tensor):  # let whoever is around this frame decide
+        if all_are and version == version_of(tensor):  # the hooks around this frame decide how
             return pack_through(self.outer, tensor.detach(), self.statistics.name)
         return KeptTensor(tensor.detach(), self.statistics.name, version)
 
@@ -311,7 +306,7 @@ class CheckpointFrame(Recipe):
         with (
             _without_transforms(),
             self._state.replayed(self.statistics.name),
-            # Also a region after which a stream was where it had been before may have moved it: torch.manual_seed(0).
+            # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
             _NOTHING if is_fake() else RngState(self._region.learned.generators or ()),
             _NOTHING if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
@@ -322,13 +317,13 @@ class CheckpointFrame(Recipe):
             with self._modes.replayed(), names, replay:
                 try:
                     self._function(*args, **kwargs)
-                except (ReplayComplete, RuntimeError):  # as which TorchScript passes it on
+                except (ReplayComplete, RuntimeError):  # TorchScript makes a RuntimeError of it
                     if not replay.is_done:
                         raise
 
 
 def _without_transforms() -> AbstractContextManager[Any]:
-    """The span in which no transform of ``torch.func`` is at work: a batched backward still wants the one forward."""
+    """The span in which no transform of ``torch.func`` is at work: a batched backward still needs one plain forward."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _NOTHING
     return temporarily_clear_interpreter_stack()
@@ -339,7 +334,7 @@ class _SubstituteValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
-        return value.clone()  # which forward may go on to change
+        return value.clone()  # forward may go on to change it
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -11,26 +11,26 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import KeptTensor, PackedDTensor, PackedTensor, describe, storage_key, unpack_saved
+from recompute.engine.thread_state import local
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class ReplayComplete(Exception):
-    """All that was wanted has been saved again. Not a BaseException: module hooks must see it to clean up."""
+    """All that was wanted has been saved again. It is no BaseException, so that module hooks see it and clean up."""
 
 
 ExpectedTensor = tuple[torch.Size, torch.dtype, int | None]
-"""The tensor of a slot: its shape, its dtype, and the key of its storage, which means nothing once that is freed."""
+"""The shape and dtype of the tensor of a slot, and the key of its storage, which means nothing once that is freed."""
 
 
 class Replay:
     """A frame being run again, to collect the values of the slots in ``wanted``.
 
     name: of the region, for messages.
-    pinned: gives what the frame's n-th call of ``recompute.keep`` was given, in the place of what it is given now.
+    pinned: takes n and what the n-th call of ``recompute.keep`` is given now; returns what it was given in the frame.
     expected: the tensor that belongs in each slot; None where it may be any.
     living: by slot, the parameter or input with which the tensor there shares its storage.
     """
@@ -50,7 +50,7 @@ class Replay:
         self.expected = expected
         self.living = living
         self.wanted = wanted
-        self._storages: dict[int | None, int | None] = {}  # of what is received, by that of what was dropped
+        self._storages: dict[int | None, int | None] = {}  # in this run, by the storage in forward
         self.values: dict[int, PackedTensor] = {}
         self._missing = len(wanted)
         self.count = 0
@@ -58,14 +58,14 @@ class Replay:
         self.mismatch: str | None = None
         self.is_done = False
         self.op = "an op"
-        self._ops: dict[int, str] = {}  # that saved the values
+        self._ops: dict[int, str] = {}  # the op that saved each value
         self.outer = None
         self._pins = 0
         self._refusal: str | None = None
 
     def __enter__(self) -> None:
         self._refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-        if self._refusal is not None:  # what backward runs in may have no hooks: what was saved in forward had
+        if self._refusal is not None:  # backward may run where hooks are disabled, though forward did not
             torch._C._autograd._saved_tensors_hooks_enable()
         _push_hooks(self._pack, unpack_saved)
         local.books.append(None)
@@ -92,13 +92,13 @@ class Replay:
         if type(tensor) is not Tensor:
             alias = tensor.detach() if has_layout(tensor) else None
             tensor = local_of(tensor)
-        tensor = tensor.detach()  # an op's own output comes with a graph that this would make a cycle
+        tensor = tensor.detach()  # to hold an op's own output with its graph would be a reference cycle
         is_wanted = slot in self.wanted
         if slot < len(self.expected) and (expected := self.expected[slot]) is not None:
             shape, dtype, storage = expected
             if tensor.shape != shape or tensor.dtype is not dtype:
                 self._refuse(slot, tensor, shape, dtype)
-            # Others may be freed by now, and their storage's address used again.
+            # Other tensors may be freed by now, and the addresses of their storages used again.
             if (is_wanted or slot in self.living) and storage_key(tensor) != self._key_in(slot, storage, tensor):
                 self._refuse(slot, tensor)
         kept = KeptTensor(tensor, self.name)
@@ -115,11 +115,11 @@ class Replay:
         raise ReplayComplete
 
     def described(self, slot: int, tensor: Tensor) -> str:
-        """Which tensor it was that was received, for messages."""
+        """A tensor that was received, in words, for messages."""
         return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
 
     def _key_in(self, slot: int, storage: int | None, tensor: Tensor) -> int | None:
-        """Where in this run the storage is that was ``storage`` in forward: what came first for it is ``tensor``."""
+        """The key in this run of what was ``storage`` in forward. The first tensor that comes for it decides."""
         if (key := self._storages.get(storage)) is None:
             key = self._storages[storage] = storage_key(self.living.get(slot, tensor))
         return key
@@ -138,12 +138,12 @@ class Replay:
         self._stop()
 
     def _stop_if_filled(self, slot: int) -> None:
-        """Stop, unless the op that saves this may still have to fill it: as RReLU its noise, saved beside its input."""
+        """Stop, unless the op that saves this may still have to fill it. RReLU, say, saves its noise before that."""
         if slot > self._unfilled + 1:
             self._stop()
 
     def hand_out(self, memory: Any, is_array: bool) -> None:
-        """What forward writes to, it writes to again."""
+        """Nothing to do: what forward wrote to, the replay writes to again."""
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         if name is not None:

@@ -1,9 +1,10 @@
 """The frontier of a region: each way to drop and regenerate that is best at some price of a second.
 
-A cut holds some bytes and takes some seconds to run ops again, and its cost at a price is a straight line over that
-price. The cheapest cuts are therefore the lower envelope of lines: a cut is the cheapest one on an interval of prices,
-and between the cuts at two prices there are others only if, at the price where these two cost the same, the minimum cut
-is neither. So all of them are found, with two minimum cuts a point, and no grid of prices.
+A cut holds some bytes and takes some seconds to run ops again, so its cost is a straight line over the price. The
+cheapest cuts are the lower envelope of these lines: each is the cheapest one on an interval of prices. To find what
+lies between the cuts at two prices, solve the minimum cut at the price where these two cost the same. If it is one of
+them, there is nothing between them. If it is a third one, go on at both sides of that. This finds every point, with two
+minimum cuts for each, and without a grid of prices.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ class Point(NamedTuple):
     """What a rule with ``price`` holds in a region, and what it runs again there."""
 
     price: float
-    """In bytes a second, and well inside of the prices that give this point: as a rule's ``price`` takes it."""
+    """In bytes a second, as a rule takes it. It is well inside of the interval of prices that give this point."""
     held_nbytes: int
-    """Of what is kept and does not live anyway."""
+    """The bytes of what is kept and does not live anyway."""
     rerun_seconds: float
-    """Of running ops again, on the nominal accelerator of ``engine.cut.ops``."""
+    """The time of running ops again, on the nominal accelerator of ``engine.cut.ops``."""
 
 
 def frontier(plan: SavePlan) -> tuple[Point, ...]:
-    """All that the region of ``plan`` can hold: from a high price, where it holds most, to 0, where it holds least.
+    """The points of the region of ``plan``: from a high price, where it holds most, to 0, where it holds least.
 
-    What the plan's rule does not run again is not run again here either, nor has the plan its time. So have it made by
-    a rule whose ``rerun`` lists all families that may be in question, whatever its ``price``.
+    An op that the plan's rule does not run again does not run again here either; the plan does not even know its time.
+    So have the plan made by a rule whose ``rerun`` lists all families in question. Its ``price`` does not matter.
     """
     values, ops = tables(plan.steps, plan.facts, plan.saves, plan.overwritten)
     found = [(price, _line(values, ops, cut)) for price, cut in sweep(values, ops)]
@@ -43,15 +44,15 @@ def frontier(plan: SavePlan) -> tuple[Point, ...]:
 def sweep(values: Sequence[Value], ops: Sequence[Op]) -> list[tuple[float, Cut]]:
     """The cuts that are the cheapest at some price, each with such a price, from the highest price to 0.
 
-    The tables are those of ``minimum_cut``, which gives each cut again at its price, and may raise ValueError. Left out
-    are cuts that are the cheapest on less than a millionth of their price.
+    The tables are those of ``minimum_cut``, which finds each cut again at its price. A cut is left out if the interval
+    on which it is the cheapest is narrower than a millionth of its price. Raises ValueError where ``minimum_cut`` does.
     """
     lines = _hull(_lines(values, ops))
     borders = [_border(*pair) for pair in pairwise(lines)]
     found = []
     for high, line, low in zip([None, *borders], lines, [*borders, None], strict=True):
         price = 0.0 if low is None else _between(float(low), float(4 * low if high is None else high))
-        if minimum_cut(values, ops, price) == line.cut:  # not where rounding makes another one as cheap
+        if minimum_cut(values, ops, price) == line.cut:  # rounding may make another one as cheap
             found.append((price, line.cut))
     return found
 
@@ -75,10 +76,10 @@ def _border(left: _Line, right: _Line) -> Fraction:
 
 
 def _lines(values: Sequence[Value], ops: Sequence[Op]) -> list[_Line]:
-    """All that are the cheapest somewhere, and perhaps some that are so nowhere alone, in the order of their seconds.
+    """The lines of all cuts that are the cheapest somewhere, in the order of their seconds.
 
-    A lower price only ever adds ops: what is found between two cuts runs again what the one does, and not all that the
-    other does.
+    There may be some among them that are nowhere the cheapest alone. A lower price never takes an op away. So a cut
+    between two others runs all ops again that the one does, and not all that the other does.
     """
     last = _line(values, ops, minimum_cut(values, ops, 0.0))
     shortest = min((op.seconds for op in ops if op.may_rerun and op.seconds > 0), default=None)
@@ -103,7 +104,7 @@ def _is_before(left: _Line, right: _Line) -> bool:
 
 
 def _hull(lines: Sequence[_Line]) -> list[_Line]:
-    """Those that are the cheapest on an interval that is worth the name."""
+    """Those that are the cheapest on an interval that is wide enough (``_NARROW``)."""
     kept: list[_Line] = []
     for line in lines:
         while len(kept) > 1 and _border(*kept[-2:]) <= _border(kept[-1], line) * _NARROW:
@@ -116,7 +117,7 @@ _NARROW = 1 + Fraction(1, 10**6)
 
 
 def _between(low: float, high: float) -> float:
-    """About the geometric mean, with as few digits as leave it far from both ends."""
+    """About the geometric mean, rounded to the fewest digits with which it stays far from both ends."""
     middle = math.sqrt(low * high)
     rounded = [float(f"{middle:.{digits}e}") for digits in range(1, 16)]
     return next((price for price in rounded if math.sqrt(low * middle) < price < math.sqrt(middle * high)), middle)

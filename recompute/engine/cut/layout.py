@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_new = tuple.__new__  # a third of the time that a NamedTuple's own takes
+_new = tuple.__new__  # takes a third of the time of a NamedTuple's own
 
 
 class Layout(NamedTuple):

@@ -1,13 +1,17 @@
 """Which of a frame's values to keep, so that the ops it may run again bring back the rest: one exact minimum cut.
 
-Every value v has a bit a_v, "available in backward", and every op o a bit r_o, "run again". What is demanded has
-a_v = 1; r_o = 1 needs a_v = 1 of each input; an op that may not re-run has r_o = 0. A value that is available but not
-regenerated is kept, and the cost to minimize is
+Every value v has a bit a_v, "available in backward". Every op o has a bit r_o, "run again". The constraints are:
+
+- a_v = 1 for each value that backward demands;
+- if r_o = 1, then a_v = 1 for each input of o;
+- r_o = 0 for each op that may not run again.
+
+A value that is available, but that no op regenerates, has to be kept. So the cost to minimize is
 
     sum of the bytes of v over a_v = 1, r_producer(v) = 0   +   price * sum of the seconds of o over r_o = 1
 
-All constraints are implications between bits and each term is a product of one bit and another's complement, so the
-bits of least cost are the two sides of a minimum cut.
+Each constraint is an implication between bits, and each term of the cost is a product of one bit and another's
+complement. Such a problem is a minimum cut: the bits that are 1 are on one side of it, the others on the other side.
 """
 
 from __future__ import annotations
@@ -18,14 +22,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_SCALE = 1 << 20  # capacities are whole numbers of this fraction of a byte: a cut in floats may take a tie for a win
+# Capacities are whole numbers, in units of a byte divided by this. With floats, rounding could break a tie of two cuts.
+_SCALE = 1 << 20
 
 
 class Value(NamedTuple):
-    """What an op wrote, or what the frame was given; an op that writes in place makes a new value."""
+    """What an op wrote, or what the frame was given. An op that writes in place makes a new value."""
 
     nbytes: int | None
-    """What keeping it takes; None where it cannot be kept, since its memory is gone or has been written over."""
+    """The bytes that it takes to keep it; None if it cannot be kept, as its memory is gone or was overwritten."""
     demanded: bool
     """Whether backward needs it."""
     alive: bool
@@ -33,7 +38,7 @@ class Value(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A call that made the values `outputs` from the values `inputs`, both numbered as in the table of values."""
+    """A call that made the values `outputs` from the values `inputs`. The numbers are those of the table of values."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -42,10 +47,10 @@ class Op(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The values to keep, and the ops to run again for all else that is needed, by their numbers."""
+    """The numbers of the values to keep, and of the ops to run again for everything else that is needed."""
 
     kept: frozenset[int]
-    """What backward or an op in `rerun` needs and none regenerates, or lives anyway."""
+    """What backward or an op in `rerun` needs, if no op in `rerun` gives it back or if it lives anyway."""
     rerun: frozenset[int]
 
 
@@ -55,7 +60,7 @@ def minimum_cut(values: Sequence[Value], ops: Sequence[Op], price: float) -> Cut
     `ops` come in the order they ran, and each value is the output of at most one. `price` is finite and at least 0,
     in bytes per second; at 0 the fewest bytes are kept, however long that takes.
 
-    Of all cuts of the least cost this is the one that runs the fewest ops again: any other runs these too, and more.
+    Of all cuts of the least cost this is the one that runs the fewest ops again. Any other runs these too, and more.
     A higher price never adds an op. Seconds times price are rounded to a millionth of a byte.
 
     Raises ValueError, naming them, if some demanded values can be neither kept nor regenerated.
@@ -92,18 +97,21 @@ def _cheapest_rerun(
 ) -> frozenset[int]:
     """The ops with r_o = 1 in the minimum cut.
 
-    The graph holds just what demanded values come from, and a value's bit only where several ops want it: the bit of
-    what one op alone wants is that op's own. Its edges run from what forbids a bit to what asks for it, for networkx
-    puts on the far side of a minimum cut no more than it must: that is the one with the fewest bits set. Its capacities
-    are Python's own numbers, of any size; SciPy's are cut off at 32 bits without a word.
+    The graph holds only what demanded values come from. A value has a node of its own only if several ops want it; if
+    one op alone wants it, that op's node stands for both.
+
+    Edges run from what forbids a bit to what asks for it. networkx puts no more nodes than it must on the far side of
+    a cut, so with this direction it finds the cut with the fewest bits set.
+
+    Capacities are Python's own numbers, of any size. SciPy would cut them off at 32 bits without an error.
     """
-    import networkx as nx  # takes as long as a hundred cuts: not for those who never need one
+    import networkx as nx  # the import takes as long as a hundred cuts, and some never need one
 
     forbidden, demand, first_value = -1, -2, len(ops)
     wanters: dict[int, list[int]] = {index: [demand] for index in demanded if not _is_free(values[index])}
     capacities: dict[tuple[int, int], float] = defaultdict(int)
     walk = list(wanters)
-    for index in walk:  # which grows
+    for index in walk:  # the loop appends to it
         op = producers.get(index, forbidden)
         if op == forbidden or (forbidden, op) in capacities:
             continue

@@ -29,23 +29,23 @@ class OpPolicy:
         self._keep = keep
         self.price = price
         self.decisions: dict[Any, Decision] = {}
-        """Of the ops that a tape has met; see ``decide``."""
+        """The decisions on the ops that a tape has met; see ``decide``."""
 
     def decide(self, op: Any) -> Decision:
-        """The decision on an op that a tape has met, which ``decisions`` has from then on."""
+        """Decide on an op that a tape meets for the first time, and remember that in ``decisions``."""
         decision = self.decisions[op] = self.decide_by(facts(op))
         return decision
 
     def decide_by(self, known: OpFacts) -> Decision:
-        """The decision on an op of which this is known: on one call, where the arguments matter."""
+        """The decision on an op, or on one call of it, of which ``known`` is known."""
         return Decision(known, known.reason or self._reason_to_keep(known))
 
     def may_rerun_compiled(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether this call may run again in compiled code.
 
-        There a checkpoint runs ops again, and not Python. Two kinds of op may run again that a tape keeps, as
-        AOTAutograd has made the graph functional: nothing writes to what a factory made unseen, and what collects
-        statistics returns them instead of writing them.
+        In compiled code a checkpoint runs ops again, and not Python. Two kinds of op may run again there that a tape
+        keeps, because AOTAutograd has made the graph functional. One is factories: nothing writes unseen to what they
+        made. The other collects statistics: it returns them instead of writing them.
         """
         if self.mechanism is not Mechanism.TAPE:
             return self.mechanism is Mechanism.CHECKPOINT

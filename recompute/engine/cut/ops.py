@@ -1,8 +1,8 @@
 """What the tape knows of each op: whether running it again gives the same bits, what it writes to and what it costs.
 
-An op that is named nowhere here is opaque: its outputs are kept (invariant 4). What is named was reviewed for CPU and
-CUDA against "Avoiding nondeterministic algorithms" of torch's documentation (``torch.use_deterministic_algorithms``),
-and ``tests/engine/test_ops_review.py`` runs the review.
+An op that nothing here calls pure, by its name, its tags or its schema, is opaque: its outputs are kept (invariant 4).
+The named ops were reviewed for CPU and CUDA against "Avoiding nondeterministic algorithms" of torch's documentation
+(``torch.use_deterministic_algorithms``), and ``tests/engine/test_ops_review.py`` runs the review.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ CASTS_INSIDE = frozenset(
     (
         PINV,
         torch.ops.aten._trilinear.default,  # of nn.Bilinear
-        torch.ops.aten._native_multi_head_attention.default,  # in eval mode without gradients, as the next one
+        torch.ops.aten._native_multi_head_attention.default,  # this and the next: in eval mode without gradients
         torch.ops.aten._transformer_encoder_layer_fwd.default,
     )
 )
-"""Ops that autocast does not know and whose kernels call ops that it does: all that torch's own samples find.
+"""Ops that autocast has no rule for, but whose kernels call ops that it has one for.
 
-Under inference mode every composite op is one, as a mode sees it whole.
+torch's own sample inputs find no others. Under inference mode every composite op is one too, because a dispatch mode
+sees it whole there.
 """
 
 
@@ -46,21 +47,21 @@ class Kind(enum.Enum):
 
 
 class OpFacts(NamedTuple):
-    """What is known of an op. Where arguments matter it ``varies``: ask ``facts_of_call``, which may know better."""
+    """What is known of an op. If that depends on its arguments, it ``varies``; then ask ``facts_of_call``."""
 
     name: str
     """Without the overload: "aten.mm"."""
     kind: Kind
     family: str | None = None
-    """Of costly ops: "gemm", "convolution", "attention" or "collective"."""
+    """"gemm", "convolution", "attention" or "collective" of a costly op; None of any other."""
     writes: tuple[int | str, ...] = ()
-    """The arguments that it changes: positions, names of those that are given by keyword only."""
+    """The arguments that it changes: their positions, or their names if they are keyword-only."""
     reason: str = ""
     """Why its outputs cannot be regenerated; "" if they can."""
     varies: bool = False
     running_statistics: tuple[int | str, ...] = ()
-    """The arguments, all of ``writes``, that only collect statistics: given None for them the op is pure, and its
-    outputs are the same."""
+    """The arguments that only collect statistics. They are all that the op writes to. With None in their places the op
+    is pure, and its outputs are the same."""
     casts_inside: bool = False
     """Whether autocast applies to the ops that its kernel calls."""
 
@@ -83,7 +84,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 _FAMILIES = {
-    # cuBLAS repeats its bits on one stream and one kind of GPU (cuBLAS documentation, "Results reproducibility").
+    # cuBLAS gives the same bits on one stream and one kind of GPU (cuBLAS documentation, "Results reproducibility").
     "gemm": _names("""
         mm bmm mv dot addmm baddbmm addbmm addmv _addmm_activation _int_mm _scaled_mm _grouped_mm
     """),
@@ -101,7 +102,7 @@ _POINTWISE = _names("""
     copy fill zero
 """)
 _SOFTMAX = _names("_softmax _log_softmax _safe_softmax _masked_softmax")
-# On CUDA the last block to finish adds up the blocks' results, in their order.
+# These are deterministic on CUDA too: the last block to finish adds up the results of all blocks, in a fixed order.
 _REDUCTIONS = _names("""
     sum nansum mean prod amax amin aminmax max min argmax argmin all any _is_all_true _is_any_true count_nonzero
     logsumexp norm linalg_vector_norm linalg__powsum var var_mean std std_mean
@@ -111,7 +112,7 @@ _NORMS = _names("""
     _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
 """)
 _STATEFUL_NORMS = _names("native_batch_norm cudnn_batch_norm miopen_batch_norm")
-# Forward: the backward of many of these scatters, and is listed nowhere here.
+# Only their forward is listed. The backward of many of them scatters, and is listed nowhere here.
 _GATHERS = _names(
     "index index_select gather take embedding grid_sampler_2d grid_sampler_3d cudnn_grid_sampler im2col col2im"
 )
@@ -120,7 +121,7 @@ _MOVES = _names("""
     reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
     select_scatter slice_scatter diagonal_scatter
 """)
-# Equal indices write equal values.
+# These are deterministic though indices may repeat, because equal indices write equal values.
 _FILLS = _names("scatter.value index_fill masked_fill")
 _POOLING = _names("""
     avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d
@@ -145,10 +146,11 @@ _PURE = frozenset().union(
 
 _RANDOM = _names("rand rand_like randn randn_like randint randint_like bernoulli normal native_dropout")
 
-# Their schemas say that the output is new.
+# These are views, although their schemas say that the output is new.
 _UNANNOTATED_VIEWS = _names("_unsafe_view unsafe_split unsafe_split_with_sizes lift")
 
-# Their schemas say that nothing is written: the statistics of batch norms, the destination of backends' copies.
+# The arguments that these write to, although their schemas say that nothing is written: the statistics of batch norms,
+# and the destination of copies between backends.
 _UNANNOTATED_WRITES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(_STATEFUL_NORMS, (3, 4)),
     **dict.fromkeys(_names("batch_norm_gather_stats batch_norm_gather_stats_with_counts"), (3, 4)),
@@ -156,14 +158,15 @@ _UNANNOTATED_WRITES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(_names("_copy_from _copy_from_and_resize"), (1,)),
 }
 
-# Opaque as all that is not named above: why, for ``explain``. Atomic additions, or the last of equal indices wins.
+# These are opaque, as is everything that is not named above. They are listed so that ``explain`` can say why: they add
+# atomically, or the last of equal indices wins.
 _DIFFER = _names("""
     index_add index_copy index_put _index_put_impl _unsafe_index_put index_reduce put scatter scatter_add scatter_reduce
     bincount histc max_unpool2d max_unpool3d nll_loss2d_forward
 """)
 _REORDER = _names("topk sort kthvalue median nanmedian mode cummax cummin")
 
-# Of torch itself, for other uses than eager training, or not reviewed.
+# Namespaces of torch itself that serve other uses than eager training, or that were not reviewed.
 _INTERNAL_SPACES = _names("""
     prim prims debugprims rngprims inductor inductor_prims quantized _quantized quantization sparse mkl mkldnn onednn
     mkldnn_prepacked prepacked profiler static_runtime export flex_gemm _native _native_aot _test
@@ -171,7 +174,8 @@ _INTERNAL_SPACES = _names("""
 _COLLECTIVE_SPACES = _names("""
     c10d c10d_functional _c10d_functional _c10d_functional_autograd _dtensor fsdp symm_mem
 """)
-# Written without saying so: by all of c10d and fsdp, whatever is not called an input, and by these.
+# Collectives write to tensors without saying so in their schemas. All ops of c10d and fsdp write to whatever is not
+# called an input. These write to all of their tensors.
 _COLLECTIVE_WRITERS = _names("wait_tensor wait_tensors irecv batch_p2p_ops")
 
 _FAMILY_WORDS = {
@@ -185,7 +189,7 @@ _FAMILY_WORDS = {
 def facts(op: Any) -> OpFacts:
     """What is known of ``op``, an ``OpOverload`` or a ``HigherOrderOperator``, whatever its arguments.
 
-    Where these matter this is the worst case: ``facts_of_call`` says no worse.
+    Where the arguments matter this is the worst case. ``facts_of_call`` may say something better.
     """
     known = _known.get(op)
     if known is None:
@@ -194,7 +198,7 @@ def facts(op: Any) -> OpFacts:
 
 
 def facts_of_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpFacts:
-    """What is known of ``op(*args, **kwargs)``: of an attention whose dropout is 0, say, that it draws nothing."""
+    """What is known of ``op(*args, **kwargs)``. Attention with a dropout of 0, say, draws no random numbers."""
     known = facts(op)
     if not known.varies:
         return known
@@ -208,16 +212,21 @@ def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def is_defined(op: Any, slot: int) -> bool:
-    """Whether the op sets its output number ``slot``, so that it can be compared.
+    """Whether the op writes to its output number ``slot``, so that the outputs of two runs can be compared.
 
-    Attention without dropout leaves what would be the generator's state as the memory was (seen on an H200, torch 2.11:
-    efficient and cuDNN attention, and the unused outputs of flash attention); nothing reads it.
+    Attention without dropout does not write to the outputs for the generator's state: they show what the memory held
+    before. Nothing reads them. (Seen on an H200, torch 2.11: efficient and cuDNN attention, and the unused outputs of
+    flash attention.)
     """
     return facts(op).family != "attention" or slot < 2
 
 
 def is_op(name: str) -> bool:
-    """Whether some op is called ``name``, as ``OpFacts.name`` has it: one that is no composite of others everywhere."""
+    """Whether there is an op called ``name``, in the form of ``OpFacts.name``.
+
+    An op that is a composite of others on every backend does not count, unless it is listed as pure: a tape sees only
+    the others.
+    """
     space, _, base = name.partition(".")
     packet = getattr(getattr(torch.ops, space), base, None)
     if not isinstance(packet, OpOverloadPacket):
@@ -237,10 +246,13 @@ def is_costly_op(name: str) -> bool:
 
 
 class _Condition(NamedTuple):
-    """What makes a call of an op pure if not all are; ``reason``: why the others are opaque, "" if they are random."""
+    """Which calls of an op are pure, if not all are.
+
+    reason: why the other calls are opaque; "" if they are random instead.
+    """
 
     holds: Callable[[Callable[[str], Any]], bool]
-    """Is given what gives the call's arguments by name."""
+    """Whether a call is pure. It is passed a function that returns the call's argument of a name."""
     reason: str
 
 
@@ -303,7 +315,7 @@ def _classify_aten(op: OpOverload, base: str) -> OpFacts:
 
 
 def _classify_custom(op: OpOverload, base: str) -> OpFacts:
-    """An op of some library: pure by the word of its schema and tags."""
+    """An op of another library. What its schema and its tags say of it is believed."""
     if any(value.alias_info is not None for value in op._schema.returns) or Tag.nondeterministic_bitwise in op.tags:
         return _opaque(op, UNKNOWN)
     if Tag.data_dependent_output in op.tags or Tag.dynamic_output_shape in op.tags:
@@ -331,7 +343,7 @@ def _is_pure(op: OpOverload, base: str) -> bool:
 
 
 def _namesake(op: OpOverload, base: str) -> OpOverload:
-    """The op that gives in new memory what ``op`` writes in place; ``op`` where there is none with its arguments."""
+    """The op that gives in new memory what ``op`` writes in place; ``op`` itself if none takes the same arguments."""
     return getattr(getattr(torch.ops.aten, base, None), op._overloadname, op)
 
 
@@ -347,7 +359,7 @@ def _returns_tensors(op: OpOverload) -> bool:
 
 
 def _tensor_arguments(op: OpOverload) -> Iterator[tuple[int | str, Any]]:
-    """Each argument of tensors, and its position, or its name where it is given by keyword only."""
+    """Each argument that takes tensors, with its position, or with its name if it is keyword-only."""
     for position, argument in enumerate(op._schema.arguments):
         if "Tensor" in str(argument.type):
             yield argument.name if argument.kwarg_only else position, argument
@@ -371,7 +383,7 @@ def _family(base: str) -> str | None:
 
 
 def _family_by_name(base: str) -> str | None:
-    """For ops of other libraries, by words that their names are made of."""
+    """The family of another library's op, by words in its name."""
     name = f"_{base.lower()}_"
     return next((family for family, words in _FAMILY_WORDS.items() if any(word in name for word in words)), None)
 
@@ -383,7 +395,7 @@ def _argument(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], nam
 
 @functools.cache
 def _parameters(op: OpOverload) -> dict[str, tuple[int, Any]]:
-    """The position and the default of each argument, by name; a position past all others for those by keyword only."""
+    """The position and the default of each argument, by name. Keyword-only ones have a position past all others."""
     arguments = op._schema.arguments
     return {
         argument.name: (len(arguments) if argument.kwarg_only else position, argument.default_value)
@@ -409,7 +421,7 @@ def _scans_in_order(argument: Callable[[str], Any]) -> bool:
 
 
 def _convolves_in_order(argument: Callable[[str], Any]) -> bool:
-    """cuDNN's algorithms for a transposed convolution, which are those of a gradient, may use atomic additions."""
+    """cuDNN computes a transposed convolution as it computes a convolution's gradient: maybe with atomic additions."""
     if not argument("transposed") or not argument("input").is_cuda:
         return True
     return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -432,13 +444,16 @@ _CONDITIONS = {
 }
 
 FLOPS = 4e14
-"""A second, of a nominal accelerator."""
+"""Floating-point operations a second of a nominal accelerator."""
 BANDWIDTH = 2e12
-"""Bytes a second."""
+"""Bytes that it moves a second."""
 
 
 def seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-    """What ``output = op(*args, **kwargs)`` costs on a nominal accelerator: its arithmetic or its traffic."""
+    """The time of ``output = op(*args, **kwargs)`` on the nominal accelerator: of its arithmetic or of its traffic.
+
+    It is the longer one of the two.
+    """
     flops, nbytes = work(op, args, kwargs, output)
     return max(flops / FLOPS, nbytes / BANDWIDTH)
 
@@ -446,8 +461,8 @@ def seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any)
 def work(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[float, int]:
     """The floating-point operations of ``output = op(*args, **kwargs)``, if it is costly, and the bytes that it moves.
 
-    Not by ``torch.utils.flop_counter``, whose formulas refuse some shapes (attention with grouped heads), read
-    lengths back from the device, and know no op of other libraries.
+    ``torch.utils.flop_counter`` does not serve for this: its formulas refuse some shapes (attention with grouped
+    heads), read lengths back from the device, and know no op of other libraries.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -455,13 +470,13 @@ def work(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) ->
 
 
 def _flops(known: OpFacts, args: tuple[Any, ...], output: Any) -> float:
-    """The arithmetic of a costly op; 0 for the others, and where the arguments are none that its family takes."""
+    """The arithmetic of a costly op; 0 for other ops, and for arguments that its family does not expect."""
     operands = [value for value in args if isinstance(value, Tensor)]
     result = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
     if result is None or len(operands) < 2:
         return 0.0
     if known.family == "gemm":
-        left = operands["add" in known.name]  # whose first operand is what is added
+        left = operands["add" in known.name]  # the first operand of ``addmm`` and its like is what is added
         return 2.0 * result.numel() * math.prod(left.shape[-1:])
     if known.family == "convolution":
         data, weight = operands[:2]

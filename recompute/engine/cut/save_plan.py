@@ -1,4 +1,4 @@
-"""What a frame's tape says without its tensors, and the plan made of it: what is kept, what runs again, and why."""
+"""The steps of a frame without its tensors, and the plan made of them: what is kept, what runs again, and why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class ValueRef(NamedTuple):
 class ValueFacts(NamedTuple):
     """What is known of a value: what a storage holds from one write to the next.
 
-    ``step`` made it, as output ``slot``. No step: it was there. No slot: running the step again does not give it back.
+    ``step`` made it, as its output ``slot``. If ``step`` is None, it was there before. If ``slot`` is None, running the
+    step again does not give it back.
     """
 
     layout: Layout
@@ -43,9 +44,9 @@ class TapeStep(NamedTuple):
     op: Any
     name: str
     inputs: tuple[int, ...]
-    """The values that it reads, one a tensor among its arguments."""
+    """The values that it reads, one for each tensor among its arguments."""
     made: tuple[int, ...]
-    """The values that it makes: outputs that it gives back when it runs again, and others."""
+    """The values that it makes. Those that have a slot come back when it runs again."""
     reason: str
     """Why it is not run again; "" if it may be."""
     seconds: float = 0.0
@@ -53,7 +54,7 @@ class TapeStep(NamedTuple):
     writes: bool = False
     """Whether it changes arguments."""
     overwrites: tuple[int, ...] = ()
-    """The values that are gone after it."""
+    """The values that it replaces in their memory, so that they are gone after it."""
     unobserved: bool = False
     """Whether it ran where not all that happens is seen."""
     op_policy: Any = None
@@ -85,21 +86,22 @@ class StepInstruction(NamedTuple):
     inputs: tuple[int, ...]
     made: tuple[int, ...]
     layouts: tuple[Layout, ...]
-    """Of what it makes."""
+    """The layouts of what it makes."""
     tracked_overwritten: frozenset[int]
-    """The values, of those that such a frame knows, that are gone after it."""
+    """Which of the plan's ``tracked`` values are gone after it."""
 
 
 KEEP = "recompute.keep"
-"""In the place of an op."""
+"""In the place of a step's op: ``recompute.keep`` was called."""
 HAND_OUT = "handed out"
-"""In the place of an op, where memory was handed out: what it holds from then on is a value of its own."""
+"""In the place of a step's op: memory was handed out. What it holds from then on is another value."""
 
 LARGEST_COPY = 1 << 16
-"""Bytes of what is copied, where it takes no gradients, so that it may change before backward as buffers do.
+"""In bytes: a kept value without gradients is copied up to this size, so that it may change before backward, as buffers
+do.
 
-They are those of 16384 float32. Averages, statistics and counters of any hidden size fit, and a copy of one takes no
-longer than its launch. The tables of angles and the masks that every layer reads do not fit, once sequences are long.
+It is 16384 float32. Averages, statistics and counters of any hidden size fit, and copying one takes no longer than the
+launch. The tables of angles and the masks that every layer reads do not fit, once sequences are long.
 """
 
 
@@ -115,7 +117,7 @@ class SavePlan:
     rerun: tuple[int, ...]
     """The steps that run again, in order: those that give back what autograd saved, and then those for outputs."""
     outputs: frozenset[int] = frozenset()
-    """Values of the region's results that come back cheaply: whoever else saves them may drop them."""
+    """Values of the region's results that come back without a costly step, so whoever else saves them may drop them."""
     overwritten: frozenset[int] = frozenset()
     """Values that were overwritten: autograd refuses them if it saved them, and nothing is regenerated from them."""
     guard: Hashable = None
@@ -126,7 +128,7 @@ class SavePlan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that its frame made was there to be kept or not."""
+        """Whether its frame still had everything that it made when the plan was made."""
         return self.guard is not None
 
     @cached_property
@@ -149,7 +151,7 @@ class SavePlan:
 
     @cached_property
     def copyable(self) -> frozenset[int]:
-        """The values that it keeps where others may write to them, and that are small enough to be copied."""
+        """The values that it keeps and that are small enough to be copied, because others may write to them."""
         facts = self.facts
         return frozenset(n for n in self.kept if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY)
 
@@ -185,7 +187,7 @@ class SavePlan:
 
     @cached_property
     def handed_out(self) -> frozenset[int]:
-        """The values whose memory was handed out, and those in their places."""
+        """The values whose memory was handed out, and those that took their places."""
         return frozenset(number for step in self.steps if step.op is HAND_OUT for number in (*step.inputs, *step.made))
 
     @cached_property
@@ -239,7 +241,7 @@ class SavePlan:
             yield SavedTensorRow(made_by, saved_by, known.layout, known.nbytes, fate, why)
 
     def _saver(self, number: int, step: int) -> str:
-        """The op that saved a value when ``step`` was next: that one if it reads the value, else the one before."""
+        """The op that saved a value when ``step`` was next: that step's if it reads the value, else the one before."""
         if step < len(self.steps) and number in self.steps[step].inputs:
             return self.steps[step].name
         return self.steps[step - 1].name if step else "?"
@@ -279,7 +281,7 @@ def tables(
     overwritten: Collection[int],
     released: Collection[int] = (),
 ) -> tuple[list[Value], list[Op]]:
-    """The values and the ops that there is a cut of, numbered as ``facts`` and ``steps`` are; see ``solve``."""
+    """The tables for ``minimum_cut``, numbered as ``facts`` and ``steps`` are. ``solve`` explains the arguments."""
     unkeepable = {*overwritten, *released}
     wanted = {number for number, _ in saves}.difference(overwritten)
     values = [
@@ -315,7 +317,7 @@ def solve(
 
     overwritten: values that later ones have replaced in their memory; released: values whose memory has been freed.
     Neither can be kept.
-    results: values of the region's results, of which the plan tells which come back without a costly step.
+    results: values of the region's results. The plan tells which of them come back without a costly step.
     """
     values, ops = tables(steps, facts, saves, overwritten, released)
     cut = minimum_cut(values, ops, price)
@@ -345,7 +347,7 @@ def solve(
 def _derivation(
     number: int, steps: Sequence[TapeStep], facts: Sequence[ValueFacts], kept: Collection[int]
 ) -> set[int] | None:
-    """The steps that give ``number`` back from ``kept`` values; None if a costly one, or one never run again, is."""
+    """The steps that give ``number`` back from ``kept`` values; None if one of them is costly or may not run again."""
     needed: set[int] = set()
     pending = [number]
     while pending:
@@ -362,7 +364,7 @@ def _derivation(
 
 
 class PlanCache:
-    """The plans made so far, least recently used ones last to stay: at most ``size``."""
+    """At most ``size`` plans. The least recently used one is dropped first."""
 
     def __init__(self, size: int = 256):
         self._size = size

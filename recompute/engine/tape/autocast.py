@@ -1,7 +1,7 @@
-"""Autocast inside of an op's own kernel, which torch leaves out as soon as a dispatch mode such as a tape is on.
+"""Autocast for the ops that an op's own kernel calls. torch leaves it out as soon as a dispatch mode, as a tape, is on.
 
-Between the ops of a module autocast works below a mode as without: a mode sees what autocast made of the arguments.
-But what runs on behalf of a mode runs without autocast, and so do the ops that a kernel calls in its turn.
+For the ops of a module themselves autocast works as without a mode: it comes first, and the mode sees the arguments
+that it has cast. But what a mode runs, it runs without autocast, and so run the ops that a kernel calls in its turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _set_off = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def left_out() -> list[DispatchKey]:
-    """The kinds of autocast that were in force when the op was called that a mode is now asked for."""
+    """The kinds of autocast that were in force when the op was called, and are off now that a mode handles it."""
     off = [key for key in _KEYS if _is_off(key)]
     with torch.overrides.enable_reentrant_dispatch():
         return [key for key in off if not _is_off(key)]

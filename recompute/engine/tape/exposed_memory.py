@@ -3,9 +3,9 @@
 Whoever has an array or an address may write at any time, and no dispatcher sees it. So a tape holds a tensor whose
 memory has been handed out as autograd would hold it, and runs nothing again that reads it.
 
-The few methods that hand memory out are wrapped once the first region is made. What was handed out before that, or came
-from an array by ``torch.from_numpy``, has a mark of torch's own, as it cannot be resized: that is looked at in what a
-region is given, for an array that its code makes into a tensor is mostly used for nothing else.
+The few methods that hand memory out are wrapped once the first region is made. Memory that was handed out before that,
+or came from an array by ``torch.from_numpy``, can be told too: torch does not let it be resized. Only a region's
+arguments are checked for this, because an array that its own code makes into a tensor is mostly used for nothing else.
 Nothing here sees a C++ extension that takes the tensor itself and writes to it without saying so.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recompute.engine.recipes import local
+from recompute.engine.thread_state import local
 
 _ARRAYS: tuple[tuple[Any, str], ...] = (
     (Tensor, "numpy"),  # which ``__array__`` and ``np.asarray`` call
@@ -38,8 +38,8 @@ _ADDRESSES: tuple[tuple[Any, str], ...] = (
 _lock = threading.Lock()
 _is_watching = False
 _exposed: dict[int, StorageWeakRef] = {}
-"""What tapes have seen handed out, by the address of its StorageImpl, which the weak reference keeps from being reused
-(invariant 3)."""
+"""The storages that were seen handed out, by the address of the StorageImpl. The weak reference keeps the address from
+being used again (invariant 3)."""
 _most = 256
 
 
@@ -71,7 +71,7 @@ def _telling(door: Callable[..., Any], is_array: bool) -> Callable[..., Any]:
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """A tensor that sees all of a storage."""
-    local.regenerating += 1  # not a step
+    local.regenerating += 1  # so that a tape does not take it for a step
     try:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     finally:
@@ -95,7 +95,7 @@ def is_exposed(storage: torch.UntypedStorage) -> bool:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether others may write to what a tensor is given as, be it an array's memory, whichever was there first."""
+    """Whether a tensor shares its memory with an array, or with others who know its address, who may write to it."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     storage = tensor.untyped_storage()
@@ -103,10 +103,10 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def expose_arrays(arguments: Iterable[Any]) -> None:
-    """Have those tensors exposed that are given to a region, also in containers, and have the memory of an array."""
+    """Have ``expose`` remember the arguments of a region, also those in containers, that share memory with an array."""
     pending = list(arguments)
-    seen: set[int] = set()  # a list may have itself inside
-    for value in pending:  # which grows
+    seen: set[int] = set()  # a list may contain itself
+    for value in pending:  # the loop appends to it
         if isinstance(value, Tensor):
             if is_shared(value):
                 expose(value.untyped_storage())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import OpFacts, seconds
@@ -32,11 +33,13 @@ from recompute.engine.cut.save_plan import (
 )
 from recompute.engine.modes import runs_hidden_from_modes
 from recompute.engine.parameter_memory import is_managed_elsewhere
-from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, is_verifying, open_book, sharing_values
+from recompute.engine.recipe_book import open_book
+from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedTensor,
     RegionStatistics,
+    are_held_as_they_are,
     pack_through,
     seen_as,
     top_hooks,
@@ -44,7 +47,7 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch, without_graph
-from recompute.engine.tape.kept_values import KeptValues, PackKept, has_only_our_hooks, make_recipes
+from recompute.engine.tape.kept_values import KeptValues, PackKept, make_recipes, resolve_handles
 from recompute.engine.tape.op_arguments import NotRegenerable, at, is_plain, parameter_of, tensors_in
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
@@ -56,6 +59,7 @@ from recompute.engine.tape.recorded_call import (
     record_call,
     writable,
 )
+from recompute.engine.thread_state import sharing_values
 
 RELEASED = "it reads a weight that was gathered for a part of the module, and is not held to its end"
 
@@ -73,11 +77,11 @@ class TapeFrame:
         variant: Hashable,
         last: SavePlan | None,
     ):
-        """All of the region: last is the plan of its last frame."""
+        """All arguments are the region's. last: the plan of its last frame."""
         self.statistics = statistics
         self.outer = top_hooks()
         self.plan: SavePlan | None = None
-        """The one that this frame has followed so far."""
+        """The plan that this frame has followed so far."""
         self._op_policy = op_policy
         self._plan_cache = plan_cache
         self._variant = variant
@@ -91,15 +95,18 @@ class TapeFrame:
         """Steps taken."""
         self._steps: list[TapeStep] = []
         self._calls: dict[int, RecordedCall] = {}
-        """Of the steps that may run again."""
+        """The calls of the steps that may run again."""
         self._saves: list[tuple[int, int]] = []
         """The values that autograd saved, each with the step that was next then."""
         self._handles: list[weakref.ref[Handle]] = []
         self._with_graphs: list[KeptTensor] = []
-        """What was kept as soon as it was saved, and has its graph until the frame ends."""
+        """Tensors that were kept as soon as they were saved. They have their graphs until the frame ends."""
         self._stand_ins: weakref.WeakKeyDictionary[Handle, Handle] | None = None
-        """What gives back the value of each handle that ``autograd.grad``, say, has asked while the frame runs."""
-        self._has_only_our_hooks = has_only_our_hooks(self.outer)
+        """For each handle whose tensor is dropped, one that gives the value back while the frame runs.
+
+        They are made as soon as somebody asks, as ``autograd.grad`` inside of the region does.
+        """
+        self._are_held_as_they_are = are_held_as_they_are(self.outer)
         self._group = RecipeGroup()
         self._dtype = torch.get_default_dtype()
 
@@ -118,9 +125,9 @@ class TapeFrame:
         self.choose_plan(op, Layout.of(first) if first is not None and is_plain(first) else None)
 
     def follow(self, op: Any, unobserved: bool, op_policy: OpPolicy) -> StepInstruction | None:
-        """What the plan says of this step, which is taken at once if it does not matter.
+        """The plan's instruction for this step. A step that does not matter counts as taken at once.
 
-        None, and the end of following the plan, where that has another step here. op_policy: the one in force.
+        If the plan has another step here, this deoptimizes and returns None. op_policy: the one in force.
         """
         plan = self.plan
         assert plan is not None
@@ -136,7 +143,7 @@ class TapeFrame:
 
     @runs_hidden_from_modes
     def deoptimize(self) -> None:
-        """Go on without the plan: take back what it has let go of, so that nothing depends on what it foresaw."""
+        """Go on without the plan: take back what the frame has let go of, so that nothing depends on the plan now."""
         plan = self.plan
         assert plan is not None
         values = self._values
@@ -159,9 +166,9 @@ class TapeFrame:
         self._stand_ins = None
 
     def _find_stand_ins(self) -> list[tuple[Handle, Handle]]:
-        """Each handle of what the plan has let go of, and one that gives its value back while the frame still runs.
+        """Each handle whose tensor is dropped, and one that gives its value back while the frame still runs.
 
-        Recipes that none of these needs die here, so that no value waits for them.
+        Recipes that none of these needs are freed here, so that no value is held for them.
         """
         plan = self.plan
         assert plan is not None
@@ -312,7 +319,7 @@ class TapeFrame:
         plan = self.plan
         if plan is None:
             values.held.setdefault(number, tensor)
-        elif number in plan.kept and plan.facts[number].step is not None and self._has_only_our_hooks:
+        elif number in plan.kept and plan.facts[number].step is not None and self._are_held_as_they_are:
             kept = KeptTensor(tensor, self.statistics.name)
             self._with_graphs.append(kept)
             return kept
@@ -362,7 +369,8 @@ class TapeFrame:
     ) -> None:
         """A storage, of which ``tensor`` is a view, is handed out: it holds another value from now on.
 
-        unobserved: and its present value stays what it is. parameter: that it is the memory of.
+        unobserved: that value stays what it is, as only the code that runs now writes to it. Otherwise others may write
+        to it at any time. parameter: the one that the storage belongs to.
         """
         values = self._values
         number = values.number_in(storage)
@@ -385,7 +393,8 @@ class TapeFrame:
         for reference in self._handles:
             if (handle := reference()) is not None and handle.number == number:
                 assert handle.tensor is not None
-                if handle.tensor.untyped_storage()._cdata != storage._cdata:  # what came back: others write elsewhere
+                # Deoptimizing may have brought the value back, in other memory than others are going to write to.
+                if handle.tensor.untyped_storage()._cdata != storage._cdata:
                     handle.tensor = seen_as(without_graph(tensor), layout if handle.view is None else handle.view[0])
                     handle.version = version_of(handle.tensor)
         made = values.add(tensor, layout, step=self._count, alive=parameter is not None, parameter=parameter)
@@ -425,10 +434,10 @@ class TapeFrame:
 
     @runs_hidden_from_modes
     def finish(self, outputs: Collection[Tensor], pack: PackKept | None = None) -> SavePlan | None:
-        """Decide what is kept of what autograd saved; the rest is dropped, if following a plan has not done it.
+        """Decide which saved tensors are kept, and drop the others, as far as the frame has not done so already.
 
-        outputs: of the region, which the scope around may drop too. pack: otherwise as the hooks around have it.
-        Returns the plan for the next frame, if there is one.
+        outputs: the region's, which the scope around it may drop too. pack: packs what is kept; if it is None, the
+        hooks around the region do. Returns the plan for the next frame, if there is one.
         """
         try:
             results: dict[int, Tensor] = {}
@@ -438,7 +447,9 @@ class TapeFrame:
             plan = self._decide(results)
             kept = KeptValues(self._values, plan, self.statistics, self.outer, self._group)
             recipes = self._make_recipes(plan, pack or kept.for_rerun)
-            self._resolve_handles(plan, recipes, pack or kept.for_backward)
+            for saved in self._with_graphs:
+                saved.tensor = saved.tensor.detach()
+            resolve_handles(self._handles, plan, recipes, pack or kept.for_backward, self.statistics)
             self.statistics.dropped_outputs = []
             for number in plan.outputs.intersection(results):
                 assert self._book is not None
@@ -465,7 +476,7 @@ class TapeFrame:
                 step if step.reason or released.isdisjoint(step.inputs) else step._replace(reason=RELEASED)
                 for step in self._steps
             ]
-        if self._is_deoptimized:  # of the start, it knows only what the plan was interested in
+        if self._is_deoptimized:  # it knows of its beginning only what the plan needed
             self._plan_cache.forget(self._guard)
             return self._solve_for_what_is_left(results)
         overwritten = values.overwritten
@@ -477,20 +488,20 @@ class TapeFrame:
     def _released(self) -> set[int]:
         """The parameters whose memory is gone by now, or may be at any time.
 
-        FSDP gathers the weights of a module inside for the time that it runs. Other libraries do so too.
+        FSDP, for one, gathers the weights of an inner module only while that runs.
         """
         held = self._values.held
         return {
             number
             for number, parameter in self._values.parameters.items()
-            if (memory := held.get(number)) is not None  # a backward inside may have written to any other
+            if (memory := held.get(number)) is not None  # it is None if a backward inside has written to it
             and (memory.untyped_storage().nbytes() == 0 or is_managed_elsewhere(parameter))
         }
 
     def _solve_for_what_is_left(self, results: Collection[int]) -> SavePlan:
-        """The plan where this frame has let go of tensors and of arguments, as the plan that it began with said.
+        """The plan of a frame that has let go of tensors and of arguments, as the plan that it began with said.
 
-        What autograd saved and ``deoptimize`` has not taken back was of a graph that is dead by now.
+        What autograd saved, but ``deoptimize`` has not taken back, belonged to a graph that is dead by now.
         """
         values = self._values
         saves = [save for save in self._saves if save[0] in values.held or save[0] in values.overwritten]
@@ -502,36 +513,13 @@ class TapeFrame:
         return solve(steps, values.facts, saves, values.overwritten, results, self._op_policy.price, released)
 
     def _as_it_is(self, ref: ValueRef) -> PackedTensor:
-        """What stands for a value that is kept while the frame still runs."""
+        """What is held for a kept value while the frame still runs."""
         tensor = without_graph(self._values.held[ref.value])
         return KeptTensor(seen_as(tensor, ref.layout), self.statistics.name)
 
     def _make_recipes(self, plan: SavePlan, pack: PackKept) -> dict[int, OpRecipe]:
         originals = self._values.originals
         return make_recipes(self._calls, plan, pack, self.statistics, self._group, self._dtype, originals)
-
-    def _resolve_handles(self, plan: SavePlan, recipes: dict[int, OpRecipe], pack: PackKept) -> None:
-        """Give each handle what holds its value, or what gives it back."""
-        for kept in self._with_graphs:
-            kept.tensor = kept.tensor.detach()
-        for reference in self._handles:
-            handle = reference()
-            if handle is None:
-                continue
-            number = handle.number
-            if number in plan.overwritten:  # to be refused if autograd minds
-                assert handle.tensor is not None
-                handle.keep(KeptTensor(handle.tensor.detach(), self.statistics.name, handle.version))
-            elif number in plan.kept:
-                layout = plan.facts[number].layout if handle.view is None else handle.view[0]
-                handle.keep(pack(ValueRef(number, layout)))
-            else:
-                handle.drop_for(recipes[plan.origin(number)])
-        statistics = self.statistics
-        statistics.dropped_tensors += len(plan.dropped)
-        statistics.dropped_nbytes += plan.dropped_nbytes
-        statistics.kept_nbytes += plan.kept_nbytes
-        statistics.eager_nbytes += plan.eager_nbytes
 
     def _clear(self) -> None:
         """Let go of everything: autograd holds the pack hook, and so this, as long as the graph lives (invariant 8)."""

@@ -12,10 +12,11 @@ from torch import Tensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan, ValueFacts
 from recompute.engine.dtensors import has_layout, local_of
-from recompute.engine.recipes import RecipeBook, local
+from recompute.engine.recipe_book import RecipeBook
 from recompute.engine.saved_tensors import ParameterReference, version_of
 from recompute.engine.tape.exposed_memory import is_exposed
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, not_regenerable, parameter_of
+from recompute.engine.thread_state import local
 
 
 class PlanMismatch(Exception):
@@ -33,13 +34,13 @@ class FrameValues:
         self.name = name
         self._book = book
         self.facts: list[ValueFacts] = []
-        """Of the values that no plan has numbered."""
+        """The facts of the values, by number, if no plan has numbered them."""
         self.current: dict[int, int] = {}
-        """The value in each storage, by the address of its StorageImpl …"""
+        """The number of the value in each storage, by the address of the StorageImpl."""
         self._references: list[Any] = []
-        """… which belongs to no other storage while these are held (invariant 3)."""
+        """Weak references to these storages: while they are held, no other storage gets the address (invariant 3)."""
         self.versions: dict[int, int | None] = {}
-        """The version of each value's storage; None where an op has just written it, and autograd is yet to count."""
+        """The version of each value's storage; None if an op has just written it, and autograd has not counted that."""
         self.overwritten: set[int] = set()
         self.exposed: set[int] = set()
         """The storages, by the addresses of their StorageImpls, that others may write to unseen."""
@@ -61,7 +62,7 @@ class FrameValues:
         return self.current.get(tensor.untyped_storage()._cdata)
 
     def number_of(self, tensor: Tensor, plan: SavePlan | None, foreseen: int | None) -> int:
-        """The number of the value in a tensor, which is ``foreseen`` by the plan that is being followed."""
+        """The number of the value in a tensor. foreseen: the number that the plan expects, if one is followed."""
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
             raise not_regenerable(tensor)
         number = self.current.get(tensor.untyped_storage()._cdata)
@@ -72,8 +73,8 @@ class FrameValues:
         if version != known:
             other = self.parameters.get(number)
             if other is not None and (parameter := parameter_of(tensor)) is not None and parameter is not other:
-                return number  # one of several in one storage, as ZeRO lays them out
-            if known is not None:  # written to by something that the tape does not see
+                return number  # ZeRO lays out several parameters in one storage
+            if known is not None:  # something has written to it that the tape does not see
                 number = self._add_given(tensor, plan, None)
             self.versions[number] = version
         return number
@@ -121,7 +122,7 @@ class FrameValues:
         parameter: Tensor | None = None,
         written: bool = False,
     ) -> int:
-        """Add a value: what is now in the tensor's storage, which looked at with ``layout`` is seen whole."""
+        """Add the value that is now in the tensor's storage. ``layout`` sees all of it."""
         number = len(self.facts)
         storage = tensor.untyped_storage()
         exposed = storage._cdata in self.exposed
@@ -157,7 +158,7 @@ class FrameValues:
             self.originals[number] = without_graph(tensor, copy=True)
 
     def note_unseen_writes(self) -> None:
-        """Find the values that something has written to which the tape does not see."""
+        """Count those values as overwritten to which something has written that the tape does not see."""
         for number, tensor in self.held.items():
             version = self.versions[number]
             if version is not None and version != version_of(tensor):
@@ -175,19 +176,19 @@ class FrameValues:
                     self._dtensors[key] = weakref.ref(tensor)
 
     def dtensor_of(self, part: Tensor) -> Tensor | None:
-        """The DTensor, if it lives and is no parameter, of which this is the part of this rank."""
+        """The DTensor of which this is the part of this rank; None if it is gone, or is a parameter."""
         reference = self._dtensors.get(part.untyped_storage()._cdata) if self._dtensors else None
         return None if reference is None else reference()
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """What this rank has of a tensor: itself, if it is plain."""
+        """This rank's part of a tensor, or the tensor itself if it is plain."""
         if type(tensor) in PLAIN:
             return tensor
         self.note_dtensors((tensor,))
         return local_of(tensor)
 
     def plain_parts(self, values: Iterable[Any]) -> list[Tensor]:
-        """The tensors among ``values``, or what this rank has of them, that are views of storages and no more."""
+        """The tensors among ``values``, or this rank's parts of them, that are views of storages and nothing else."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         return [tensor for tensor in map(self.part_of, tensors) if is_plain(tensor)]
 
@@ -225,7 +226,7 @@ class FrameValues:
 
 def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """The tensor, or a copy of it, without its graph."""
-    local.regenerating += 1  # not a step
+    local.regenerating += 1  # so that a tape does not take it for a step
     try:
         return tensor.detach().clone() if copy else tensor.detach()
     finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import is_defined
 from recompute.engine.cut.save_plan import SavePlan, ValueRef
-from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, RecipeGroup, packing_for_recipe
+from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, RecipeGroup
 from recompute.engine.saved_tensors import (
     Hooks,
     KeptShard,
@@ -21,16 +22,17 @@ from recompute.engine.saved_tensors import (
     PackedView,
     RegionStatistics,
     VersionGuard,
+    are_held_as_they_are,
     pack_through,
     seen_as,
-    unpack_saved,
 )
 from recompute.engine.tape.frame_values import FrameValues, without_graph
 from recompute.engine.tape.op_arguments import copied
 from recompute.engine.tape.recorded_call import RecordedCall
+from recompute.engine.thread_state import packing_for_recipe
 
 PackKept = Callable[[ValueRef], PackedTensor]
-"""Gives what stands for a value that is kept."""
+"""Returns what is held for a value that is kept."""
 
 
 class KeptValues:
@@ -49,13 +51,13 @@ class KeptValues:
         self._plan = plan
         self._statistics = statistics
         self._outer = outer
-        self._has_only_our_hooks = has_only_our_hooks(outer)
+        self._are_held_as_they_are = are_held_as_they_are(outer)
         self._group = group
         self._packed: dict[ValueRef, PackedTensor | OuterUnpackRecipe] = {}
         self._copies: dict[int, KeptTensor] = {}
 
     def for_backward(self, ref: ValueRef) -> PackedTensor:
-        """What stands for a value that autograd itself saved."""
+        """What is held for a value that autograd itself saved."""
         number, layout = ref
         if number in self._values.parameters:
             memory = self._values.held[number].untyped_storage()
@@ -63,19 +65,19 @@ class KeptValues:
         whole = self._plan.facts[number].layout
         packed = self._packed.get(ref) or self._packed.get(ValueRef(number, whole)) or self._pack(number, whole)
         if isinstance(packed, OuterUnpackRecipe):
-            if packed.layout != layout:  # of a storage, hooks of others have but what they saw
+            if packed.layout != layout:  # hooks of others hold only the view that they were given
                 packed = self._pack(number, layout)
                 assert isinstance(packed, OuterUnpackRecipe)
             return packed.handle(0)
-        if isinstance(packed, Handle):  # each that asks has its own
+        if isinstance(packed, Handle):  # whoever asks gets a handle of their own
             return packed.another((layout, whole))
         return packed if layout == whole else PackedView(packed, layout)
 
     def for_rerun(self, ref: ValueRef) -> PackedTensor:
-        """What stands for a value that a step reads which runs again: a copy, where that is cheap.
+        """What is held for a step that runs again and reads this value: a copy, if that is cheap.
 
         So a buffer may change between forward and backward, as in plain PyTorch. What autograd itself saved is not
-        copied: it is refused if it has changed, as in plain PyTorch too.
+        copied: it is refused if it has changed, also as in plain PyTorch.
         """
         number, layout = ref
         if number not in self._plan.copyable or self._values.held[number].requires_grad:
@@ -89,7 +91,7 @@ class KeptValues:
     def _pack(self, number: int, layout: Layout) -> PackedTensor | OuterUnpackRecipe:
         tensor = seen_as(self._values.held[number].detach(), layout)
         name = self._statistics.name
-        if self._has_only_our_hooks and self._plan.facts[number].step is not None:
+        if self._are_held_as_they_are and self._plan.facts[number].step is not None:
             saved: PackedTensor = KeptTensor(tensor, name)
         elif number in self._plan.demanded:
             saved = pack_through(self._outer, tensor, name)
@@ -105,13 +107,6 @@ class KeptValues:
         return packed
 
 
-def has_only_our_hooks(hooks: Any) -> bool:
-    """Whether these hooks are a scope of ours, or there are none, and there are none of others around them."""
-    while hooks is not None and hooks[1] is unpack_saved:
-        hooks = hooks[0].__self__.outer
-    return hooks is None
-
-
 def make_recipes(
     calls: Mapping[int, RecordedCall],
     plan: SavePlan,
@@ -121,9 +116,10 @@ def make_recipes(
     dtype: torch.dtype,
     originals: Mapping[int, Tensor] | None,
 ) -> dict[int, OpRecipe]:
-    """For each step of a plan that runs again, and has been taken, how: from the frame's own arguments.
+    """The recipe of each step that the plan runs again, as far as it has been taken. They take the frame's arguments.
 
-    calls: by their steps. dtype: the default one of the frame. originals: values to compare with, if that is wanted.
+    calls: by the numbers of their steps. dtype: the default one of the frame. originals: values to compare with, if
+    that is wanted.
     """
     recipes: dict[int, OpRecipe] = {}
     for index in plan.rerun:
@@ -148,8 +144,35 @@ def make_recipes(
     return recipes
 
 
+def resolve_handles(
+    handles: Iterable[weakref.ref[Handle]],
+    plan: SavePlan,
+    recipes: Mapping[int, OpRecipe],
+    pack: PackKept,
+    statistics: RegionStatistics,
+) -> None:
+    """Give each handle of a frame what holds its value, or the recipe that gives it back."""
+    for reference in handles:
+        handle = reference()
+        if handle is None:
+            continue
+        number = handle.number
+        if number in plan.overwritten:  # to be refused if autograd minds
+            assert handle.tensor is not None
+            handle.keep(KeptTensor(handle.tensor.detach(), statistics.name, handle.version))
+        elif number in plan.kept:
+            layout = plan.facts[number].layout if handle.view is None else handle.view[0]
+            handle.keep(pack(ValueRef(number, layout)))
+        else:
+            handle.drop_for(recipes[plan.origin(number)])
+    statistics.dropped_tensors += len(plan.dropped)
+    statistics.dropped_nbytes += plan.dropped_nbytes
+    statistics.kept_nbytes += plan.kept_nbytes
+    statistics.eager_nbytes += plan.eager_nbytes
+
+
 def _with_packed(value: Any, plan: SavePlan, pack: PackKept, recipes: dict[int, OpRecipe]) -> Any:
-    """An argument with what stands for a tensor in the place of each ``ValueRef``."""
+    """An argument with a ``PackedTensor`` in the place of each ``ValueRef``."""
     if isinstance(value, list):
         return [_with_packed(item, plan, pack, recipes) for item in value]
     if type(value) is not ValueRef:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.recipes import in_backward
 from recompute.engine.rng import RngState
+from recompute.engine.thread_state import in_backward
 
 PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 LISTS = frozenset((list, tuple))
@@ -47,7 +47,7 @@ def without(places: Collection[int | str], args: Sequence[Any]) -> list[Any]:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in lists and tuples."""
+    """The tensors in ``values``: lists, tuples and dicts inside of each other."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
@@ -62,7 +62,7 @@ def at(places: tuple[int | str, ...], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether all there is to it is a storage and a layout."""
+    """Whether the tensor is a view of a storage, and nothing else."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
@@ -71,7 +71,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_dense(layout: Layout, nbytes: int) -> bool:
-    """Whether a tensor of ``layout`` has every byte of a storage of ``nbytes`` once."""
+    """Whether a tensor of ``layout`` covers every byte of a storage of ``nbytes`` exactly once."""
     step = 1
     for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
         if size != 1:
@@ -82,12 +82,12 @@ def is_dense(layout: Layout, nbytes: int) -> bool:
 
 
 def fits(layout: Layout, tensor: Tensor) -> bool:
-    """Whether a tensor of ``layout`` has just the memory that ``tensor`` is a view of, each byte once."""
+    """Whether a tensor of ``layout`` covers the storage of ``tensor``, each byte exactly once."""
     return is_dense(layout, tensor.untyped_storage().nbytes())
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """The same view of a copy of all the memory that ``tensor`` is a view of."""
+    """``tensor`` as a view of a copy of its whole storage."""
     layout, nbytes = Layout.of(tensor), tensor.untyped_storage().nbytes()
     if is_dense(layout, nbytes):
         return tensor.clone()
@@ -96,11 +96,14 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 _OBSERVED = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
-"""Modules whose custom Functions do nothing but ops that the dispatcher sees."""
+"""Modules whose custom Functions only call ops that the dispatcher sees."""
 
 
 def is_unobserved(outermost: CodeType) -> bool:
-    """Whether a custom ``autograd.Function`` runs, whose kernels may write to memory unseen, or backward does."""
+    """Whether a custom ``autograd.Function`` or backward is running, whose kernels may write to memory unseen.
+
+    outermost: the code of the caller at which the search for such a Function ends.
+    """
     if in_backward():
         return True
     frame = sys._getframe(2)
@@ -113,7 +116,7 @@ def is_unobserved(outermost: CodeType) -> bool:
 
 @functools.lru_cache(4096)
 def _function_of(code: CodeType) -> Any:
-    """The custom ``autograd.Function`` of whose forward this is the code; None for any other code."""
+    """The custom ``autograd.Function`` whose forward has this code; None for any other code."""
     if code.co_filename == __file__:
         return None
     pending = [torch.autograd.Function]

@@ -30,23 +30,26 @@ from recompute.engine.tape.op_arguments import (
 _new = tuple.__new__
 
 MadeTensor = tuple[int | None, Tensor, Layout]
-"""A tensor that a step wrote, as which of its outputs, and how to see it whole. None: as none that it gives back."""
+"""A tensor that a step wrote: the number of the output, the tensor, and the layout that sees all of it.
+
+The number is None if the step does not give it back when it runs again.
+"""
 
 
 class RecordedCall(NamedTuple):
-    """All that it takes to run a step again, a ``ValueRef`` in the place of each tensor."""
+    """All that it takes to run a step again, with a ``ValueRef`` in the place of each tensor."""
 
     op: Any
     args: list[Any]
     kwargs: dict[str, Any]
     rng: RngState | None
     dtype: torch.dtype
-    """The default one."""
+    """The default one that it ran under."""
     writes: dict[int | str, Layout] | None
-    """The argument that it changes in place and that it reads whole, and as which view of that it changes it."""
+    """The argument that it changes in place, and the layout through which it does. It is passed all of the value."""
 
     def has_not_drawn(self) -> bool:
-        """Whether it was to draw random numbers from a generator that is still where it was."""
+        """Whether it should have drawn random numbers, but left the generator where it was."""
         return self.rng is not None and self.rng.drawn() is None
 
 
@@ -65,11 +68,11 @@ def record_call(
     kwargs: dict[str, Any],
     foreseen: tuple[int, ...] = (),
 ) -> tuple[RecordedCall | None, tuple[int, ...]]:
-    """How to run a step again, if it may be, and the values that it reads: by the plan the ``foreseen`` ones.
+    """How to run a step again, or None if it may not, and the numbers of the values that it reads.
 
-    reason: why it may not run again, or "".
+    reason: why it may not run again, or "". foreseen: the numbers that the plan expects.
     """
-    if known.running_statistics:  # are collected by now, and its outputs are the same without
+    if known.running_statistics:  # in backward they have been collected, and the outputs do not depend on them
         if plan is None:
             _with_refs(values, plan, at(known.running_statistics, args, kwargs), [], ())
         args, reason = without(known.running_statistics, args), ""
@@ -92,7 +95,7 @@ def _with_refs(
     inputs: list[int],
     foreseen: tuple[int, ...],
 ) -> list[Any]:
-    """``arguments`` with a ``ValueRef`` in the place of each tensor, whose numbers ``inputs`` gets."""
+    """``arguments`` with a ``ValueRef`` in the place of each tensor. The numbers are added to ``inputs``."""
     found: list[Any] = []
     for value in arguments:
         kind = type(value)
@@ -109,7 +112,10 @@ def _with_refs(
 def _read_whole(
     values: FrameValues, plan: SavePlan | None, known: OpFacts, template: list[Any]
 ) -> dict[int | str, Layout]:
-    """Have a step that changes an argument read it whole, to run again on a copy; how it sees it."""
+    """Have a step that changes an argument read the whole value, so that it can run again on a copy of that.
+
+    Returns the argument's place, and the layout through which the step sees it.
+    """
     (place,) = known.writes
     ref = template[place]  # type: ignore[index]
     if not isinstance(ref, ValueRef):
@@ -132,7 +138,7 @@ def made_by(
     output: Any,
     foreseen: tuple[Layout, ...] = (),
 ) -> list[MadeTensor] | None:
-    """What a step that has run made; None if its output has the memory of another tensor."""
+    """What a step has made; None if an output has the memory of another tensor."""
     if known.kind is Kind.IN_PLACE and not reason:
         tensor = args[known.writes[0]]  # type: ignore[index]
         return [(0, tensor, _whole_layout(values, plan, tensor, *foreseen[:1]))]
@@ -145,7 +151,7 @@ def made_by(
 
 
 def _whole_layout(values: FrameValues, plan: SavePlan | None, tensor: Tensor, foreseen: Layout | None = None) -> Layout:
-    """How to see a value whole, though ``tensor`` may be a part of it."""
+    """The layout that sees all of a value, of which ``tensor`` may be a part."""
     number = values.known_number(tensor)
     if number is not None:
         return facts_of(values, plan, number).layout
@@ -155,9 +161,9 @@ def _whole_layout(values: FrameValues, plan: SavePlan | None, tensor: Tensor, fo
 def writable(
     values: FrameValues, known: OpFacts, unobserved: bool, args: tuple, kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """One tensor for each storage that a step may write to; a parameter is what it is.
+    """One tensor for each storage that a step may write to. A kernel that is not observed may write to all it reaches.
 
-    A kernel that is not observed may write to whatever it can reach.
+    Parameters are left out: one is known as an object, whatever value it has.
     """
     reach = tensors_in((args, kwargs) if unobserved else at(known.writes, args, kwargs))
     found = {
@@ -169,7 +175,7 @@ def writable(
 
 
 def _outputs_in_new_memory(output: Any, others: Container[int]) -> list[MadeTensor] | None:
-    """The tensors of an op's output; None if one has the memory of another tensor, or is no plain tensor."""
+    """The tensors that an op returned; None if one has the memory of another tensor, or is no plain tensor."""
     if type(output) is Tensor and is_plain(output) and output.untyped_storage()._cdata not in others:
         return [(0, output, Layout.of(output))]
     made: list[MadeTensor] = []
@@ -187,7 +193,7 @@ def _outputs_in_new_memory(output: Any, others: Container[int]) -> list[MadeTens
 
 
 def count_writes(written: list[Any]) -> None:
-    """Move the versions of lists of tensors, as ``_foreach_add_`` writes to: under a mode torch does not."""
+    """Count writes to lists of tensors, such as ``_foreach_add_``'s: under a dispatch mode torch does not."""
     for value in written:
         if type(value) in LISTS:
             torch.autograd.graph.increment_version(value)

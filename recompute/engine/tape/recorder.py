@@ -1,6 +1,6 @@
 """The tape: a dispatch mode that sees every op of a region below autograd, and hooks that see what autograd saves.
 
-What it sees it shows to a ``TapeFrame``, which writes it down and decides what to drop.
+It shows both to a ``TapeFrame``, which writes them down and decides what to drop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from recompute.engine.modes import (
     put_beneath,
     put_on_top,
 )
-from recompute.engine.recipes import local
 from recompute.engine.saved_tensors import (
     PackedDTensor,
     PackedTensor,
@@ -40,6 +39,7 @@ from recompute.engine.tape.exposed_memory import expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, is_unobserved, tensors_in
+from recompute.engine.thread_state import local
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -65,11 +65,11 @@ class TapeRegion:
         variant: Hashable = None,
         start: Callable[[TapeRegion, Hashable], Tape] | None = None,
     ) -> Any:
-        """``function(*args, **kwargs)``: inside of another tape as a part of that, with an op policy of its own.
+        """``function(*args, **kwargs)`` by a tape. Inside of another tape it is a part of that, with its own op policy.
 
-        variant: another one where other ops are to be expected than last time. start: makes another kind of tape.
+        variant: differs from last time's if other ops are to be expected. start: makes the tape, if not ``Tape``.
         """
-        if is_inside_checkpoint():  # which drops everything anyway, and counts what is saved
+        if is_inside_checkpoint():  # a checkpoint drops everything anyway, and counts what is saved
             return function(*args, **kwargs)
         self.statistics.frames += 1
         around = local.active_frames[-1] if local.active_frames else None
@@ -94,7 +94,7 @@ class _NestedRegion:
     def __enter__(self) -> None:
         self._outer, self._tape.op_policy = self._tape.op_policy, self._op_policy
         top = top_hooks()
-        self._pushed = top is None or top[1] is unpack_saved  # as inside of an ``action: keep`` in between
+        self._pushed = top is None or top[1] is unpack_saved  # an ``action: keep`` in between takes them off
         if self._pushed:
             _push_hooks(self._tape.pack, unpack_saved)
 
@@ -112,7 +112,7 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """So that what is compiled inside of the region, as flex attention is, is compiled all the same."""
+        """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
         return True
 
     def __init__(self, region: TapeRegion, variant: Hashable):
@@ -153,7 +153,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
-        if types and are_sharded(types):  # which go on to what this rank has of them, and that comes here
+        if types and are_sharded(types):  # they will call the op on this rank's parts, and that comes here
             self.frame.note_dtensors(tensors_in((args, kwargs)))
             return NotImplemented
         op_policy = self.op_policy
@@ -180,7 +180,7 @@ class Tape(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """The pack hook of what autograd saves in the region."""
-        if (count_dispatch_modes() > 1 or count_function_modes()) and has_foreign_modes():  # than this one
+        if (count_dispatch_modes() > 1 or count_function_modes()) and has_foreign_modes():  # more modes than this one
             with hidden_from_modes():
                 return self.pack(tensor)
         if type(tensor) not in PLAIN:
@@ -191,7 +191,7 @@ class Tape(TorchDispatchMode):
         return self.frame.save(tensor)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
-        """Never regenerate ``tensor``, if the rule in force says so of ``name`` or there is none."""
+        """Never regenerate ``tensor``, if it has no name or the rule in force lists its name."""
         part = self.frame.part_of(tensor)
         if self.op_policy.keeps_tensor(name) and is_plain(part):
             self.frame.pin(part, self.op_policy)
@@ -200,10 +200,11 @@ class Tape(TorchDispatchMode):
     def hand_out(self, memory: Any, is_array: bool) -> None:
         """Others are about to get the memory of a tensor, or a storage, as an array or by its address.
 
-        In a custom ``autograd.Function`` it counts as overwritten, as by a kernel; elsewhere from then on it may change
-        at any time. The address of a parameter is asked for by libraries, and for other reasons than to write to it.
+        In a custom ``autograd.Function`` the memory counts as overwritten, as by a kernel. Elsewhere it may change at
+        any time from then on. The address of a parameter counts as neither: libraries ask for it for other reasons than
+        to write to it.
         """
-        if local.regenerating or not self._is_in_force():  # in an op, whose schema says what it writes to
+        if local.regenerating or not self._is_in_force():  # an op asks, and its schema says what it writes to
             return
         tensor = self.frame.part_of(memory) if isinstance(memory, Tensor) else None
         if tensor is not None and not is_plain(tensor):

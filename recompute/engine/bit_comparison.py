@@ -1,0 +1,42 @@
+"""Comparing tensors bit for bit, and the debug switch that compares whatever is regenerated with what was dropped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_verifying = os.environ.get("RECOMPUTE_VERIFY", "0") not in ("", "0")
+
+
+@contextmanager
+def verifying() -> Iterator[None]:
+    """Compare every regenerated tensor, bit for bit, with the dropped one, which is held for that: a debug switch.
+
+    Holds for what forward drops inside; setting ``RECOMPUTE_VERIFY=1`` in the environment does it for the process.
+    A difference raises ``RegenerationError`` that names the module and the op.
+    """
+    global _verifying
+    before, _verifying = _verifying, True
+    try:
+        yield
+    finally:
+        _verifying = before
+
+
+def is_verifying() -> bool:
+    return _verifying
+
+
+def count_different(value: Tensor, original: Tensor) -> int:
+    """How many elements of two tensors of one shape and dtype differ in any bit."""
+    if isinstance(value, FakeTensor):
+        return 0
+    found, expected = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (value, original))
+    if torch.equal(found, expected):
+        return 0
+    return int((found != expected).view(-1, value.element_size()).any(1).sum())

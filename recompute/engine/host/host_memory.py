@@ -1,0 +1,152 @@
+"""Memory off the device, for what is offloaded: bounded, and used again from step to step.
+
+It is mapped and not allocated, so that each buffer has pages of its own. Pages of memory are pinned for CUDA, which
+then copies them without waiting. Pages of a file are not. The file has no name from the start, so the system takes its
+space back when the process ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from recompute.errors import HostMemoryError
+from recompute.units import humanize
+
+SHARE = 0.5
+"""Of the memory that the machine has free, what the processes of this machine may offload to by default."""
+
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+Events = tuple[torch.cuda.Event, ...]
+
+
+class HostBuffer:
+    """A buffer of a pool. It goes back when nobody refers to it."""
+
+    __slots__ = ("__weakref__", "_is_pinned", "_pool", "busy", "memory")
+
+    def __init__(self, pool: HostPool, memory: Tensor, busy: Events, is_pinned: bool):
+        self._pool = pool
+        self._is_pinned = is_pinned
+        self.memory = memory
+        """uint8, of shape (nbytes,)."""
+        self.busy: Events = busy
+        """The last copies to it and from it: only after these may it be written to again."""
+
+    def __del__(self) -> None:
+        self._pool.take_back(self.memory, self.busy, self._is_pinned)
+
+
+class HostPool:
+    """Buffers in memory, or in files of one directory, by their sizes."""
+
+    def __init__(self, directory: str | None = None):
+        """directory: of the files; None: memory."""
+        self._directory = directory
+        self._lock = threading.RLock()  # a buffer may come back from the garbage collector, inside of any call
+        self._unused: defaultdict[tuple[int, bool], list[tuple[Tensor, Events]]] = defaultdict(list)
+        self.nbytes = 0
+        """Of all buffers, in use or not."""
+
+    def buffer(self, nbytes: int, limit: int, *, pin: bool, who: str) -> HostBuffer:
+        """A buffer of ``nbytes``. Raises ``HostMemoryError`` if the pool would have more than ``limit`` bytes.
+
+        pin: for copies from and to CUDA. who: asks, for the error.
+        """
+        pin = pin and self._directory is None
+        with self._lock:
+            if unused := self._unused[nbytes, pin]:
+                memory, busy = unused.pop()
+            else:
+                memory, busy = self._new(nbytes, pin, limit, who), ()
+        return HostBuffer(self, memory, busy, pin)
+
+    def take_back(self, memory: Tensor, busy: Events, is_pinned: bool) -> None:
+        with self._lock:
+            self._unused[memory.numel(), is_pinned].append((memory, busy))
+
+    def free_unused(self) -> None:
+        """Give back to the system what is not in use."""
+        with self._lock:
+            unused, self._unused = self._unused, defaultdict(list)
+            for (nbytes, _), buffers in unused.items():
+                for _, busy in buffers:
+                    for event in busy:
+                        event.synchronize()
+                self.nbytes -= nbytes * len(buffers)
+
+    def _new(self, nbytes: int, pin: bool, limit: int, who: str) -> Tensor:
+        if self.nbytes + nbytes > limit:
+            self.free_unused()
+        if self.nbytes + nbytes > limit:
+            where = "host memory" if self._directory is None else self._directory
+            raise HostMemoryError(
+                f"in {who}: {humanize(nbytes)} more are to be offloaded to {where}, where {humanize(self.nbytes)} are "
+                f"in use of at most {humanize(limit)}. Set the rule's max_host_bytes higher, offload less of it "
+                "(fraction, min_bytes), or let fewer layers offload."
+            )
+        mapped = self._map(nbytes)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes)
+        if pin:
+            _pin(memory, mapped)
+        self.nbytes += nbytes
+        return memory
+
+    def _map(self, nbytes: int) -> mmap.mmap:
+        if self._directory is None:
+            return mmap.mmap(-1, nbytes)
+        try:
+            with tempfile.TemporaryFile(prefix="recompute-", dir=self._directory) as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is found now, and not by a write
+                return mmap.mmap(file.fileno(), nbytes)
+        except OSError as error:
+            raise HostMemoryError(
+                f"{humanize(nbytes)} cannot be offloaded to {self._directory}: {error.strerror or error}. Name a "
+                "directory with more room in the rule's path, or offload less."
+            ) from error
+
+
+_pools: dict[str | None, HostPool] = {}
+
+
+def pool_in(directory: str | None) -> HostPool:
+    """The process's pool in memory, or in files of a directory."""
+    return _pools.setdefault(directory, HostPool(directory))
+
+
+def _pin(memory: Tensor, mapped: mmap.mmap) -> None:
+    """Pin a buffer's pages as long as they are mapped."""
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, memory.numel(), 0))
+    weakref.finalize(mapped, runtime.cudaHostUnregister, address)
+
+
+def default_limit(directory: str | None) -> int:
+    """The bytes that may be offloaded unless a rule says otherwise: a share of what is free, for each local process."""
+    free = free_host_nbytes() if directory is None else psutil.disk_usage(directory).free
+    return int(free * SHARE) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+def free_host_nbytes() -> int:
+    """The memory that this machine has free, or that is left to the container that this process runs in."""
+    free: int = psutil.virtual_memory().available
+    for limit, used in _CGROUP_FILES:
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # there is no such group, or it has no limit ("max")
+            continue
+    return max(free, 0)

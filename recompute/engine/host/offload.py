@@ -1,0 +1,413 @@
+"""Offloading: what a region would hold for backward leaves the device, and comes back ahead of use.
+
+A scope around the region is asked, as every saved-tensor hook, for each tensor that autograd saves there, and by tapes
+and checkpoints inside for each that they keep. It copies the tensor's storage off the device, once. The device's memory
+is let go of when the next region with such a scope has ended: by then the copy is done, or the device waits for it.
+Nothing waits on the CPU.
+
+In backward, a hook on the region's output starts the copies back: those of this region, and those of the region before
+it, which are copied while this one computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.dtensors import has_layout, local_of
+from recompute.engine.host.host_memory import HostBuffer, default_limit, pool_in
+from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
+from recompute.engine.recipes import Recipe, RecipeGroup
+from recompute.engine.saved_tensors import (
+    KeptTensor,
+    PackedDTensor,
+    PackedTensor,
+    RegionStatistics,
+    checked,
+    has_only_our_hooks,
+    pack_through,
+    top_hooks,
+    unpack_saved,
+    version_of,
+)
+from recompute.engine.tape.op_arguments import parameter_of
+from recompute.engine.thread_state import local
+from recompute.errors import UnsupportedError
+from recompute.policy.meaning import Offloading
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class OffloadRegion:
+    """A module's forward that is run under a rule which offloads."""
+
+    def __init__(self, statistics: RegionStatistics, offloading: Offloading):
+        self.statistics = statistics
+        self.offloading = offloading
+        self.last_sizes: list[int] = []
+        """Bytes of each storage that could travel in the last frame."""
+        self._limit = offloading.max_host_bytes
+
+    @property
+    def limit(self) -> int:
+        """The bytes that may be offloaded."""
+        if self._limit is None:
+            self._limit = default_limit(self.offloading.directory)
+        return self._limit
+
+    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, *, counts: bool) -> Any:
+        """``function(*args, **kwargs)``. counts: count its frames and what it saves, as nothing inside does.
+
+        Inside of a tape or a checkpoint, and under saved-tensor hooks of others, it offloads nothing: these say what
+        becomes of what is saved.
+        """
+        if local.active_frames or not has_only_our_hooks(top_hooks()):
+            return function(*args, **kwargs)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"in {self.statistics.name}: a CUDA graph is being captured, and offloading copies to memory that is "
+                "another in each step. Leave the module out of the graph, or give it a rule that does not offload."
+            )
+        frame = OffloadFrame(self, counts=counts)
+        with frame:
+            result = function(*args, **kwargs)
+        frame.end(result)
+        return result
+
+
+class OffloadFrame:
+    """One execution of a region, and the scope in which what is saved is offloaded."""
+
+    is_checkpoint = False
+    can_be_bypassed = False
+    holds_elsewhere = True
+
+    def __init__(self, region: OffloadRegion, *, counts: bool):
+        self.outer = top_hooks()
+        self._region = region
+        self._counts = counts
+        self._sizes: list[int] = []
+        """Of the storages that could travel, so far."""
+        self._gone = 0
+        """Bytes that travel, in a first frame."""
+        self._stays: dict[int, StorageWeakRef] = {}
+        """The storages that stay, by the addresses of their StorageImpls (invariant 3)."""
+        self._left = _share_of(region.last_sizes, region.offloading.fraction)
+        self._copies: list[weakref.ref[OffloadedStorage]] = []
+        self._group = RecipeGroup()
+        self._statistics = RegionStatistics(region.statistics.name)
+        """Of the copies as recipes: coming back is no regeneration."""
+        self._before: weakref.ref[OffloadFrame] | None = None
+        self._task = -1
+        """The backward in which its copies were last started."""
+
+    def __enter__(self) -> None:
+        _push_hooks(self._pack, unpack_saved)
+
+    def __exit__(self, *error: object) -> None:
+        _pop_hooks()
+
+    def end(self, result: Any) -> None:
+        """The region has returned ``result``."""
+        region = self._region
+        region.last_sizes = self._sizes
+        if self._counts:
+            region.statistics.frames += 1
+        if not self._copies:
+            return
+        self._before = _forward.note(self)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._reached)
+
+    def _reached(self, _: Tensor) -> None:
+        """Backward has come to the region's output."""
+        self.fetch()
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.fetch()
+
+    def fetch(self) -> None:
+        """Start the copies back, once in a backward: of what was saved last first, as backward asks for it."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        for reference in reversed(self._copies):
+            if (copy := reference()) is not None:
+                copy.fetch()
+
+    def let_go(self) -> None:
+        """Free the device's memory of what was copied, as soon as that is done."""
+        for reference in self._copies:
+            if (copy := reference()) is not None:
+                copy.let_go()
+
+    def _pack(self, tensor: Tensor) -> PackedTensor:
+        if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
+            with hidden_from_modes():
+                return self._pack(tensor)
+        packed = pack_through(self.outer, tensor.detach(), self._region.statistics.name)
+        if type(packed) is not KeptTensor or parameter_of(tensor) is not None:
+            return packed  # a recipe gives it back, or it lives anyway
+        whole = packed.tensor
+        if has_layout(whole):
+            part = self._hold(local_of(whole))
+            return packed if part is None else PackedDTensor(whole, part, self._region.statistics.name)
+        return self._hold(whole) or packed
+
+    def _hold(self, tensor: Tensor) -> PackedTensor | None:
+        """What stands for a tensor that travels; None for one that stays."""
+        if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        storage = tensor.untyped_storage()
+        if tensor.is_conj() or tensor.is_neg() or storage.nbytes() % tensor.dtype.itemsize:
+            return None
+        if storage._cdata in self._stays:
+            return None
+        copy = _copies.find(storage, version_of(tensor))
+        if copy is None:
+            travels, nbytes = self._travels(storage.nbytes()), storage.nbytes()
+            self._count(nbytes, travels=travels)
+            if not travels:
+                self._stays[storage._cdata] = StorageWeakRef(storage)
+                return None
+            copy = OffloadedStorage(tensor, self._region, self._statistics, self._group)
+            _copies.add(copy)
+            self._copies.append(weakref.ref(copy))
+        return copy.handle(0, (Layout.of(tensor), copy.whole))
+
+    def _travels(self, nbytes: int) -> bool:
+        """Whether the next storage that is saved, of ``nbytes``, travels: the largest do, up to the rule's share."""
+        offloading = self._region.offloading
+        if nbytes < max(offloading.min_bytes, 1):
+            return False
+        self._sizes.append(nbytes)
+        if offloading.fraction == 1:
+            return True
+        if self._region.last_sizes:
+            self._left[nbytes] -= 1
+            return self._left[nbytes] >= 0
+        self._gone += nbytes  # the first frame does not know what is to come
+        if self._gone > offloading.fraction * sum(self._sizes):
+            self._gone -= nbytes
+            return False
+        return True
+
+    def _count(self, nbytes: int, *, travels: bool) -> None:
+        statistics = self._region.statistics
+        if travels:
+            statistics.offloaded_tensors += 1
+            statistics.offloaded_nbytes += nbytes
+        if self._counts:
+            statistics.eager_nbytes += nbytes
+            statistics.kept_nbytes += nbytes
+
+
+def _share_of(sizes: list[int], fraction: float) -> Counter[int]:
+    """How many storages of each size travel: the largest, as many as make up no more than ``fraction`` of the bytes."""
+    share: Counter[int] = Counter()
+    left = fraction * sum(sizes)
+    for nbytes in sorted(sizes, reverse=True):
+        if nbytes <= left:
+            share[nbytes] += 1
+            left -= nbytes
+    return share
+
+
+class _Forward(threading.local):
+    """The frames of this thread, in the order of their forwards."""
+
+    def __init__(self) -> None:
+        self.last: weakref.ref[OffloadFrame] | None = None
+
+    def note(self, frame: OffloadFrame) -> weakref.ref[OffloadFrame] | None:
+        """A frame has ended: the copies of the one before it, which is returned, have had the time to get done."""
+        before, self.last = self.last, weakref.ref(frame)
+        if before is not None and (known := before()) is not None:
+            known.let_go()
+        return before
+
+
+_forward = _Forward()
+
+
+class OffloadedStorage(Recipe):
+    """A storage that was copied off the device; its only value, 0, is the memory as bytes.
+
+    The handles that stand for views of it share what came back, as those of any recipe do.
+    """
+
+    __slots__ = ("_buffer", "_came_back", "_device", "_guard", "_here", "_left", "_version", "source", "whole")
+
+    def __init__(self, tensor: Tensor, region: OffloadRegion, statistics: RegionStatistics, group: RecipeGroup):
+        """tensor: any view of the storage. statistics: that counts coming back."""
+        super().__init__(statistics, "a copy off the device", group)
+        storage = tensor.untyped_storage()
+        self.source = StorageWeakRef(storage)
+        self._version = version_of(tensor)
+        self._guard = None if isinstance(tensor, FakeTensor) else _shell_of(tensor)
+        self._device = tensor.device
+        here = _bytes_of(tensor)
+        self.whole = Layout.of(here)
+        self._here: Tensor | None = here
+        """The memory itself, as long as it is on the device."""
+        self._left: torch.cuda.Event | None = None
+        """When the copy is done."""
+        self._came_back: tuple[Tensor, torch.cuda.Event | None] | None = None
+        """What has been asked for ahead of use, and when it is there."""
+        self._buffer: HostBuffer | None = None
+        if isinstance(tensor, FakeTensor):
+            return
+        offloading = region.offloading
+        self._buffer = pool_in(offloading.directory).buffer(
+            here.numel(), region.limit, pin=here.is_cuda, who=region.statistics.name
+        )
+        self._left = _copy(self._buffer.memory, here, out_of_device=True, after=self._buffer.busy)
+        self._note_use(self._left)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def let_go(self) -> None:
+        """Free the device's memory as soon as the copy is done. What runs on the device from now on waits for that."""
+        if self._here is not None:
+            if self._left is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._left)
+            self._here = None
+
+    def fetch(self) -> None:
+        """Start the copy back, if anybody may ask for it."""
+        with self.group.lock:
+            if self._here is None and self._came_back is None and self.dropped():
+                self._came_back = self._copy_back()
+
+    def _copy_back(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        memory = torch.empty(self.whole.shape, dtype=torch.uint8, device=self._device)
+        if self._buffer is None:
+            return memory, None
+        after = () if self._left is None else (self._left,)
+        event = _copy(memory, self._buffer.memory, out_of_device=False, after=after)
+        self._note_use(event)
+        return memory, event
+
+    def _note_use(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            assert self._buffer is not None
+            self._buffer.busy = (event,) if self._left in (None, event) else (self._left, event)
+
+    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
+        name = self.statistics.name
+        if self._guard is not None:
+            checked(self._guard, self._version, name)
+        if self._here is not None:
+            return dict.fromkeys(wanted, KeptTensor(self._here, name))
+        memory, event = self._came_back or self._copy_back()
+        self._came_back = None
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return dict.fromkeys(wanted, KeptTensor(memory, name))
+
+    def release(self) -> None:
+        super().release()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nobody has come for what was asked for: its memory must not be used again before the copy is done."""
+        if self._came_back is not None:
+            _, event = self._came_back
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+            self._came_back = None
+
+    def __del__(self) -> None:
+        self._forget()
+
+
+class _Copies:
+    """What has been offloaded and may be needed, by the storage that it was copied from (invariant 3)."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[OffloadedStorage]] = {}
+
+    def add(self, copy: OffloadedStorage) -> None:
+        key = copy.source.cdata
+
+        def forget(reference: weakref.ref[OffloadedStorage]) -> None:
+            if self._known.get(key) is reference:
+                del self._known[key]
+
+        self._known[key] = weakref.ref(copy, forget)
+
+    def find(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage | None:
+        """The copy of what a storage holds now."""
+        reference = self._known.get(storage._cdata)  # nobody else's address, as the copy holds a weak reference
+        copy = None if reference is None else reference()
+        return copy if copy is not None and copy.version == version else None
+
+
+_copies = _Copies()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory that a tensor is a view of, as bytes."""
+    count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return tensor.as_strided((count,), (1,), 0).view(torch.uint8)
+
+
+def _shell_of(tensor: Tensor) -> Tensor:
+    """What counts versions with ``tensor`` and has its shape, but not its memory (invariant 5)."""
+    shell = tensor.detach()
+    key = tensor.device, tensor.dtype
+    element = _elements.get(key)
+    if element is None:
+        element = _elements[key] = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    shell.data = element.expand(tensor.shape)
+    return shell
+
+
+_elements: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+class _Streams:
+    """The streams of one device on which copies run, beside what it computes."""
+
+    def __init__(self, device: torch.device):
+        self.out = torch.cuda.Stream(device)
+        self.back = torch.cuda.Stream(device)
+
+
+_streams: dict[torch.device, _Streams] = {}
+
+
+def _copy(
+    target: Tensor, source: Tensor, *, out_of_device: bool, after: tuple[torch.cuda.Event, ...]
+) -> torch.cuda.Event | None:
+    """Copy on a stream of its own, once what was computed so far and ``after`` are done.
+
+    Returns when it is done; None if it is done now.
+    """
+    device = source.device if out_of_device else target.device
+    if device.type != "cuda":
+        target.copy_(source)
+        return None
+    streams = _streams.get(device) or _streams.setdefault(device, _Streams(device))
+    stream = streams.out if out_of_device else streams.back
+    stream.wait_stream(torch.cuda.current_stream(device))  # which has made it, or may still use its memory
+    for event in after:
+        stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        return stream.record_event()

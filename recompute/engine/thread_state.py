@@ -1,0 +1,70 @@
+"""What the engine is doing on this thread: the scopes and frames that are open, and the recipes that run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from recompute.engine.saved_tensors import RegionStatistics
+
+
+class _ThreadState(threading.local):
+    """What this thread's forward is inside of."""
+
+    def __init__(self) -> None:
+        self.books: list[Any] = []
+        """The ``RecipeBook`` of each scope that is open, the innermost last. None: nothing is recorded there."""
+        self.statistics = RegionStatistics("an op outside of any region")
+        """The statistics of the region for which the recipes of ``recipe_book.record`` are counted."""
+        self.active_frames: list[Any] = []
+        """The tapes, checkpoint frames and replays that are running, the innermost last."""
+        self.regenerating = 0
+        """How many recipes are running, one inside of the other. Tapes take no op for a step then."""
+        self.sharing: set[Any] | None = None
+        """The ``RecipeGroup`` of each recipe that has run inside of ``sharing_values``; None outside of it."""
+        self.packing_for_recipe = False
+        """Whether a tensor is packed for a recipe, and not because autograd saves it."""
+        self.simulates_cuda = False
+        """Whether fake CPU tensors stand for CUDA's, because backward of fake CUDA tensors needs a GPU."""
+
+
+local = _ThreadState()
+
+
+@contextmanager
+def sharing_values() -> Iterator[None]:
+    """The span in which all who ask for a value outside of a backward share it, as in a backward.
+
+    Outside of such a span, each time that somebody asks is a span of its own.
+    """
+    sharing: set[Any] = set()
+    before, local.sharing = local.sharing, sharing
+    try:
+        yield
+    finally:
+        local.sharing = before
+        for group in sharing:
+            group.release()
+
+
+@contextmanager
+def packing_for_recipe() -> Iterator[None]:
+    """The span in which tensors are packed for recipes. Autograd may not have saved them, so they are no savings."""
+    before, local.packing_for_recipe = local.packing_for_recipe, True
+    try:
+        yield
+    finally:
+        local.packing_for_recipe = before
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_fake() -> bool:
+    """Whether tensors have no values here, nor random numbers."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -1,0 +1,530 @@
+"""``offload``: what is held for backward leaves the device, and comes back ahead of use, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import (
+    Boom,
+    Stack,
+    assert_same,
+    assert_step_as_without,
+    bits,
+    holding,
+    loss_of,
+    outcome,
+    tokens,
+    weak,
+)
+from torch import Tensor, nn
+
+import recompute
+from recompute.engine.host import host_memory, offload
+from recompute.engine.host.host_memory import HostPool, default_limit, pool_in
+from recompute.engine.host.offload import OffloadedStorage
+from recompute.errors import HostMemoryError, MutationError, UnsupportedError
+
+WAYS: dict[str, dict[str, Any]] = {
+    "offload": {"action": "offload"},
+    "recompute": {"action": "recompute", "via": "hook", "offload": True},
+    "recompute with gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"], "offload": True},
+    "checkpoint": {"action": "checkpoint", "offload": True},
+    "checkpoint without gemms": {"action": "checkpoint", "keep": ["gemm"], "offload": True},
+}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+LAYERS = 3
+WIDTH = 16
+
+
+def rules(match: str = "layers.*", **way: Any) -> dict[str, Any]:
+    return {"rules": [{"match": match, "min_bytes": 0, **(way or WAYS["offload"])}]}
+
+
+class Layers(nn.Module):
+    """Each holds two activations: its input, which the Linear saves, and what the tanh gives."""
+
+    def __init__(self, count: int = LAYERS):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x * 1.0)
+        return x
+
+
+def batch(rows: int = 32) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+ACTIVATION = 32 * WIDTH * 4
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Every copy that is started: which way, and its bytes."""
+    found: list[tuple[str, int]] = []
+    original = offload._copy
+
+    def spy(target: Tensor, source: Tensor, *, out_of_device: bool, after: Any) -> Any:
+        found.append(("out" if out_of_device else "back", source.nbytes))
+        return original(target, source, out_of_device=out_of_device, after=after)
+
+    monkeypatch.setattr(offload, "_copy", spy)
+    return found
+
+
+# Exact
+
+
+@every_way
+def test_a_step_is_bitwise_that_of_plain_pytorch(way: dict[str, Any]) -> None:
+    assert_step_as_without(Stack(), rules(**way), tokens(), drops=way["action"] != "offload")
+
+
+@every_way
+def test_captured_code_offloads_what_it_keeps(way: dict[str, Any], copies: list[tuple[str, int]]) -> None:
+    """Steps after the seventh run as straight code, where the rule captures."""
+    model, x = Layers(), batch()
+    plain = copy.deepcopy(model)
+    with recompute.apply(model, rules(**way)) as handle:
+        for _ in range(9):
+            before, step = handle.stats(), len(copies)
+            assert_same(outcome(model, x), outcome(plain, x))
+        moved = handle.stats() - before
+        assert moved.offloaded_nbytes == sum(nbytes for which, nbytes in copies[step:] if which == "out") > 0
+        if way["action"] != "offload":
+            assert f"layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain()
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "offset": lambda x: x[2:, 3:],
+    "last chunk": lambda x: x.chunk(3)[2],
+    "transposed": lambda x: x[2:].t(),
+    "every second column": lambda x: x[:, 1::2],
+    "expanded": lambda x: x[1:2].expand(5, -1),
+    "overlapping": lambda x: x.as_strided((5, 4), (3, 1), 6),
+    "other dtype": lambda x: x.view(torch.int32).view(torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"]], ids=["offload", "recompute"])
+def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(
+    kind: str, way: dict[str, Any], copies: list[tuple[str, int]]
+) -> None:
+    seen: list[Any] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x, VIEWS[kind](x.detach()))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            whole, view = ctx.saved_tensors
+            seen.append((bits(view), view.stride(), view.storage_offset()))
+            assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+            return gradient * whole
+
+    model = holding(lambda self, x: Look.apply(x * 2))
+    x = tokens()
+    recompute.apply(model, rules("inside", **way))
+    model(x).sum().backward()
+    view = VIEWS[kind](x.detach() * 2)
+    assert seen == [(bits(view), view.stride(), view.storage_offset())]
+    assert [which for which, _ in copies].count("out") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool], ids=str)
+def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
+    values = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = []
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(values.clone())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            found.append(ctx.saved_tensors[0])
+            return gradient
+
+    model = holding(lambda self, x: Keep.apply(x))
+    recompute.apply(model, rules("inside"))
+    model(tokens()).sum().backward()
+    assert torch.equal(found[0], values)
+    assert found[0].dtype is dtype
+
+
+def test_second_backwards_and_partial_ones_find_what_they_need() -> None:
+    model, x = Layers(), batch()
+    plain = copy.deepcopy(model)
+    recompute.apply(model, rules())
+
+    def run(model: nn.Module) -> Any:
+        loss = loss_of(model(x))
+        weights = [layer[0].weight for layer in model.layers]  # type: ignore[union-attr, index]
+        one = torch.autograd.grad(loss, weights[-1:], retain_graph=True)
+        every = torch.autograd.grad(loss, [x, *weights], retain_graph=True)
+        again = torch.autograd.grad(loss, [x, *weights], create_graph=True)
+        twice = torch.autograd.grad(again[0].square().sum(), weights)
+        return [bits(gradient) for gradient in (*one, *every, *again, *twice)]
+
+    assert run(model) == run(plain)
+
+
+def test_forwards_may_pile_up_before_their_backwards_in_any_order() -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    recompute.apply(model, rules())
+
+    def run(model: nn.Module) -> list[Any]:
+        model.zero_grad()
+        losses = [loss_of(model(batch(rows))) for rows in (4, 8, 16)]
+        for index in (1, 0, 2):
+            losses[index].backward()
+        return [bits(parameter.grad) for parameter in model.parameters()]
+
+    assert run(model) == run(plain)
+
+
+# Memory
+
+
+def test_after_forward_only_the_last_region_is_on_the_device() -> None:
+    """Backward needs that at once. Everything else has left, and nothing comes back before backward."""
+    model, storages = Layers(), []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, args, output: storages.append(weak(output)))
+    recompute.apply(model, rules())
+    loss = model(batch()).sum()
+    assert [storage.expired() for storage in storages] == [True] * (LAYERS - 1) + [False]
+    loss.backward()
+    del loss
+    assert all(storage.expired() for storage in storages)
+
+
+def test_backward_brings_a_region_back_and_starts_the_one_before_it() -> None:
+    model = Layers(5)
+    recompute.apply(model, rules())
+    on_device: list[list[int]] = []
+    for layer in model.layers:
+        layer[1].register_full_backward_pre_hook(lambda module, gradient: on_device.append(_came_back(frames)))
+    loss = model(batch()).sum()
+    frames = _frames_of(loss)
+    loss.backward()
+    # The last region has not left. Each hook runs when backward enters its region.
+    assert on_device == [[3], [3, 2], [2, 1], [1, 0], [0]]
+
+
+def _frames_of(loss: Tensor) -> list[Any]:
+    frames, frame = [], offload._forward.last
+    while frame is not None and (known := frame()) is not None:
+        frames.append(known)
+        frame = known._before
+    return frames[::-1]
+
+
+def _came_back(frames: list[Any]) -> list[int]:
+    """The frames of which something is on its way back, or there and not yet used."""
+    copies = [[known for reference in frame._copies if (known := reference()) is not None] for frame in frames]
+    found = [any(known._came_back is not None for known in each) for each in copies]
+    return [index for index in reversed(range(len(frames))) if found[index]]
+
+
+def test_a_share_of_the_bytes_travels_and_the_largest_go_first(copies: list[tuple[str, int]]) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        small = x[:4].exp()
+        return (x.exp().sin().sum() + x.cos().exp().sum()) * small.sin().sum()
+
+    model = holding(forward)
+    recompute.apply(model, rules("inside", action="offload", fraction=0.5))
+    x = batch()
+    model(x).backward()
+    first = len(copies)
+    model(x).backward()
+    sizes = [nbytes for which, nbytes in copies[first:] if which == "out"]
+    half = 0.5 * sum(_saved_by(holding(forward), x))
+    assert sizes.count(ACTIVATION) == half // ACTIVATION > 0
+    assert sum(sizes) <= half
+
+
+def _saved_by(model: nn.Module, x: Tensor) -> list[int]:
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return list(storages.values())
+
+
+def test_small_storages_and_parameters_stay(copies: list[tuple[str, int]]) -> None:
+    model = Layers()
+    recompute.apply(model, rules(action="offload", min_bytes=ACTIVATION + 1))
+    model(batch()).sum().backward()
+    assert copies == []
+    model = Layers()
+    recompute.apply(model, rules())
+    model(batch()).sum().backward()
+    assert {nbytes for _, nbytes in copies} == {ACTIVATION}  # no weight, which is smaller
+
+
+def test_host_memory_is_used_again_from_step_to_step() -> None:
+    model, pool = Layers(), pool_in(None)
+    pool.free_unused()
+    before = pool.nbytes
+    recompute.apply(model, rules())
+    model(batch()).sum().backward()
+    used = pool.nbytes - before
+    assert used == 2 * LAYERS * ACTIVATION
+    for _ in range(4):
+        model(batch()).sum().backward()
+        model(batch())  # a graph that never runs backward
+    assert pool.nbytes - before == used
+    pool.free_unused()
+    assert pool.nbytes == before
+
+
+def test_memory_is_released_by_reference_count() -> None:
+    model = Layers()
+    recompute.apply(model, rules())
+    model(batch()).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        loss = model(batch()).sum()
+        assert sum(isinstance(each, OffloadedStorage) for each in gc.get_objects()) == 2 * LAYERS
+        del loss
+        assert not any(isinstance(each, OffloadedStorage) for each in gc.get_objects())
+        assert not offload._copies._known
+    finally:
+        gc.enable()
+
+
+def test_stats_and_explain_say_what_left() -> None:
+    model = Layers()
+    with recompute.apply(model, rules()) as handle:
+        model(batch()).sum().backward()
+        stats = handle.stats()
+        explained = handle.explain()
+    assert stats.offloaded_tensors == 2 * LAYERS
+    assert stats.offloaded_nbytes == stats.kept_nbytes == stats.eager_nbytes == 2 * LAYERS * ACTIVATION
+    assert stats.regenerations == stats.dropped_nbytes == 0
+    assert "what is held comes back from the host" in explained
+    assert "offloaded in all" in explained
+    assert f"{stats.offloaded_nbytes:,}" in explained
+
+
+# Refusals, and where it does nothing
+
+
+def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it() -> None:
+    model = Layers()
+    pool_in(None).free_unused()
+    limit = pool_in(None).nbytes + 3 * ACTIVATION
+    handle = recompute.apply(model, rules(action="offload", max_host_bytes=limit))
+    with pytest.raises(HostMemoryError, match=r"in layers\.1 \(Sequential\): 2\.0 KiB more .* max_host_bytes higher"):
+        model(batch())
+    handle.remove()
+    plain = copy.deepcopy(model)
+    assert_same(outcome(model, batch()), outcome(plain, batch()))
+    assert not offload._copies._known
+
+
+def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free_host_nbytes", lambda: 1000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_limit(None) == 500
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_limit(None) == 125
+
+
+def test_a_container_has_what_its_group_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, used = tmp_path / "max", tmp_path / "current"
+    limit.write_text("5000\n")
+    used.write_text("2000\n")
+    monkeypatch.setattr(host_memory, "_CGROUP_FILES", ((str(limit), str(used)),))
+    assert host_memory.free_host_nbytes() == 3000
+    limit.write_text("max\n")
+    assert host_memory.free_host_nbytes() > 5000
+
+
+def test_a_tensor_that_changes_after_it_was_saved_is_refused() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        hidden = x * 1.0
+        result = hidden.exp().sum() + hidden.sin().sum()
+        hidden.add_(1.0)
+        return result
+
+    model = holding(forward)
+    loss = model(tokens())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    recompute.apply(model, rules("inside"))
+    loss = model(tokens())
+    with pytest.raises(MutationError, match=r"in inside .* has been modified in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
+def test_inside_of_a_region_that_drops_that_regions_rule_decides(action: str, copies: list[tuple[str, int]]) -> None:
+    outer = {"match": "inside", "action": action, **({"via": "hook"} if action == "recompute" else {})}
+    model = holding(lambda self, x: self.layers(x), layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    policy = {"rules": [outer, *rules("inside.layers.*")["rules"]]}
+    assert_step_as_without(model, policy, tokens(), drops=action == "checkpoint")
+    assert copies == []
+
+
+def test_hooks_of_others_around_it_get_everything(copies: list[tuple[str, int]]) -> None:
+    assert_step_as_without(Stack(), rules(), tokens(), drops=False, around=torch.autograd.graph.save_on_cpu)
+    assert copies == []
+
+
+def test_keep_inside_stays_on_the_device(copies: list[tuple[str, int]]) -> None:
+    model = Layers()
+    recompute.apply(model, {"rules": [{"match": "layers.*.*", "action": "keep"}, rules()["rules"][0]]})
+    model(batch()).sum().backward()
+    assert copies == []
+
+
+def test_compiled_code_is_refused_by_name() -> None:
+    model = Layers()
+    recompute.apply(model, rules())
+    with pytest.raises(UnsupportedError, match="a rule that offloads governs a module in compiled code"):
+        torch.compile(model, backend="aot_eager")(batch())
+
+
+def test_an_error_in_forward_leaves_nothing_behind() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        hidden = (x * 1.0).exp()
+        if self.fails:  # type: ignore[attr-defined]
+            raise Boom
+        return hidden.sin()
+
+    model = holding(forward)
+    model.inside.fails = True  # type: ignore[assignment]
+    plain = copy.deepcopy(model)
+    recompute.apply(model, rules("inside"))
+    with pytest.raises(Boom):
+        model(tokens())
+    assert not offload._copies._known
+    for each in (model, plain):
+        each.inside.fails = False  # type: ignore[union-attr]
+    x = tokens()
+    assert_same(outcome(model, x), outcome(plain, x))
+
+
+# On disk
+
+
+def test_tensors_go_to_files_without_a_name_and_come_back(tmp_path: Path, copies: list[tuple[str, int]]) -> None:
+    assert_step_as_without(Stack(), rules(action="offload", to="disk", path=str(tmp_path)), tokens(), drops=False)
+    assert copies
+    assert list(tmp_path.iterdir()) == []
+    assert pool_in(str(tmp_path)).nbytes > 0
+
+
+def test_a_directory_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = HostPool(str(tmp_path / "absent"))
+    with pytest.raises(HostMemoryError, match=r"1\.0 KiB cannot be offloaded to .*absent: No such file"):
+        pool.buffer(1024, 1 << 20, pin=False, who="a region")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
+    with pytest.raises(HostMemoryError, match="No space left on device"):
+        HostPool(str(tmp_path)).buffer(1024, 1 << 20, pin=False, who="a region")
+    assert list(tmp_path.iterdir()) == []
+
+
+# On a GPU
+
+
+@contextlib.contextmanager
+def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: Callable[[], int]) -> Iterator[None]:
+    """Copies that start late, so that what does not wait for them reads what is not there yet."""
+    original = offload._copy
+
+    def late(target: Tensor, source: Tensor, *, out_of_device: bool, after: Any) -> Any:
+        device = source.device if out_of_device else target.device
+        streams = offload._streams.setdefault(device, offload._Streams(device))
+        with torch.cuda.stream(streams.out if out_of_device else streams.back):
+            torch.cuda._sleep(cycles())
+        return original(target, source, out_of_device=out_of_device, after=after)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "_copy", late)
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"], WAYS["checkpoint"]], ids=str)
+def test_streams_that_lag_behind_change_no_bit(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    model = Layers(6).to(device)
+    plain = copy.deepcopy(model)
+    x = torch.randn(4096, WIDTH, device=device, requires_grad=True)
+    delays = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randint, 0, 2_000_000, (), generator=delays)
+
+    def step(model: nn.Module) -> list[Any]:
+        model.zero_grad()
+        x.grad = None
+        loss_of(model(x)).backward()
+        return [bits(each.grad) for each in (x, *model.parameters())]
+
+    expected = step(plain)
+    recompute.apply(model, rules(**way))
+    with slow_copies(monkeypatch, lambda: int(draw())):
+        for _ in range(50):
+            assert step(model) == expected
+
+
+@pytest.mark.gpu
+def test_the_device_holds_less_by_what_stats_say() -> None:
+    device = torch.device("cuda")
+    model, x = Layers(8).to(device), torch.randn(1 << 16, WIDTH, device=device, requires_grad=True)
+
+    def held() -> int:
+        model(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        loss = model(x).sum()
+        torch.cuda.synchronize()
+        nbytes = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return nbytes
+
+    eager = held()
+    with recompute.apply(model, rules()) as handle:
+        before = handle.stats()
+        lean = held()
+        moved = (handle.stats() - before).offloaded_nbytes // 2
+    assert eager - lean == pytest.approx(moved * 7 / 8, rel=0.02)  # the last region stays
+
+
+@pytest.mark.gpu
+def test_a_graph_capture_is_refused() -> None:
+    model = Layers().cuda()
+    x = batch().detach().cuda().requires_grad_()
+    recompute.apply(model, rules())
+    model(x).sum().backward()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(UnsupportedError, match="a CUDA graph is being captured"), torch.cuda.graph(graph):
+        model(x)
