@@ -20,12 +20,14 @@ How far y is from x, with u the dtype's own rounding, 2⁻⁸ for bfloat16, 2⁻
 - int8: |y - x| <= (1 + 2⁻¹⁴) · absmax / 254 + u · |y|. Codes are one scale apart, and rounding moves by half of that.
   2⁻¹⁴ is for the roundings of float32 on the way; u is for y's own, to the dtype.
 
-Two things add to both. Where absmax is below 448 · 2⁻¹²⁶, scale is 2⁻¹²⁶ and not smaller. And what the dtype holds as
-a subnormal number, it rounds to a multiple of its smallest one.
+At the small end of a dtype's range two things add to both bounds. No scale is below 2⁻¹²⁶: a block of smaller values
+comes back on the grid of that scale (fp8: to 2⁻¹³⁶, int8: to 2⁻¹²⁷). And a subnormal number of the dtype is a multiple
+of its smallest one, so y may be off by half of that.
 
-NaN and both infinities come back as NaN, and the other elements of their block as if it were not there: e4m3 has no
-infinity, and int8 has the code -128 to spare. Zeros come back as zeros. Finite values come back finite: a value that
-would be rounded up beyond the dtype's largest is rounded down instead, still within the bound.
+NaN and both infinities come back as NaN: e4m3 has a code for NaN and none for infinity, and in int8 the code -128,
+which nothing else uses, stands for NaN. They have no influence on the other elements of their block. Zeros come back as
+zeros. Finite values come back finite: a value that would be rounded up beyond the dtype's largest number is rounded
+down instead, and still within the bound.
 """
 
 from __future__ import annotations
@@ -66,12 +68,12 @@ def decoded(codes, scales, DTYPE: tl.constexpr):
 def _scales(absmax, INT8: tl.constexpr, TOP: tl.constexpr):
     """Scales, what to multiply by to divide by them, and the largest code to use."""
     if INT8:
-        # At least 2⁻¹²⁶, so that 1 / scale is finite, and at most what 127 times is.
+        # At least 2⁻¹²⁶, so that 1 / scale is finite, and at most the largest number that is finite times 127.
         scales = tl.minimum(tl.maximum(tl.div_rn(absmax, 127.0), 1.1754943508222875e-38), 2.6793883890187504e36)
         return scales, tl.div_rn(1.0, scales), tl.full(absmax.shape, 127.0, tl.float32)
     # 448 is 1.75 · 2⁸: a significand above 1.75 carries into the exponent and takes the next power of 2.
     exponents = (absmax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
-    # Codes above 240 would then stand for 2^(TOP - 126) and more, beyond the dtype's largest.
+    # Above the dtype's own largest power of 2, the next code after 240 would stand for a number that the dtype lacks.
     limits = tl.where(exponents > TOP, 240.0, 448.0)
     exponents = tl.maximum(exponents - 8, 1)
     scales = (exponents << 23).to(tl.float32, bitcast=True)
