@@ -62,7 +62,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @given(
     packed=st.booleans(),
-    columns=st.sampled_from([96, 32, 50, 1]),
+    columns=st.sampled_from([96, 48, 50, 1]),
     activation=st.sampled_from(ACTIVATIONS),
     format=st.sampled_from([*FORMATS]),
     dtype=st.sampled_from(DTYPES),
@@ -115,7 +115,7 @@ def test_one_launch_where_blocks_are_not_cut(
     assert len(launched) == (launches if launch.uses_triton(dproduct) else 0)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.mT, lambda x: x.transpose(0, 1)])
+@pytest.mark.parametrize("change", [lambda x: x.transpose(0, 1), lambda x: x.mT])
 def test_codes_of_any_dense_strides(change: Callable[[Tensor], Tensor], device: str):
     for packed in (False, True):
         values = [change(make(2, 8, 64, seed=seed, device=device)) for seed in range(2 - packed)]
