@@ -94,8 +94,7 @@ def test_results_hold_every_row_with_the_promised_keys(folder: Path, rows: dict[
 
 
 @pytest.mark.parametrize(
-    "policy",
-    ["none", "full", "hook", "alternate", "elementwise", "torch-checkpoint", "torch-selective", "torch-save-on-cpu"],
+    "policy", ["none", "full", "hook", "alternate", "elementwise", "torch-checkpoint", "torch-selective"]
 )
 def test_exact_policies_train_bitwise_as_the_baseline(rows: dict[str, AblationRow], policy: str) -> None:
     row = rows[policy]

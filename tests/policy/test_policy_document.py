@@ -16,7 +16,10 @@ from recompute.errors import PolicyError
 from recompute.policy.document import dump_document, load_document, parse_document
 from recompute.policy.rules import Policy
 
-KEYS_OF_A_RULE = "match, type, layers, action, via, rerun, keep, price, capture, offload, fraction, min_bytes, max_host_bytes, to, path"
+KEYS_OF_A_RULE = (
+    "match, type, layers, action, via, rerun, keep, price, capture, "
+    "offload, fraction, min_bytes, max_host_bytes, to, path"
+)
 
 
 def refusal_of(text: str, model_class: type[BaseModel] = Policy, kind: str = "policy") -> str:
