@@ -74,7 +74,7 @@ class OffloadRegion:
         """
         if local.active_frames or not has_only_our_hooks(top_hooks()):
             return function(*args, **kwargs)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"in {self.statistics.name}: a CUDA graph is being captured, and offloading copies to memory that is "
                 "another in each step. Leave the module out of the graph, or give it a rule that does not offload."
@@ -128,7 +128,7 @@ class OffloadFrame:
             return
         self._before = _forward.note(self)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a leaf would keep its hook for good
                 tensor.register_hook(self._reached)
 
     def _reached(self, _: Tensor) -> None:
