@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -13,6 +13,7 @@ import torch
 from pydantic import AfterValidator
 from torch import nn
 from torch._functorch import config as functorch_config
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import LlamaForCausalLM
@@ -30,7 +31,10 @@ BASELINE = "none"
 COMPILED = "+compile"
 """Follows a policy's name where every layer is compiled, too."""
 
-_PEERS = ("torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective", "liger")
+_PEERS = (
+    *("torch-checkpoint", "torch-selective", "torch-save-on-cpu"),
+    *("torch-compile", "torch-compile-selective", "liger"),
+)
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
 
 
@@ -59,6 +63,7 @@ Peer = Annotated[str, AfterValidator(_known_peer)]
 """The name of what another library offers, each for every decoder layer of the model.
 
 - torch-checkpoint: torch's checkpoint. torch-selective: the same, with matmuls and attention kept.
+- torch-save-on-cpu: torch's save_on_cpu, with pinned memory where there is CUDA.
 - torch-compile: torch.compile. torch-compile-selective: the same on top of torch-selective.
 - torch-budget-0.5: torch.compile, which may save this share of what it would save otherwise (its memory budget).
 - liger: Liger-Kernel's norms, SwiGLU and rotary embedding.
@@ -100,11 +105,20 @@ def under(
                 layer.compile()
             yield
         torch.compiler.reset()
+    elif policy == "torch-save-on-cpu":
+        for layer in find_regions(model, match).values():
+            layer.forward = partial(_saved_on_cpu, layer.forward, torch.cuda.is_available())
+        yield
     else:
         options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
         for layer in find_regions(model, match).values():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
         yield
+
+
+def _saved_on_cpu(forward: Callable[..., Any], pin: bool, *args: Any, **kwargs: Any) -> Any:
+    with save_on_cpu(pin_memory=pin):
+        return forward(*args, **kwargs)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ import recompute
 from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning, UnsupportedError
 from recompute.policy.loading import preset_names, preset_path
 
-PRESETS = ["none", "full", "alternate", "hook", "kernel", "elementwise", "auto"]
+PRESETS = ["none", "full", "alternate", "hook", "kernel", "elementwise", "auto", "offload"]
 NORMS = rules(rule("TinyRMSNorm", "recompute", via="hook"))
 
 

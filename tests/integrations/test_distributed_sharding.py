@@ -28,6 +28,10 @@ ONCE = [
     ("tensor parallel", "checkpoint"),
 ]
 """Each way at least once, and each action."""
+OFFLOADING: dict[str, dict[str, Any]] = {
+    "offload": {"action": "offload"},
+    "recompute": {"action": "recompute", "via": "hook", "offload": True},
+}
 every_rule = pytest.mark.parametrize("name", SETTINGS)
 
 
@@ -57,6 +61,19 @@ def test_losses_gradients_weights_and_random_numbers_are_as_without(
         assert found.values == expected.values
         assert found.random == expected.random
         assert found.dropped_nbytes > 0
+
+
+@pytest.mark.parametrize("setting", OFFLOADING.values(), ids=OFFLOADING)
+@pytest.mark.parametrize("how", by_default(WAYS, "ddp", "fsdp", "sequence parallel"))
+def test_what_is_offloaded_comes_back_on_every_rank(
+    two_processes: TwoProcesses, how: str, setting: dict[str, Any]
+) -> None:
+    rules = governing({**setting, "min_bytes": 0}, "model.layers.*")
+    for found, expected in zip(two_processes.run(train, how, rules), trained(two_processes, how, None), strict=True):
+        assert found.offloaded_nbytes > 0
+        assert found.values == expected.values
+        assert found.random == expected.random
+        assert found.collectives == expected.collectives
 
 
 @each_way()

@@ -128,6 +128,7 @@ class Trained(NamedTuple):
     held_nbytes: int
     peak_nbytes: int
     dropped_nbytes: int
+    offloaded_nbytes: int
     gathered_nbytes: int
     """Of layers' weights that another rank has, and that are here between forward and backward."""
     plans: dict[str, Any]
@@ -165,6 +166,7 @@ def train(how: str, rules: dict[str, Any] | str | None, first: str = "policy") -
         held_nbytes,
         peak_nbytes,
         handle.stats().dropped_nbytes if handle else 0,
+        handle.stats().offloaded_nbytes if handle else 0,
         gathered,
         {path: _structure(plan) for path, plan in handle.plans().items()} if handle else {},
     )

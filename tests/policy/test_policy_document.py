@@ -16,7 +16,10 @@ from recompute.errors import PolicyError
 from recompute.policy.document import dump_document, load_document, parse_document
 from recompute.policy.rules import Policy
 
-KEYS_OF_A_RULE = "match, type, layers, action, via, rerun, keep, price, capture"
+KEYS_OF_A_RULE = (
+    "match, type, layers, action, via, rerun, keep, price, capture, "
+    "offload, fraction, min_bytes, max_host_bytes, to, path"
+)
 
 
 def refusal_of(text: str, model_class: type[BaseModel] = Policy, kind: str = "policy") -> str:
@@ -65,7 +68,7 @@ def test_a_value_left_out_is_reported_on_the_line_of_its_key():
 
 def test_an_unknown_action_suggests_the_nearest():
     assert refusal_of("rules:\n- match: a\n  action: recompte") == (
-        "p.yaml:3:11: rules[0].action: expected 'keep', 'recompute' or 'checkpoint'; found 'recompte' "
+        "p.yaml:3:11: rules[0].action: expected 'keep', 'recompute', 'checkpoint' or 'offload'; found 'recompte' "
         "(did you mean 'recompute'?)"
     )
 
@@ -84,8 +87,8 @@ def test_via_with_an_action_other_than_recompute_is_refused_at_via():
 
 
 def test_an_action_of_a_later_release_says_so():
-    assert refusal_of("rules:\n- match: a\n  action: offload") == (
-        "p.yaml:3:11: rules[0].action: this action is not built yet: it comes in a later release; found 'offload'"
+    assert refusal_of("rules:\n- match: a\n  action: compress") == (
+        "p.yaml:3:11: rules[0].action: this action is not built yet: it comes in a later release; found 'compress'"
     )
 
 

@@ -132,7 +132,8 @@ def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     assert (rule.match, rule.layers, rule.via, rule.rerun, rule.keep) == ((), None, "auto", (), ())
     assert repr(rule) == (
         "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=(), "
-        "price=1000000000.0, capture=True)"
+        "price=1000000000.0, capture=True, offload=False, fraction=1.0, min_bytes=1048576, max_host_bytes=None, "
+        "to='host', path=None)"
     )
 
 
@@ -204,13 +205,14 @@ def test_the_wrong_item_of_a_list_of_layers_is_named():
 def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
     assert refusal_of(Rule, mach="**.mlp", action="keep") == (
         "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, "
-        "keep, price, capture"
+        "keep, price, capture, offload, fraction, min_bytes, max_host_bytes, to, path"
     )
 
 
 def test_an_unknown_action_in_python_names_the_nearest():
     assert refusal_of(Rule, match="a", action="checkpont") == (
-        "Rule: action: expected 'keep', 'recompute' or 'checkpoint'; found 'checkpont' (did you mean 'checkpoint'?)"
+        "Rule: action: expected 'keep', 'recompute', 'checkpoint' or 'offload'; found 'checkpont' "
+        "(did you mean 'checkpoint'?)"
     )
 
 
@@ -231,10 +233,45 @@ def test_via_belongs_to_recompute_only(action):
     )
 
 
-@pytest.mark.parametrize("action", ["offload", "compress"])
-def test_an_action_of_a_later_release_says_that_it_is_not_built_yet(action):
-    assert refusal_of(Rule, match="a", action=action) == (
-        f"Rule: action: this action is not built yet: it comes in a later release; found '{action}'"
+def test_an_action_of_a_later_release_says_that_it_is_not_built_yet():
+    assert refusal_of(Rule, match="a", action="compress") == (
+        "Rule: action: this action is not built yet: it comes in a later release; found 'compress'"
+    )
+
+
+def test_sizes_of_offloading_are_read_as_people_write_them():
+    rule = Rule(match="a", action="offload", fraction=0.5, min_bytes="64KiB", max_host_bytes="40GB")
+    assert (rule.min_bytes, rule.max_host_bytes) == (64 << 10, 40 * 10**9)
+    assert Rule(match="a", action="checkpoint", offload=True, min_bytes=0).min_bytes == 0
+    text = Policy(rules=[rule]).to_yaml()
+    assert "fraction: 0.5" in text
+    assert "max_host_bytes: 40000000000" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fraction": 0}, "Rule: fraction: expected a share above 0 and up to 1, such as 0.5; found 0"),
+        ({"fraction": 1.5}, "Rule: fraction: expected a share above 0 and up to 1, such as 0.5; found 1.5"),
+        ({"min_bytes": "1 parsec"}, "Rule: min_bytes: expected a size such as '40GiB', '512MiB' or '40GB'"),
+        ({"max_host_bytes": "50%"}, "Rule: max_host_bytes: expected a size such as '40GiB', '512MiB' or '40GB'"),
+        ({"to": "tape"}, "Rule: to: expected 'host' or 'disk'; found 'tape'"),
+        ({"path": "/scratch"}, "Rule: path: expected no 'path' beside 'to: host'"),
+        ({"to": "disk"}, "Rule: expected a 'path' beside 'to: disk'"),
+        ({"via": "hook"}, "Rule: via: expected no 'via' beside action 'offload'"),
+        ({"offload": True}, "Rule: offload: expected no 'offload' beside action 'offload'"),
+    ],
+)
+def test_what_offloading_cannot_mean_is_refused(options, message):
+    assert refusal_of(Rule, match="a", action="offload", **options).startswith(message)
+
+
+@pytest.mark.parametrize("key", [{"fraction": 0.5}, {"min_bytes": 0}, {"max_host_bytes": 1}, {"to": "disk"}])
+@pytest.mark.parametrize("action", ["keep", "recompute", "checkpoint"])
+def test_keys_of_offloading_need_it(action, key):
+    (name,) = key
+    assert refusal_of(Rule, match="a", action=action, **key).startswith(
+        f"Rule: {name}: expected no {name!r} here: it belongs to action 'offload', or beside 'offload: true'"
     )
 
 

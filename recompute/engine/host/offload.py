@@ -34,6 +34,7 @@ from recompute.engine.saved_tensors import (
     PackedTensor,
     RegionStatistics,
     checked,
+    explain_transforms,
     has_only_our_hooks,
     pack_through,
     top_hooks,
@@ -74,7 +75,7 @@ class OffloadRegion:
         """
         if local.active_frames or not has_only_our_hooks(top_hooks()):
             return function(*args, **kwargs)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"in {self.statistics.name}: a CUDA graph is being captured, and offloading copies to memory that is "
                 "another in each step. Leave the module out of the graph, or give it a rule that does not offload."
@@ -103,7 +104,7 @@ class OffloadFrame:
         """Bytes that travel, in a first frame."""
         self._stays: dict[int, StorageWeakRef] = {}
         """The storages that stay, by the addresses of their StorageImpls (invariant 3)."""
-        self._left = _share_of(region.last_sizes, region.offloading.fraction)
+        self._share = _share_of(region.last_sizes, region.offloading.fraction)
         self._copies: list[weakref.ref[OffloadedStorage]] = []
         self._group = RecipeGroup()
         self._statistics = RegionStatistics(region.statistics.name)
@@ -115,8 +116,9 @@ class OffloadFrame:
     def __enter__(self) -> None:
         _push_hooks(self._pack, unpack_saved)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
         _pop_hooks()
+        explain_transforms(error, self._statistics)
 
     def end(self, result: Any) -> None:
         """The region has returned ``result``."""
@@ -128,7 +130,7 @@ class OffloadFrame:
             return
         self._before = _forward.note(self)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a leaf would keep its hook for good
                 tensor.register_hook(self._reached)
 
     def _reached(self, _: Tensor) -> None:
@@ -197,8 +199,8 @@ class OffloadFrame:
         if offloading.fraction == 1:
             return True
         if self._region.last_sizes:
-            self._left[nbytes] -= 1
-            return self._left[nbytes] >= 0
+            self._share[nbytes] -= 1
+            return self._share[nbytes] >= 0
         self._gone += nbytes  # the first frame does not know what is to come
         if self._gone > offloading.fraction * sum(self._sizes):
             self._gone -= nbytes
@@ -249,7 +251,7 @@ class OffloadedStorage(Recipe):
     The handles that stand for views of it share what came back, as those of any recipe do.
     """
 
-    __slots__ = ("_buffer", "_came_back", "_device", "_guard", "_here", "_left", "_version", "source", "whole")
+    __slots__ = ("_buffer", "_came_back", "_copied", "_device", "_guard", "_here", "_version", "source", "whole")
 
     def __init__(self, tensor: Tensor, region: OffloadRegion, statistics: RegionStatistics, group: RecipeGroup):
         """tensor: any view of the storage. statistics: that counts coming back."""
@@ -263,7 +265,7 @@ class OffloadedStorage(Recipe):
         self.whole = Layout.of(here)
         self._here: Tensor | None = here
         """The memory itself, as long as it is on the device."""
-        self._left: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         """When the copy is done."""
         self._came_back: tuple[Tensor, torch.cuda.Event | None] | None = None
         """What has been asked for ahead of use, and when it is there."""
@@ -274,8 +276,8 @@ class OffloadedStorage(Recipe):
         self._buffer = pool_in(offloading.directory).buffer(
             here.numel(), region.limit, pin=here.is_cuda, who=region.statistics.name
         )
-        self._left = _copy(self._buffer.memory, here, out_of_device=True, after=self._buffer.busy)
-        self._note_use(self._left)
+        self._copied = _copy(self._buffer.memory, here, out_of_device=True, after=self._buffer.busy)
+        self._note_use(self._copied)
 
     @property
     def version(self) -> int:
@@ -284,8 +286,8 @@ class OffloadedStorage(Recipe):
     def let_go(self) -> None:
         """Free the device's memory as soon as the copy is done. What runs on the device from now on waits for that."""
         if self._here is not None:
-            if self._left is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._left)
+            if self._copied is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._here = None
 
     def fetch(self) -> None:
@@ -298,7 +300,7 @@ class OffloadedStorage(Recipe):
         memory = torch.empty(self.whole.shape, dtype=torch.uint8, device=self._device)
         if self._buffer is None:
             return memory, None
-        after = () if self._left is None else (self._left,)
+        after = () if self._copied is None else (self._copied,)
         event = _copy(memory, self._buffer.memory, out_of_device=False, after=after)
         self._note_use(event)
         return memory, event
@@ -306,7 +308,7 @@ class OffloadedStorage(Recipe):
     def _note_use(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
             assert self._buffer is not None
-            self._buffer.busy = (event,) if self._left in (None, event) else (self._left, event)
+            self._buffer.busy = (event,) if self._copied in (None, event) else (self._copied, event)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         name = self.statistics.name
