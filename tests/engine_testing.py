@@ -63,13 +63,18 @@ def governing(setting: Setting, *match: str) -> dict[str, Any]:
     return {"rules": [{"match": list(match) or ["layers.*", "inside"], **setting}]}
 
 
-every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-every_rule = pytest.mark.parametrize("rules", [governing(setting) for setting in SETTINGS.values()], ids=SETTINGS)
-every_tape = pytest.mark.parametrize("rules", [governing(setting) for setting in TAPES.values()], ids=TAPES)
+_BY_DEFAULT = ("recompute", "checkpoint without attention")
+"""What runs again under "recompute with gemms" is between what does under these two."""
+RULES_OF_SETTINGS = {name: governing(setting) for name, setting in SETTINGS.items()}
+every_setting = pytest.mark.parametrize("setting", by_default(SETTINGS, "checkpoint", *_BY_DEFAULT))
+every_rule = pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, "checkpoint", *_BY_DEFAULT))
+every_tape = pytest.mark.parametrize(
+    "rules", by_default({name: RULES_OF_SETTINGS[name] for name in TAPES}, *_BY_DEFAULT)
+)
 every_policy_of_a_stack = pytest.mark.parametrize(
     "rules",
     by_default(
-        {**{name: governing(setting) for name, setting in SETTINGS.items()}, "parts": RECOMPUTE, "both": BOTH},
+        {**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH},
         "checkpoint",
         "recompute",
         "both",

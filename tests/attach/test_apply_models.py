@@ -301,7 +301,9 @@ def test_attentions_and_hidden_states_are_recorded(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", EXACT)
-@pytest.mark.parametrize("options", [{"attention_dropout": 0.2}, {"mlp_bias": True, "attention_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"attention_dropout": 0.2}, *slow({"mlp_bias": True, "attention_bias": True})], ids=str
+)
 def test_options_of_the_model(options: dict[str, Any], preset: str) -> None:
     model = make("llama", **options)
     applied(model, preset)
@@ -362,7 +364,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("preset", ["full", "alternate", "hook", "elementwise"])
+@pytest.mark.parametrize("preset", ["full", "elementwise", *slow("alternate", "hook")])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "whisper", "t5", "convnet", "mixtral", *OTHERS])
 def test_a_preset_does_something_to_each_architecture_and_changes_no_bit(name: str, preset: str) -> None:
     if name in OTHERS:

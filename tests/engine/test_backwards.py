@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_testing import (
     HIDDEN,
+    RULES_OF_SETTINGS,
     SETTINGS,
     TOKENS,
     Attention,
@@ -30,6 +31,7 @@ from engine_testing import (
     policy,
     tokens,
 )
+from tiers import by_default
 from torch import Tensor, nn
 
 import recompute
@@ -205,7 +207,7 @@ def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], f
     assert_step_as_without(model, rules, tokens(grad=grad), drops=is_trained)
 
 
-@every_rule
+@pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, "checkpoint", "recompute"))
 def test_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -> None:
     def run(model: nn.Module) -> Any:
         found = []

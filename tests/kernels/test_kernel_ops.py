@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_testing import FLOAT32_ROUNDING, each_dtype, relative_error, same_bits
+from tiers import by_default
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -156,7 +157,9 @@ CASES = [
     ),
 ]
 
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
+_BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "swiglu", "swiglu-packed", "geglu", "gated_mlp", "residual_mlp")
+"""Each op once; the others differ in a convention or an argument."""
+each_case = pytest.mark.parametrize("case", by_default({str(case): case for case in CASES}, *_BY_DEFAULT))
 
 
 def make_inputs(case: Case, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -24,6 +24,7 @@ from mlp_testing import (
     normalize,
     run,
 )
+from tiers import slow
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -265,7 +266,7 @@ def test_autocast_is_eagers(x_dtype: torch.dtype, backward_inside: bool, device:
         assert_no_larger_error(value, peer, truth)
 
 
-@with_and_without_biases
+@pytest.mark.parametrize("biases", [False, *slow(True)])
 def test_compiled_results_are_the_eager_ones(biases: bool, device: str):
     inputs = make_inputs(biases, device)
     torch.compiler.reset()

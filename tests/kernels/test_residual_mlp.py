@@ -25,6 +25,7 @@ from mlp_testing import (
     normalize,
     run,
 )
+from tiers import slow
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -303,7 +304,7 @@ def test_backward_under_autocast_of_a_forward_without(device: str):
         assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("form", ["plain", "no residual", "packed"])
+@pytest.mark.parametrize("form", ["plain", *slow("no residual", "packed")])
 def test_compiled_results_are_the_eager_ones(form: str, device: str):
     inputs = make_inputs(form, device)
     torch.compiler.reset()

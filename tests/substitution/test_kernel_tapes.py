@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from models import BATCH, HIDDEN, LAYERS, LENGTH, SHAPE, held
-from tiers import by_default
+from tiers import by_default, slow
 from tiny import assert_same, counted_ops, decoder, rule, rules, token_ids
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_kernels_alone(name: str, dtype: torch.dtype)
         assert_same(three_steps(name, policy(**options), dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("options", by_default(OPTIONS, "gemm", "everything"))
+@pytest.mark.parametrize("options", by_default(OPTIONS, "everything"))
 def test_gradients_under_autocast_are_those_of_the_kernels_alone(options: dict[str, Any]) -> None:
     outcomes = []
     for given in (policy(), policy(**options)):
@@ -310,10 +310,10 @@ def test_verify_has_nothing_to_say() -> None:
         recompute.verify(model, models.batch(name), policy=policy(rerun=EVERYTHING, price=0))
 
 
-def test_every_regenerated_tensor_is_the_dropped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", *slow("gemma2", "mixtral")])
+def test_every_regenerated_tensor_is_the_dropped_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recompute.engine.bit_comparison._verifying", True)
-    for name in ("llama", "gemma2", "mixtral"):
-        three_steps(name, policy(rerun=EVERYTHING, price=0))
+    three_steps(name, policy(rerun=EVERYTHING, price=0))
 
 
 def test_without_gradients_or_training_kernels_run_as_without_a_tape() -> None:
@@ -340,7 +340,7 @@ def test_frozen_weights_get_no_gradient_and_others_theirs() -> None:
     assert_same(*outcomes)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, *slow(True)])
 def test_torchs_checkpoint_around_drops_everything_anyway(reentrant: bool) -> None:
     outcomes = []
     for given in (policy(), policy(rerun="gemm")):
