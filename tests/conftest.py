@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -45,6 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, "gpu")
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests live to the end: the garbage collector, which tests often call, need not look at them."""
+    gc.collect()
+    gc.freeze()
+
+
 def _mark_slow_under_the_interpreter(items: list[pytest.Item]) -> None:
     """Of each test the interpreter runs the first case by default, in tests over ops the first case of each op.
 
@@ -64,13 +69,6 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> N
     gone = [item for item in items if marker in item.keywords]
     items[:] = [item for item in items if marker not in item.keywords]
     config.hook.pytest_deselected(items=gone)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def thawed() -> Iterator[None]:
-    """What tests put out of the garbage collector's sight is in it again."""
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(

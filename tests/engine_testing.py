@@ -340,7 +340,7 @@ def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
     Gives a function that counts the engine's objects made since.
     """
     gc.collect()
-    gc.freeze()  # what there is already takes no time to collect; tests/conftest.py thaws it
+    gc.freeze()  # what there is already takes no time to collect
     gc.disable()
     try:
         yield engine_objects

@@ -37,7 +37,7 @@ from recompute.policy.rules import Policy, Rule
 OPTIMIZER_STEP = "optimizer step"
 _FUSED = "a fused optimizer"
 _WORTH_TELLING = 1e-3  # advice must lower the peak by this share of it at least
-_ADVISED = ("elementwise", "auto", "offload", "full")
+_ADVISED = ("elementwise", "auto", "full")
 
 
 class ModelEstimator:

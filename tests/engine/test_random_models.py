@@ -246,7 +246,7 @@ reproducibly = settings(
 )
 
 
-@pytest.mark.parametrize("theme", by_default(THEMES, "views", "in place", "blocks", "everything"))
+@pytest.mark.parametrize("theme", by_default(list(THEMES), "views", "in place", "blocks", "everything"))
 @reproducibly
 @given(
     code=st.binary(min_size=8, max_size=32),
