@@ -1,8 +1,8 @@
 """Rotary embeddings: trials recognize the function that attention calls, and ``kernels.rope`` stands in for it.
 
-Attention calls the function that rotates queries and keys by a global name. To have it call ours, forward is copied
-with other globals. These are a mapping that looks each name up in the module's own globals. Where it finds there the
-function that was recognized, it returns ours.
+Attention calls the function that rotates queries and keys by a global name. To have it call ours, forward is copied:
+the same code, with a dict of globals of its own, in which that name is ours. Before each call the copy's globals are
+brought up to date with the module's (``_CopiedGlobals``), so that what is rebound there is seen.
 
 Why not rebind the name in the module while attention runs, as ``unittest.mock.patch`` would?
 
@@ -11,9 +11,7 @@ Why not rebind the name in the module while attention runs, as ``unittest.mock.p
    would fail these guards, and be traced again.
 3. Where two calls overlap in time, the first to end would take ours away from the other, and change its values.
 
-The copy shares nothing that changes. It has two limits. It relies on CPython, which calls ``__getitem__`` to look up
-globals that are not exactly a dict. And it leaves a forward alone that assigns globals, asks for all of them, or has a
-helper rotate.
+A forward is left alone that assigns globals, asks for all of them, or has a helper rotate.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import dis
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -52,6 +50,8 @@ class Rotary:
     """The function that rotates."""
     stand_in: Forward
     """Our function in its place."""
+    globals: _CopiedGlobals
+    """Of the copy."""
 
     def bind(self, module: nn.Module, forward: Forward) -> Forward:
         """What to call in the place of ``forward``, a bound method of ``module``: the copy, but in two cases.
@@ -61,6 +61,7 @@ class Rotary:
         """
         if torch.compiler.is_compiling() or getattr(forward, "__func__", None) is not self.forward:
             return forward
+        self.globals.update()
         return MethodType(self.copy, module)
 
 
@@ -82,8 +83,9 @@ def find_rotary(module: nn.Module, *, on_cuda_only: bool = False) -> Rotary | No
     ((name, is_partial),) = found.items()
     original = namespace[name]
     stand_in = _stand_in(original, is_partial, on_cuda_only)
-    copy = _copy_with_globals(forward, _GlobalsButOne(namespace, original, stand_in))
-    return None if copy is None else Rotary(name, forward, copy, original, stand_in)
+    copied = _CopiedGlobals(namespace, names, original, stand_in)
+    copy = _copy_with_globals(forward, copied.namespace)
+    return None if copy is None else Rotary(name, forward, copy, original, stand_in, copied)
 
 
 @dataclass
@@ -111,22 +113,33 @@ class KernelRotaryRunner(KernelRunner):
         return output
 
 
-class _GlobalsButOne(dict[str, Any]):
-    """A module's globals as they are at each look-up, except that one value is replaced by another.
+class _CopiedGlobals:
+    """A copy of a module's globals in which one value is replaced by another."""
 
-    A function's globals must be a dict. If they are an instance of a subclass, the interpreter looks names up by its
-    ``__getitem__``. The names that it reads in another way, as for an import, are in this dict itself.
-    """
+    __slots__ = ("_known", "_original", "_source", "_stand_in", "namespace")
 
-    def __init__(self, namespace: dict[str, Any], original: Any, stand_in: Any):
-        super().__init__({name: value for name, value in namespace.items() if name.startswith("__")})
-        self._namespace = namespace
+    def __init__(self, source: dict[str, Any], names: Collection[str], original: Any, stand_in: Any):
+        """source: the module's own. names: those that the code reads, which ``update`` keeps up to date."""
+        self._source = source
         self._original = original
         self._stand_in = stand_in
+        self._known = {name: _MISSING for name in names}
+        self.namespace = dict(source)
 
-    def __getitem__(self, name: str) -> Any:
-        value = self._namespace[name]
-        return self._stand_in if value is self._original else value
+    def update(self) -> None:
+        """Take over what has been rebound in the module since."""
+        for name, known in self._known.items():
+            value = self._source.get(name, _MISSING)
+            if value is not known:
+                self._known[name] = value
+                if value is _MISSING:
+                    self.namespace.pop(name, None)
+                else:
+                    self.namespace[name] = self._stand_in if value is self._original else value
+
+
+_MISSING = object()
+"""In the place of a global that there is none of: a builtin's name, say."""
 
 
 @functools.lru_cache(1024)
@@ -134,12 +147,12 @@ def _global_names(code: CodeType) -> frozenset[str]:
     """The names of the globals that the code, or a function defined in it, reads; none if a copy could not work."""
     instructions = [instruction for part in _nested(code) for instruction in dis.get_instructions(part)]
     names = frozenset(instruction.argval for instruction in instructions if instruction.opname == "LOAD_GLOBAL")
-    needs_own = any(instruction.opname in _NEEDS_A_PLAIN_DICT for instruction in instructions)
+    needs_own = any(instruction.opname in _NEEDS_THE_MODULES_OWN for instruction in instructions)
     return frozenset() if needs_own or names & {"globals", "eval", "exec"} else names
 
 
-_NEEDS_A_PLAIN_DICT = {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-"""Instructions that read or write globals without ``__getitem__``. The last two occur in class bodies."""
+_NEEDS_THE_MODULES_OWN = {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+"""Instructions that write globals, or that read them in class bodies, whose names are not among those looked for."""
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

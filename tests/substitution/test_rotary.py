@@ -331,8 +331,10 @@ def test_what_is_rebound_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     namespace["also"] = lambda: True
     rotary = find_rotary(module)
     assert rotary is not None
-    forward = rotary.bind(module, module.forward)
     values = inputs()
+
+    def forward(*values: Any) -> Any:
+        return rotary.bind(module, module.forward)(*values)
 
     def count() -> int:
         with CountedRopes() as counted:
