@@ -218,11 +218,14 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
         now = estimator.step(policy, latest.autocast)
         peak_nbytes, moment = _peak(now)
         freed = []
+        most: dict[tuple[str, ...], int] = {}
+        """By the modules of rules: what the best of them saves."""
         for rule in _rules(model, estimator, now):
             rules = [rule, *(() if policy is None else policy.rules)]
             saved = peak_nbytes - _peak(estimator.step(Policy(name="with one more", rules=rules), latest.autocast))[0]
-            if saved > 0:
+            if saved > (most.get(rule.match, 0) if rule.offload else 0):  # which takes memory of the host, too
                 freed.append(Freed(_text(rule), saved))
+            most[rule.match] = max(saved, most.get(rule.match, 0))
     return OutOfMemory(
         found.where,
         found.device,
@@ -253,6 +256,8 @@ def _rules(model: nn.Module, estimator: ModelEstimator, step: SimulatedStep) -> 
         for glob in (layer, *(f"{layer}.{part}" for part in largest)):
             yield Rule(match=glob, action="recompute")
             yield Rule(match=glob, action="checkpoint")
+        yield Rule(match=layer, action="recompute", offload=True)
+        yield Rule(match=layer, action="checkpoint", offload=True)
     if (head := estimator.head()) is not None:
         yield Rule(match=head, action="recompute", via="kernel")
 
@@ -260,4 +265,5 @@ def _rules(model: nn.Module, estimator: ModelEstimator, step: SimulatedStep) -> 
 def _text(rule: Rule) -> str:
     """The rule as a line of a policy file."""
     via = f", via: {rule.via}" if rule.via == "kernel" else ""
-    return f'- {{match: "{rule.match[0]}", action: {rule.action}{via}}}'
+    offload = ", offload: true" if rule.offload else ""
+    return f'- {{match: "{rule.match[0]}", action: {rule.action}{via}{offload}}}'

@@ -102,6 +102,18 @@ def test_it_says_who_holds_what_and_what_each_rule_frees(
     assert freed == sorted(freed, reverse=True)
 
 
+def test_it_names_offloading_where_nothing_else_frees_as_much(caplog: pytest.LogCaptureFixture) -> None:
+    """Of these layers there is nothing to run again: each holds its output alone, which the next one is given."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)))
+    x = torch.ones(2048, 256)
+    hook = model[5].register_forward_hook(run_out_of_real_memory)
+    report = report_of(model, lambda: model(x), caplog)
+    hook.remove()
+    ((rule, freed),) = re.findall(r"^- \{match: \"\*\", (.*)\} +([\d.]+) MiB$", report, re.MULTILINE)
+    assert rule == "action: recompute, offload: true"
+    assert float(freed) > 10 * x.nbytes / (1 << 20)
+
+
 @pytest.mark.slow
 def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog: pytest.LogCaptureFixture) -> None:
     model = decoder()
