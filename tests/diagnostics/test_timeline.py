@@ -193,3 +193,14 @@ def test_on_cuda_it_counts_nearly_all_that_the_allocator_does_and_stats_time_the
     assert (step.regenerating_seconds > 0) == (step.regenerations > 0)
     assert step.regenerations > 0 or policy not in ("elementwise", "full")
     assert step.regenerating_seconds < timeline.seconds
+
+
+def test_what_was_offloaded_is_seen_to_come_back() -> None:
+    model = decoder()
+    handle = recompute.apply(model, {"rules": [{"match": "layers.*", "action": "offload", "min_bytes": 0}]})
+    train(model, steps=2)
+    before = handle.stats()
+    timeline = timeline_of(model)
+    offloaded = (handle.stats() - before).offloaded_nbytes
+    came_back = sum(held.nbytes for held in timeline.tensors if held.phase == "regeneration")
+    assert 0 < came_back < offloaded  # what the last layer holds has not left

@@ -297,13 +297,17 @@ class OffloadedStorage(Recipe):
                 self._came_back = self._copy_back()
 
     def _copy_back(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        memory = torch.empty(self.whole.shape, dtype=torch.uint8, device=self._device)
-        if self._buffer is None:
-            return memory, None
-        after = () if self._copied is None else (self._copied,)
-        event = _copy(memory, self._buffer.memory, out_of_device=False, after=after)
-        self._note_use(event)
-        return memory, event
+        local.regenerating += 1  # as part of no backward's own ops
+        try:
+            memory = torch.empty(self.whole.shape, dtype=torch.uint8, device=self._device)
+            if self._buffer is None:
+                return memory, None
+            after = () if self._copied is None else (self._copied,)
+            event = _copy(memory, self._buffer.memory, out_of_device=False, after=after)
+            self._note_use(event)
+            return memory, event
+        finally:
+            local.regenerating -= 1
 
     def _note_use(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
