@@ -200,32 +200,26 @@ _SAVES_ARE_UNKNOWN = (
     "rule governs to torch.compile by itself."
 )
 
-_FIRST_RUN = (
+
+def _refusal(message: str) -> Callable[[], None]:
+    """What raises in the place of what cannot be done in compiled code."""
+
+    def refuse() -> None:
+        raise UnsupportedError(message)
+
+    # torch.compiler.disable does this too, but would load the compiler.
+    refuse._torchdynamo_disable = True  # type: ignore[attr-defined]
+    refuse._torchdynamo_disable_msg = message  # type: ignore[attr-defined]
+    return refuse
+
+
+refuse_first_run = _refusal(
     "an instance of a class decorated with recompute gets its policy when it first runs, which cannot be compiled. Run "
     "it once before it is compiled, or decorate the instance."
 )
-
-
-def refuse_first_run() -> None:
-    """Raise in the place of what would attach a policy in compiled code."""
-    raise UnsupportedError(_FIRST_RUN)
-
-
-# torch.compiler.disable does this too, but would load the compiler.
-refuse_first_run._torchdynamo_disable = True  # type: ignore[attr-defined]
-refuse_first_run._torchdynamo_disable_msg = _FIRST_RUN  # type: ignore[attr-defined]
-
-
-_OFFLOADS = (
+"""In the place of what would attach a policy."""
+refuse_offloading = _refusal(
     "a rule that offloads governs a module in compiled code, where no hook sees what is held for backward. Compile "
     "less than that module, or give it a rule that does not offload."
 )
-
-
-def refuse_offloading() -> None:
-    """Raise in the place of what would offload in compiled code."""
-    raise UnsupportedError(_OFFLOADS)
-
-
-refuse_offloading._torchdynamo_disable = True  # type: ignore[attr-defined]
-refuse_offloading._torchdynamo_disable_msg = _OFFLOADS  # type: ignore[attr-defined]
+"""In the place of what would offload."""
