@@ -229,6 +229,16 @@ def test_backward_brings_a_region_back_and_starts_the_one_before_it() -> None:
     assert on_device == [[3], [3, 2], [2, 1], [1, 0], [0]]
 
 
+def test_what_no_backward_comes_for_leaves_again_at_its_end() -> None:
+    model = Layers()
+    recompute.apply(model, rules())
+    loss = model(batch()).sum()
+    frames = _frames_of(loss)
+    torch.autograd.grad(loss, [model.layers[2][0].weight], retain_graph=True)  # type: ignore[union-attr, index]
+    assert _came_back(frames) == []
+    loss.backward()
+
+
 def _frames_of(loss: Tensor) -> list[Any]:
     frames, frame = [], offload._forward.last
     while frame is not None and (known := frame()) is not None:
@@ -352,6 +362,17 @@ def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch: pytest.Monkey
     assert default_limit(None) == 500
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_limit(None) == 125
+
+
+def test_what_a_pool_has_taken_does_not_lower_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([4000, 1000])
+    monkeypatch.setattr(host_memory, "free_host_nbytes", lambda: next(free))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    pool = HostPool()
+    held = [pool.buffer(1000, None, pin=False, who="a region") for _ in range(2)]
+    with pytest.raises(HostMemoryError, match=r"1000 B more .* where 2\.0 KiB are in use of at most 2\.0 KiB"):
+        pool.buffer(1000, None, pin=False, who="a region")
+    assert len(held) == 2
 
 
 def test_a_container_has_what_its_group_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ space back when the process ends, however that happens.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import tempfile
@@ -62,11 +63,17 @@ class HostPool:
         self.nbytes = 0
         """Of all buffers, in use or not."""
 
-    def buffer(self, nbytes: int, limit: int, *, pin: bool, who: str) -> HostBuffer:
+    @functools.cached_property
+    def default_limit(self) -> int:
+        """As the function: once, as what is in the pool later is not free any more."""
+        return default_limit(self._directory)
+
+    def buffer(self, nbytes: int, limit: int | None, *, pin: bool, who: str) -> HostBuffer:
         """A buffer of ``nbytes``. Raises ``HostMemoryError`` if the pool would have more than ``limit`` bytes.
 
-        pin: for copies from and to CUDA. who: asks, for the error.
+        limit: None is the default one. pin: for copies from and to CUDA. who: asks, for the error.
         """
+        limit = self.default_limit if limit is None else limit
         pin = pin and self._directory is None
         with self._lock:
             if unused := self._unused[nbytes, pin]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import has_layout, local_of
-from recompute.engine.host.host_memory import HostBuffer, default_limit, pool_in
+from recompute.engine.host.host_memory import HostBuffer, pool_in
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.recipes import Recipe, RecipeGroup
 from recompute.engine.saved_tensors import (
@@ -58,14 +58,6 @@ class OffloadRegion:
         self.offloading = offloading
         self.last_sizes: list[int] = []
         """Bytes of each storage that could travel in the last frame."""
-        self._limit = offloading.max_host_bytes
-
-    @property
-    def limit(self) -> int:
-        """The bytes that may be offloaded."""
-        if self._limit is None:
-            self._limit = default_limit(self.offloading.directory)
-        return self._limit
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, *, counts: bool) -> Any:
         """``function(*args, **kwargs)``. counts: count its frames and what it saves, as nothing inside does.
@@ -274,7 +266,7 @@ class OffloadedStorage(Recipe):
             return
         offloading = region.offloading
         self._buffer = pool_in(offloading.directory).buffer(
-            here.numel(), region.limit, pin=here.is_cuda, who=region.statistics.name
+            here.numel(), offloading.max_host_bytes, pin=here.is_cuda, who=region.statistics.name
         )
         self._copied = _copy(self._buffer.memory, here, out_of_device=True, after=self._buffer.busy)
         self._note_use(self._copied)
@@ -295,6 +287,7 @@ class OffloadedStorage(Recipe):
         with self.group.lock:
             if self._here is None and self._came_back is None and self.dropped():
                 self._came_back = self._copy_back()
+                self.group.filled(self)  # to be released at the end of the backward, if nobody comes for it
 
     def _copy_back(self) -> tuple[Tensor, torch.cuda.Event | None]:
         local.regenerating += 1  # as part of no backward's own ops
