@@ -47,6 +47,16 @@ POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
 every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
 both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "offset": lambda x: x[2:, 3:],
+    "last chunk": lambda x: x.chunk(3)[2],
+    "transposed with an offset": lambda x: x[2:].t(),
+    "every second column": lambda x: x[:, 1::2],
+    "expanded": lambda x: x[1:2].expand(5, -1),
+    "overlapping with an offset": lambda x: x.as_strided((5, 4), (3, 1), 6),
+}
+"""Views of a tensor that is not small."""
+
 Setting = dict[str, Any]
 """What a rule says beside the modules that it is for."""
 TAPES: dict[str, Setting] = {

@@ -50,7 +50,7 @@ def attachments_of(
     without_kernel: dict[int, dict[str, None]] = {}
     chosen: dict[int, Attachment] = {}
     meanings = [meaning_of(rule) for rule in policy.rules]
-    parts = {path for path, i in rules.items() if meanings[i].extends_inward and _governor(path, rules) == i}
+    parts = {path for path, i in rules.items() if meanings[i].extends_inward and _rule_around(path, rules) == i}
     governed = rules.keys() - parts
     for path, index in rules.items():
         if path in parts:  # of the region of the module around it
@@ -73,7 +73,7 @@ def attachments_of(
     return list(chosen.values())
 
 
-def _governor(path: str, rules: Mapping[str, int]) -> int | None:
+def _rule_around(path: str, rules: Mapping[str, int]) -> int | None:
     """The rule of the nearest module around ``path`` that has one."""
     while path:
         path = path.rpartition(".")[0]

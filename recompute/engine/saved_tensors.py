@@ -163,30 +163,30 @@ class VersionGuard:
 class PackedDTensor(PackedTensor):
     """A DTensor, made again from what is held of this rank's part."""
 
-    __slots__ = ("_kind", "_spec", "_watch", "whole")
+    __slots__ = ("_guard", "_kind", "_spec", "whole")
 
     def __init__(self, alias: Any, part: PackedTensor, name: str):
         """alias: as ``VersionGuard`` takes it."""
         self._kind, self._spec = type(alias), alias._spec
-        self._watch = VersionGuard(alias, name)
+        self._guard = VersionGuard(alias, name)
         self.whole = part
 
     def get(self) -> Tensor:
-        self._watch.check()
+        self._guard.check()
         return self._kind(self.whole.get(), self._spec, requires_grad=False)
 
 
 class KeptShard(KeptTensor):
     """This rank's part of a DTensor, held as it is."""
 
-    __slots__ = ("_watch",)
+    __slots__ = ("_guard",)
 
-    def __init__(self, tensor: Tensor, name: str, watch: VersionGuard):
+    def __init__(self, tensor: Tensor, name: str, guard: VersionGuard):
         super().__init__(tensor, name)
-        self._watch = watch
+        self._guard = guard
 
     def get(self) -> Tensor:
-        self._watch.check()
+        self._guard.check()
         return super().get()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_testing import (
+    VIEWS,
     Boom,
     Stack,
     assert_same,
@@ -105,18 +106,13 @@ def test_captured_code_offloads_what_it_keeps(way: dict[str, Any], copies: list[
             assert f"layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain()
 
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "offset": lambda x: x[2:, 3:],
-    "last chunk": lambda x: x.chunk(3)[2],
-    "transposed": lambda x: x[2:].t(),
-    "every second column": lambda x: x[:, 1::2],
-    "expanded": lambda x: x[1:2].expand(5, -1),
-    "overlapping": lambda x: x.as_strided((5, 4), (3, 1), 6),
+SEEN_OTHERWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    **VIEWS,
     "other dtype": lambda x: x.view(torch.int32).view(torch.float32),
 }
 
 
-@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("kind", SEEN_OTHERWISE)
 @pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"]], ids=["offload", "recompute"])
 def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(
     kind: str, way: dict[str, Any], copies: list[tuple[str, int]]
@@ -126,7 +122,7 @@ def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x, VIEWS[kind](x.detach()))
+            ctx.save_for_backward(x, SEEN_OTHERWISE[kind](x.detach()))
             return x.clone()
 
         @staticmethod
@@ -140,7 +136,7 @@ def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(
     x = tokens()
     recompute.apply(model, rules("inside", **way))
     model(x).sum().backward()
-    view = VIEWS[kind](x.detach() * 2)
+    view = SEEN_OTHERWISE[kind](x.detach() * 2)
     assert seen == [(bits(view), view.stride(), view.storage_offset())]
     assert [which for which, _ in copies].count("out") == 1
 
@@ -166,6 +162,21 @@ def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
     model(tokens()).sum().backward()
     assert torch.equal(found[0], values)
     assert found[0].dtype is dtype
+
+
+@pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"], WAYS["checkpoint"]], ids=str)
+def test_what_a_decorated_function_holds_is_offloaded(way: dict[str, Any], copies: list[tuple[str, int]]) -> None:
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).exp().sin()
+
+    decorated = recompute.recompute(policy={"rules": [{"type": "product", "min_bytes": 0, **way}]})(product)
+
+    def run(function: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
+        x, y = batch() * 1.0, batch() * 2.0
+        return [bits(gradient) for gradient in torch.autograd.grad(function(function(x, y), y).sum(), [x, y])]
+
+    assert run(decorated) == run(product)
+    assert copies
 
 
 def test_second_backwards_and_partial_ones_find_what_they_need() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from engine_testing import (
     HIDDEN,
+    VIEWS,
     ExpWith,
     RMSNorm,
     Stack,
@@ -29,15 +29,6 @@ from torch.autograd.graph import save_on_cpu
 import recompute
 
 # Offloaded views, and outputs of backward that view what was unpacked
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "offset": lambda x: x[2:, 3:],
-    "last chunk": lambda x: x.chunk(3)[2],
-    "transposed with an offset": lambda x: x[2:].t(),
-    "every second column": lambda x: x[:, 1::2],
-    "expanded": lambda x: x[1:2].expand(5, -1),
-    "overlapping with an offset": lambda x: x.as_strided((5, 4), (3, 1), 6),
-}
 
 
 @every_rule
