@@ -375,6 +375,16 @@ def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch: pytest.Monkey
     assert default_limit(None) == 125
 
 
+def test_what_another_rule_was_allowed_does_not_raise_the_limit() -> None:
+    pool = HostPool()
+    held = [pool.buffer(1000, 4000, pin=False, who="a region") for _ in range(4)]
+    held.clear()
+    first = pool.buffer(1000, 1000, pin=False, who="a region")
+    assert pool.nbytes == first.memory.nbytes == 1000
+    with pytest.raises(HostMemoryError, match="1000 B are in use of at most 1000 B"):
+        pool.buffer(1000, 1000, pin=False, who="a region")
+
+
 def test_what_a_pool_has_taken_does_not_lower_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([4000, 1000])
     monkeypatch.setattr(host_memory, "free_host_nbytes", lambda: next(free))

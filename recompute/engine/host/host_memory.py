@@ -76,6 +76,8 @@ class HostPool:
         limit = self.default_limit if limit is None else limit
         pin = pin and self._directory is None
         with self._lock:
+            if self.nbytes > limit:  # another rule was allowed more
+                self.free_unused()
             if unused := self._unused[nbytes, pin]:
                 memory, busy = unused.pop()
             else:
