@@ -192,12 +192,13 @@ class OffloadRunner(Runner):
         self.statistics = statistics
         self.note = meaning.note
         self.inner = None if isinstance(inner, PlainRunner) else inner
-        self._region = OffloadRegion(statistics, meaning.offloading)
+        self.offload_region = OffloadRegion(statistics, meaning.offloading)
+        """The region that decides what leaves the device."""
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
-            return self._region.run(forward, args, kwargs, counts=True)
-        return self._region.run(self.inner.run, (module, forward, args, kwargs), {}, counts=False)
+            return self.offload_region.run(forward, args, kwargs, counts=True)
+        return self.offload_region.run(self.inner.run, (module, forward, args, kwargs), {}, counts=False)
 
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         refuse_offloading()

@@ -3,23 +3,23 @@
 It knows the profile's table alone, and runs no model. Places are numbered in forward's order. If each place i runs by
 its choice, these bytes are alive, and must stay within the budget at every moment:
 
-    forward of i      static + Σ_{j<i} held_j + forward_peak_i
-    backward of i     static + Σ_{j<i} held_j + backward_peak_i + Σ_{j>i} gradient_j
+    forward of i      static + Σ_{j<i} (held_j - moved_j) + leaving_i + forward_peak_i
+    backward of i     static + Σ_{j<i} (held_j - moved_j) + leaving_i + backward_peak_i + Σ_{j>i} gradient_j
     optimizer step    static + Σ_j gradient_j + optimizer_peak
 
-The gradients are the same whatever is chosen. So the choices before i affect i and what follows by one number, Σ held.
-That allows dynamic programming (Nemhauser and Ullmann, Management Science 15(9), 1969):
+moved_j is what place j offloads. It is on the device until forward of the next place that offloads has ended, and comes
+back when backward reaches that place. So leaving_i is what the last place before i that offloads has moved; 0 if there
+is none. The host's memory bounds Σ moved_j, where the profile knows its link to the host.
 
-1. Walk the places in order, with every pair (Σ held, Σ seconds) that some choices so far lead to.
-2. Leave out the pairs with which a place would be over the budget.
-3. Leave out each pair that another one is no worse than in both numbers: it leads to nothing better.
-4. After the last place, the pair with the fewest seconds is the optimum.
+The gradients are the same whatever is chosen. So the choices before i affect i and what follows by few numbers, which
+allows dynamic programming: ``cheapest_walk`` says how. It assumes nothing of the order of the choices, of which peak is
+larger, or of which places are alike. It is exact, with the host's memory and without, since bytes are integers and
+seconds are whole picoseconds. Not exact are the seconds of choices that offload, which are not measured
+(``profiling.offloaded_choices``).
 
-This assumes nothing of the order of the choices, of which peak is larger, or of which places are alike. It is exact,
-since bytes are integers and seconds are whole picoseconds.
+The host's memory rarely binds, so Σ moved is carried along only where the fastest assignment is above it.
 
-Measured on one core, with 12 choices a layer: 80 equal layers take 0.04 s (2,000 pairs), 80 layers of which every sixth
-is of another kind 0.2 s, 80 layers that all differ 0.5 s (16,000 pairs).
+MEASURED
 
 A mixed-integer program (``scipy.optimize.milp``, no gap allowed) does not need to know each layer by itself: it can
 count how many of a run of equal layers take each choice. It takes 0.06 s for the 80 equal layers. But where kinds
@@ -35,9 +35,10 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recompute.errors import BudgetError
+from recompute.planning import cheapest_walk
+from recompute.planning.cheapest_walk import Way
 from recompute.profiling.cost_table import Choice, Profile
 from recompute.units import humanize
 
@@ -65,8 +66,10 @@ class Prediction(NamedTuple):
     peak_moment: str
     """When that is: "backward of model.layers.3", "optimizer step" …"""
     held_nbytes: int
-    """What is held for backward when forward has ended, without static bytes."""
+    """What is held on the device for backward when forward has ended, without static bytes."""
     step_seconds: float
+    moved_nbytes: int = 0
+    """What is offloaded in a step."""
 
 
 class Solution(NamedTuple):
@@ -92,12 +95,24 @@ def choices_of(profile: Profile, assignment: Assignment) -> list[Choice]:
 def moments(profile: Profile, assignment: Assignment) -> Iterator[tuple[Moment, int]]:
     """Each moment of the step, and the most bytes alive at once during it, static bytes included."""
     choices, above = choices_of(profile, assignment), _gradients_above(profile)
-    alive = profile.static_nbytes
+    stays, leaving = profile.static_nbytes, leaving_before(choices)
     for i, choice in enumerate(choices):
+        alive = stays + leaving[i]
         yield Moment("forward", i), alive + choice.forward_peak_nbytes
         yield Moment("backward", i), alive + choice.backward_peak_nbytes + above[i + 1]
-        alive += choice.held_nbytes
+        stays += _staying(choice)
     yield Moment("optimizer step"), profile.static_nbytes + above[0] + profile.optimizer_peak_nbytes
+
+
+def leaving_before(choices: Sequence[Choice]) -> list[int]:
+    """For each place, and after the last one, what the last place before it that offloads has moved.
+
+    It is still on the device in the place's forward, and there again in its backward.
+    """
+    leaving = [0]
+    for choice in choices:
+        leaving.append(choice.moved_nbytes or leaving[-1])
+    return leaving
 
 
 def predict(profile: Profile, assignment: Assignment) -> Prediction:
@@ -107,9 +122,9 @@ def predict(profile: Profile, assignment: Assignment) -> Prediction:
     seconds = [profile.optimizer_seconds]
     for choice in choices:
         seconds += [choice.forward_seconds, choice.backward_seconds]
-    return Prediction(
-        peak, moment_name(profile, moment), sum(choice.held_nbytes for choice in choices), math.fsum(seconds)
-    )
+    held = sum(map(_staying, choices)) + leaving_before(choices)[-1]
+    moved = sum(choice.moved_nbytes for choice in choices)
+    return Prediction(peak, moment_name(profile, moment), held, math.fsum(seconds), moved)
 
 
 def moment_name(profile: Profile, moment: Moment) -> str:
@@ -125,25 +140,30 @@ def solve(profile: Profile, budget_nbytes: int) -> Solution:
 
     Raises ``BudgetError`` where there is none. It names the least peak that any assignment has.
     """
-    best = _fastest(profile, budget_nbytes)
+    problem = _Problem(profile)
+    best = problem.fastest(budget_nbytes)
     if best is None:
         raise BudgetError(_impossible(profile, budget_nbytes))
-    while (leaner := _fastest(profile, best.prediction.peak_nbytes - 1)) is not None:
-        if _picoseconds_of(profile, leaner) > _picoseconds_of(profile, best):
-            break
+    seconds = _picoseconds_of(profile, best)
+    while (leaner := problem.fastest(best.prediction.peak_nbytes - 1, seconds)) is not None:
         best = leaner
     return best
 
 
 def floor(profile: Profile) -> Solution:
-    """An assignment with the least peak of all: no smaller budget can be met. Another with this peak may be faster."""
-    first = tuple(0 for _ in profile.places)
-    low, high = 0, predict(profile, first).peak_nbytes  # the budget high can be met, none below low can
+    """An assignment with the least peak of all: no smaller budget can be met. Another with this peak may be faster.
+
+    Raises ``BudgetError`` where every assignment offloads more than the host's memory can hold.
+    """
+    problem, low, high = _Problem(profile), 0, _unbounded(profile)  # high can be met, none below low can
+    assignment = problem.leanest(high)
+    if assignment is None:
+        raise BudgetError(_too_much_for_the_host(profile))
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _leanest(profile, middle) is not None else (middle + 1, high)
-    assignment = _leanest(profile, high)
-    assert assignment is not None, "the budget that an assignment takes is met by it"
+        found = problem.leanest(middle)
+        low, high = (low, middle) if found is not None else (middle + 1, high)
+        assignment = found or assignment
     return Solution(assignment, predict(profile, assignment))
 
 
@@ -162,7 +182,12 @@ def uniforms(profile: Profile, budget_nbytes: int) -> list[Uniform]:
         of_region = [row.index(name) if name in row else 0 for row in indices]
         assignment = tuple(of_region[place.region] for place in profile.places)
         found.append(Uniform(name, Solution(assignment, predict(profile, assignment))))
-    fitting = [uniform for uniform in found if uniform.solution.prediction.peak_nbytes <= budget_nbytes]
+    fitting = [
+        uniform
+        for uniform in found
+        if uniform.solution.prediction.peak_nbytes <= budget_nbytes
+        and _fits_the_host(profile, uniform.solution.assignment)
+    ]
     return sorted(fitting, key=lambda uniform: _order(uniform.solution))
 
 
@@ -224,71 +249,120 @@ def _picoseconds_of(profile: Profile, solution: Solution) -> int:
     return sum(map(_picoseconds, choices_of(profile, solution.assignment)))
 
 
-def _undominated(choices: Sequence[Choice]) -> list[int]:
+def _staying(choice: Choice) -> int:
+    """The bytes that it holds on the device once what it offloads has left."""
+    return choice.held_nbytes - choice.moved_nbytes
+
+
+def _undominated(choices: Sequence[Choice], host_binds: bool) -> list[int]:
     """The indices of the choices that are worth trying, in order.
 
-    A choice is not if another one is no worse in seconds, held bytes and both peaks. Of equal ones the first is tried.
+    A choice is not if another one is no worse in seconds, in both peaks, and in held bytes, before what it offloads has
+    left and after; nor, if the host's memory binds, in moved bytes. Of equal ones the first is tried. One that offloads
+    nothing makes no other one redundant that does: it does not end the time for which the one before it is leaving.
     """
+
     costs = [
-        (_picoseconds(choice), choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
+        (
+            _picoseconds(choice),
+            choice.held_nbytes,
+            _staying(choice),
+            choice.forward_peak_nbytes,
+            choice.backward_peak_nbytes,
+            choice.moved_nbytes if host_binds else 0,
+        )
         for choice in choices
     ]
-    return [
-        i
-        for i, cost in enumerate(costs)
-        if not any(
-            all(map(int.__le__, other, cost)) and (other != cost or j < i) for j, other in enumerate(costs) if j != i
-        )
-    ]
+
+    def is_better(j: int, i: int) -> bool:
+        if choices[i].moved_nbytes and not choices[j].moved_nbytes:
+            return False
+        return all(map(int.__le__, costs[j], costs[i])) and (costs[j] != costs[i] or j < i)
+
+    return [i for i in range(len(choices)) if not any(is_better(j, i) for j in range(len(choices)) if j != i)]
 
 
-def _room(profile: Profile, budget_nbytes: int) -> Iterator[tuple[int, int]]:
-    """For each place, how many bytes may be alive in its forward and in its backward.
+class _Problem:
+    """A profile, and which of its choices are worth trying."""
 
-    Static bytes and, in backward, the gradients of the places after it are subtracted.
-    """
-    room = budget_nbytes - profile.static_nbytes
-    for above in _gradients_above(profile)[1:]:
-        yield room, room - above
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._usable: dict[bool, list[list[int]]] = {}
 
+    def leanest(self, budget_nbytes: int) -> Assignment | None:
+        """An assignment within the budget and the host's memory; None if there is none."""
+        found = cheapest_walk.reachable(self._places(budget_nbytes))
+        if found is None or _fits_the_host(self.profile, found):
+            return found
+        places = self._places(budget_nbytes, lambda choice: choice.moved_nbytes, host_binds=True)
+        found = cheapest_walk.cheapest(places)
+        return None if found is None or not _fits_the_host(self.profile, found) else found
 
-def _fits_the_optimizer(profile: Profile, budget_nbytes: int) -> bool:
-    needed = profile.static_nbytes + _gradients_above(profile)[0] + profile.optimizer_peak_nbytes
-    return needed <= budget_nbytes
+    def fastest(self, budget_nbytes: int, most_picoseconds: int | None = None) -> Solution | None:
+        """The fastest solution within the budget and the host's memory; None if there is none.
 
-
-def _fastest(profile: Profile, budget_nbytes: int) -> Solution | None:
-    """The fastest solution within the budget, by the steps of this file's docstring; None if there is none."""
-    if not _fits_the_optimizer(profile, budget_nbytes):
-        return None
-    usable = [_undominated(region.choices) for region in profile.regions]
-    held, picoseconds = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    # For each place and each pair there: the index of the pair before it, and the choice that leads from that to it.
-    steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
-    for place, (forward_room, backward_room) in zip(profile.places, _room(profile, budget_nbytes), strict=True):
-        reached = []
-        for index in usable[place.region]:
-            choice = profile.regions[place.region].choices[index]
-            most = min(forward_room - choice.forward_peak_nbytes, backward_room - choice.backward_peak_nbytes)
-            end = int(np.searchsorted(held, most, side="right"))  # held is sorted: the pairs up to here fit
-            reached.append((held[:end] + choice.held_nbytes, picoseconds[:end] + _picoseconds(choice), index, end))
-        held, picoseconds = np.concatenate([row[0] for row in reached]), np.concatenate([row[1] for row in reached])
-        if not len(held):
+        most_picoseconds: those of its regions; a slower one is not looked for.
+        """
+        if self.leanest(budget_nbytes) is None:
             return None
-        # This sort is stable: of equal pairs, the one by the choice that is listed first stays.
-        order = np.lexsort((picoseconds, held))
-        best_before = np.minimum.accumulate(picoseconds[order])
-        order = order[np.concatenate([[True], picoseconds[order][1:] < best_before[:-1]])]
-        held, picoseconds = held[order], picoseconds[order]
-        before = np.concatenate([np.arange(end) for *_, end in reached])
-        indices = np.repeat([index for *_, index, _ in reached], [end for *_, end in reached])
-        steps.append((before[order], indices[order]))
-    at = len(held) - 1  # of the pairs that are left, the one with the most bytes has the fewest seconds
-    assignment = []
-    for before, indices in reversed(steps):
-        assignment.append(int(indices[at]))
-        at = int(before[at])
-    return _tidied(profile, tuple(reversed(assignment)))
+        found = cheapest_walk.cheapest(self._places(budget_nbytes), most_picoseconds)
+        if found is not None and not _fits_the_host(self.profile, found):
+            assert self.profile.link is not None, "without a link the host has no bound"
+            places = self._places(budget_nbytes, host_binds=True)
+            found = cheapest_walk.cheapest(places, most_picoseconds, self.profile.link.host_nbytes)
+            if found is None and most_picoseconds is None:
+                found = self._first_offload(budget_nbytes, places)
+        return None if found is None else _tidied(self.profile, found)
+
+    def _first_offload(self, budget_nbytes: int, places: cheapest_walk.Places) -> Assignment:
+        """A fast assignment within the budget and the host's memory, where to find the fastest would take long.
+
+        It is the fastest of those in which only the first so many places offload, or offload more than they have to.
+        These hold for the longest time. How many they are is found by halving.
+        """
+        lean = self.leanest(budget_nbytes)
+        assert lean is not None, "the budget can be met"
+        fitting, low, high = [lean], 0, len(places) + 1
+        while high - low > 1:
+            count = (low + high) // 2
+            few = [
+                ways if i < count else [way for way in ways if way.moved == min(other.moved for other in ways)]
+                for i, ways in enumerate(places)
+            ]
+            found = cheapest_walk.cheapest(few)
+            if found is None or _fits_the_host(self.profile, found):
+                low = count
+            else:
+                high = count
+            if found is not None and _fits_the_host(self.profile, found):
+                fitting.append(found)
+        return min(fitting, key=lambda assignment: _order(Solution(assignment, predict(self.profile, assignment))))
+
+    def _places(
+        self, budget_nbytes: int, cost: Callable[[Choice], int] = _picoseconds, *, host_binds: bool = False
+    ) -> list[list[Way]]:
+        """The ways to pass each place; none where the optimizer's step alone is over the budget."""
+        profile, room = self.profile, budget_nbytes - self.profile.static_nbytes
+        above = _gradients_above(profile)
+        if above[0] + profile.optimizer_peak_nbytes > room:
+            return [[] for _ in profile.places]
+        if host_binds not in self._usable:
+            self._usable[host_binds] = [_undominated(region.choices, host_binds) for region in profile.regions]
+        found = []
+        for place, gradients in zip(profile.places, above[1:], strict=True):
+            ways = []
+            for index in self._usable[host_binds][place.region]:
+                choice = profile.regions[place.region].choices[index]
+                most = min(room - choice.forward_peak_nbytes, room - gradients - choice.backward_peak_nbytes)
+                if most >= 0:
+                    ways.append(Way(index, cost(choice), _staying(choice), choice.moved_nbytes, most))
+            found.append(ways)
+        return found
+
+
+def _fits_the_host(profile: Profile, assignment: Assignment) -> bool:
+    moved = sum(choice.moved_nbytes for choice in choices_of(profile, assignment))
+    return profile.link is None or moved <= profile.link.host_nbytes
 
 
 def _tidied(profile: Profile, assignment: Assignment) -> Solution:
@@ -340,28 +414,15 @@ def _changes(profile: Profile, assignment: Assignment) -> int:
     return count
 
 
-def _leanest(profile: Profile, budget_nbytes: int) -> Assignment | None:
-    """An assignment within the budget; None if there is none.
-
-    Each place takes the choice that fits and holds the least, which leaves the most room for the places after it.
-    """
-    if not _fits_the_optimizer(profile, budget_nbytes):
-        return None
-    held = 0
-    assignment = []
-    for place, (forward_room, backward_room) in zip(profile.places, _room(profile, budget_nbytes), strict=True):
-        choices = profile.regions[place.region].choices
-        fitting = [
-            (choice.held_nbytes, _picoseconds(choice), index)
-            for index, choice in enumerate(choices)
-            if held + choice.forward_peak_nbytes <= forward_room and held + choice.backward_peak_nbytes <= backward_room
-        ]
-        if not fitting:
-            return None
-        least, _, index = min(fitting)
-        held += least
-        assignment.append(index)
-    return tuple(assignment)
+def _too_much_for_the_host(profile: Profile) -> str:
+    """The error's message where no budget can be met."""
+    assert profile.link is not None, "without a link the host has no bound"
+    least = [min(choice.moved_nbytes for choice in region.choices) for region in profile.regions]
+    return (
+        f"whatever is chosen, {humanize(sum(least[place.region] for place in profile.places))} are offloaded, and the "
+        f"host has room for {humanize(profile.link.host_nbytes)}. What would help: to allow regions that offload "
+        "nothing, or less"
+    )
 
 
 def _impossible(profile: Profile, budget_nbytes: int) -> str:

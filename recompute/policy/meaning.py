@@ -7,6 +7,8 @@ A rule's keys are what users write; a ``Meaning`` is what the engine does. For e
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from recompute.policy.rules import FAMILIES, MIN_BYTES, PRICE, Rule, Via
@@ -46,6 +48,20 @@ class Offloading:
     """The most that this process may offload; None: a share of what is free."""
     directory: str | None = None
     """Of the files that they go to; None: host memory."""
+
+
+def travelling(sizes: Collection[int], fraction: float) -> Counter[int]:
+    """How many storages of each size travel: the largest, as many as make up no more than ``fraction`` of the bytes.
+
+    sizes: the bytes of each storage that could.
+    """
+    share: Counter[int] = Counter()
+    left = fraction * sum(sizes)
+    for nbytes in sorted(sizes, reverse=True):
+        if nbytes <= left:
+            share[nbytes] += 1
+            left -= nbytes
+    return share
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,30 @@ from recompute.policy.document import load_document
 
 NBytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _TABLE = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class HostLink(BaseModel):
+    """How fast a device copies to its host's memory and back, and how much of that memory there is for it."""
+
+    model_config = _TABLE
+
+    out_bandwidth: Bandwidth
+    """Bytes a second from the device to the host."""
+    back_bandwidth: Bandwidth
+    """Bytes a second from the host to the device."""
+    host_nbytes: NBytes
+    """The most that may be off the device at once."""
 
 
 class Choice(BaseModel):
     """One way to run a region, and what it costs there.
 
     Bytes count from what was allocated when the region's forward began. Neither what lives anyway (parameters,
-    optimizer states) nor the gradients that other regions have left behind are among them.
+    optimizer states) nor the gradients that other regions have left behind are among them. What leaves the device is
+    among them as if it stayed: only the whole step tells when its memory is free.
     """
 
     model_config = _TABLE
@@ -37,6 +52,19 @@ class Choice(BaseModel):
     """The most alive at once during its forward."""
     backward_peak_nbytes: NBytes
     """The most alive at once during its backward: what it holds and its own new gradients are counted."""
+    moved_nbytes: NBytes = 0
+    """Of the bytes held, those that leave the device after forward and come back for backward; 0: it offloads nothing.
+
+    They leave the device once forward of the next region that offloads has ended. If there is none, they stay.
+    """
+    storages: Annotated[tuple[NBytes, ...], Strict(False)] = ()
+    """The bytes of each tensor that it holds and that may leave the device; () where that is not known."""
+
+    @model_validator(mode="after")
+    def _moves_what_it_holds(self) -> Choice:
+        if self.moved_nbytes > self.held_nbytes:
+            raise ValueError(f"expected moved_nbytes of at most held_nbytes; found {self.moved_nbytes}")
+        return self
 
 
 class RegionCosts(BaseModel):
@@ -88,6 +116,8 @@ class Profile(BaseModel):
     """The most alive at once during the optimizer's step, above static bytes and all gradients."""
     capacity_nbytes: NBytes | None = None
     """Of the device, for budgets such as "80%"; None where it is not known."""
+    link: HostLink | None = None
+    """Between the device and its host; None where it is not known, or there is none. Then nothing is offloaded."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Profile:

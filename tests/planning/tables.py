@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recompute.profiling.cost_table import Choice, Place, Profile, RegionCosts
+from recompute.profiling.cost_table import Choice, HostLink, Place, Profile, RegionCosts
 
 CHECKPOINT = {"action": "checkpoint"}
 HOOK = {"action": "recompute", "via": "hook"}
@@ -19,6 +19,9 @@ def choice(
     held: int,
     forward_peak: int,
     backward_peak: int,
+    *,
+    moved: int = 0,
+    storages: Sequence[int] = (),
 ) -> Choice:
     """A third of its seconds are forward's."""
     return Choice(
@@ -29,7 +32,13 @@ def choice(
         held_nbytes=held,
         forward_peak_nbytes=forward_peak,
         backward_peak_nbytes=backward_peak,
+        moved_nbytes=moved,
+        storages=tuple(storages),
     )
+
+
+def link(bandwidth: float = 100.0, host: int = 10**9) -> HostLink:
+    return HostLink(out_bandwidth=bandwidth, back_bandwidth=bandwidth, host_nbytes=host)
 
 
 def region(name: str, *choices: Choice, gradient: int = 0) -> RegionCosts:
@@ -44,6 +53,7 @@ def profile(
     optimizer_peak: int = 0,
     optimizer_seconds: float = 0.0,
     capacity: int | None = None,
+    link: HostLink | None = None,
 ) -> Profile:
     return Profile(
         model="made by hand",
@@ -55,6 +65,7 @@ def profile(
         optimizer_seconds=optimizer_seconds,
         optimizer_peak_nbytes=optimizer_peak,
         capacity_nbytes=capacity,
+        link=link,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import tables
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -20,11 +21,16 @@ from recompute.profiling.cost_table import Choice, Place, Profile
 
 @st.composite
 def profiles(draw: st.DrawFn, most_places: int = 6, most: int = 12) -> Profile:
-    """Small numbers, so that ties and tight budgets are common; peaks and what is held in any order."""
+    """Small numbers, so that ties and tight budgets are common; peaks and what is held in any order.
+
+    Some choices offload, and the host may have too little room for them.
+    """
     nbytes = st.integers(0, most)
 
     def one(name: int) -> Choice:
-        return tables.choice(f"c{name}", None, draw(st.integers(0, 9)) / 8, *(draw(nbytes) for _ in range(3)))
+        seconds, held = draw(st.integers(0, 9)) / 8, draw(nbytes)
+        moved = draw(st.one_of(st.just(0), st.integers(0, held)))
+        return tables.choice(f"c{name}", None, seconds, held, draw(nbytes), draw(nbytes), moved=moved)
 
     count = draw(st.integers(1, 3))
     regions = [
@@ -33,24 +39,47 @@ def profiles(draw: st.DrawFn, most_places: int = 6, most: int = 12) -> Profile:
     ]
     numbers = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=most_places))
     places = [Place(path=f"p.{i}", region=number) for i, number in enumerate(numbers)]
-    return tables.profile(regions, places, static=draw(nbytes), optimizer_peak=draw(nbytes), optimizer_seconds=0.5)
+    link = draw(st.one_of(st.none(), st.builds(tables.link, host=st.integers(0, 2 * most))))
+    static, optimizer_peak = draw(nbytes), draw(nbytes)
+    options: dict = {"static": static, "optimizer_peak": optimizer_peak, "optimizer_seconds": 0.5, "link": link}
+    return tables.profile(regions, places, **options)
 
 
 def every(profile: Profile) -> list[solver.Assignment]:
+    """Every assignment, even those that offload more than the host has room for."""
     return list(product(*(range(len(profile.regions[place.region].choices)) for place in profile.places)))
 
 
+def every_within_the_host(profile: Profile) -> list[solver.Assignment]:
+    room = math.inf if profile.link is None else profile.link.host_nbytes
+    return [a for a in every(profile) if sum(way.moved_nbytes for way in solver.choices_of(profile, a)) <= room]
+
+
 def peak_by_running(profile: Profile, assignment: solver.Assignment) -> int:
-    """The peak of a step that is acted out: forward, backward, optimizer, with one count of what is alive."""
+    """The peak of a step that is acted out: forward, backward, optimizer, with one count of what is alive.
+
+    Of what offloads, each place knows the one before it, as ``engine.host.offload`` does.
+    """
     ways = [profile.regions[place.region].choices[i] for place, i in zip(profile.places, assignment, strict=True)]
+    offloading = [i for i, way in enumerate(ways) if way.moved_nbytes]
+    before = dict(zip(offloading[1:], offloading, strict=False))
+    away: set[int] = set()
     alive = peak = profile.static_nbytes
-    for way in ways:
+    for i, way in enumerate(ways):
         peak = max(peak, alive + way.forward_peak_nbytes)
         alive += way.held_nbytes
-    for place, way in reversed(list(zip(profile.places, ways, strict=True))):
+        if i in before:
+            away.add(before[i])
+            alive -= ways[before[i]].moved_nbytes
+    for i, (place, way) in reversed(list(enumerate(zip(profile.places, ways, strict=True)))):
+        for wanted in (i, before.get(i)):
+            if wanted in away:
+                away.remove(wanted)
+                alive += ways[wanted].moved_nbytes
         alive -= way.held_nbytes
         peak = max(peak, alive + way.backward_peak_nbytes)
         alive += profile.regions[place.region].gradient_nbytes
+    assert not away
     return max(peak, alive + profile.optimizer_peak_nbytes)
 
 
@@ -60,13 +89,15 @@ def test_the_prediction_is_what_a_step_acted_out_takes(profile: Profile, data: s
     prediction = predict(profile, assignment)
     assert prediction.peak_nbytes == peak_by_running(profile, assignment)
     ways = solver.choices_of(profile, assignment)
-    assert prediction.held_nbytes == sum(way.held_nbytes for way in ways)
+    moved = [way.moved_nbytes for way in ways if way.moved_nbytes]
+    assert prediction.moved_nbytes == sum(moved)
+    assert prediction.held_nbytes == sum(way.held_nbytes for way in ways) - sum(moved[:-1])  # the last one stays
     assert prediction.step_seconds == pytest.approx(0.5 + sum(w.forward_seconds + w.backward_seconds for w in ways))
 
 
 @given(profiles(), st.integers(0, 120))
 def test_no_assignment_is_better_than_the_solution(profile: Profile, budget: int) -> None:
-    all_of_them = [predict(profile, assignment) for assignment in every(profile)]
+    all_of_them = [predict(profile, assignment) for assignment in every_within_the_host(profile)]
     fitting = [other for other in all_of_them if other.peak_nbytes <= budget]
     if not fitting:
         with pytest.raises(BudgetError):
@@ -74,6 +105,7 @@ def test_no_assignment_is_better_than_the_solution(profile: Profile, budget: int
         return
     solution = solve(profile, budget)
     assert solution.prediction == predict(profile, solution.assignment)
+    assert solution.assignment in every_within_the_host(profile)
     assert solution.prediction.peak_nbytes <= budget
     fastest = min(other.step_seconds for other in fitting)
     assert solution.prediction.step_seconds == pytest.approx(fastest, abs=1e-10)
@@ -93,7 +125,13 @@ def test_to_put_equal_choices_together_never_raises_the_peak(profile: Profile, d
 
 @given(profiles())
 def test_the_floor_is_the_least_peak_of_all(profile: Profile) -> None:
-    least = min(peak_by_running(profile, assignment) for assignment in every(profile))
+    possible = every_within_the_host(profile)
+    if not possible:
+        with pytest.raises(BudgetError, match=r"whatever is chosen, .* offloaded, and the host has room for"):
+            floor(profile)
+        return
+    least = min(peak_by_running(profile, assignment) for assignment in possible)
+    assert floor(profile).assignment in possible
     assert floor(profile).prediction == predict(profile, floor(profile).assignment)
     assert floor(profile).prediction.peak_nbytes == least
     assert solve(profile, least).prediction.peak_nbytes == least
@@ -103,7 +141,9 @@ def test_the_floor_is_the_least_peak_of_all(profile: Profile) -> None:
 
 @given(profiles(most_places=5))
 def test_the_frontier_is_all_that_nothing_undercuts(profile: Profile) -> None:
-    pairs = {(round(p.step_seconds, 9), p.peak_nbytes) for p in (predict(profile, a) for a in every(profile))}
+    possible = every_within_the_host(profile)
+    assume(possible)
+    pairs = {(round(p.step_seconds, 9), p.peak_nbytes) for p in (predict(profile, a) for a in possible)}
     best = sorted(p for p in pairs if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in pairs))
     found = [(round(s.prediction.step_seconds, 9), s.prediction.peak_nbytes) for s in frontier(profile, 1000)]
     assert found == best
@@ -122,7 +162,8 @@ def test_uniform_policies_are_all_that_fit_the_fastest_first(profile: Profile, b
             continue
         names = [[choice.name for choice in profile.regions[place.region].choices] for place in profile.places]
         assignment = tuple(row.index(name) if name in row else 0 for row in names)
-        if (prediction := predict(profile, assignment)).peak_nbytes <= budget:
+        prediction = predict(profile, assignment)
+        if prediction.peak_nbytes <= budget and assignment in every_within_the_host(profile):
             fitting[name] = prediction
     found = uniforms(profile, budget)
     assert {uniform.choice: uniform.solution.prediction for uniform in found} == fitting
@@ -259,7 +300,7 @@ def test_moments_are_those_of_a_sum_by_hand() -> None:
         Moment("backward", 3): 1000 + 120 + 80,
         Moment("optimizer step"): 1000 + 100 + 40,
     }
-    assert predict(profile, (0, 0, 3, 1)) == (1270, "backward of model.layers.1", 140, pytest.approx(8.75))
+    assert predict(profile, (0, 0, 3, 1)) == (1270, "backward of model.layers.1", 140, pytest.approx(8.75), 0)
 
 
 def test_the_peak_is_named() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -44,7 +43,7 @@ from recompute.engine.saved_tensors import (
 from recompute.engine.tape.op_arguments import parameter_of
 from recompute.engine.thread_state import local
 from recompute.errors import UnsupportedError
-from recompute.policy.meaning import Offloading
+from recompute.policy.meaning import Offloading, travelling
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -96,7 +95,7 @@ class OffloadFrame:
         """Bytes that travel, in a first frame."""
         self._stays: dict[int, StorageWeakRef] = {}
         """The storages that stay, by the addresses of their StorageImpls (invariant 3)."""
-        self._share = _share_of(region.last_sizes, region.offloading.fraction)
+        self._share = travelling(region.last_sizes, region.offloading.fraction)
         self._copies: list[weakref.ref[OffloadedStorage]] = []
         self._group = RecipeGroup()
         self._statistics = RegionStatistics(region.statistics.name)
@@ -207,17 +206,6 @@ class OffloadFrame:
         if self._counts:
             statistics.eager_nbytes += nbytes
             statistics.kept_nbytes += nbytes
-
-
-def _share_of(sizes: list[int], fraction: float) -> Counter[int]:
-    """How many storages of each size travel: the largest, as many as make up no more than ``fraction`` of the bytes."""
-    share: Counter[int] = Counter()
-    left = fraction * sum(sizes)
-    for nbytes in sorted(sizes, reverse=True):
-        if nbytes <= left:
-            share[nbytes] += 1
-            left -= nbytes
-    return share
 
 
 class _Forward(threading.local):
