@@ -297,7 +297,7 @@ def plan(
     ] = "adamw",
     allow: Annotated[
         list[str] | None,
-        typer.Option(help="keep, hook, kernel or checkpoint: only what is listed may be chosen. Repeatable."),
+        typer.Option(help="keep, hook, kernel, checkpoint or offload: only what is listed may be chosen. Repeatable."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the policy to this YAML file.")] = None,
     as_json: JsonOption = False,

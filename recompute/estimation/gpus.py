@@ -24,36 +24,45 @@ class Gpu(NamedTuple):
     capacity_nbytes: int
     """About the bytes of memory that CUDA reports."""
     name: str = "a GPU"
+    link: float | None = None
+    """Bytes a second to its host, and as many back at once; None where that is not known."""
 
 
-def _gpu(name: str, half_tflops: float, float_tflops: float, tera_bandwidth: float, gib: int) -> Gpu:
-    return Gpu(half_tflops * 1e12, float_tflops * 1e12, tera_bandwidth * 1e12, gib * _GIB, name)
+_PCIE = {4: 32e9, 5: 64e9}
+"""Bytes a second each way over the 16 lanes of a generation of PCI Express."""
+
+
+def _gpu(name: str, half_tflops: float, float_tflops: float, tera_bandwidth: float, gib: int, pcie: int) -> Gpu:
+    return Gpu(half_tflops * 1e12, float_tflops * 1e12, tera_bandwidth * 1e12, gib * _GIB, name, _PCIE[pcie])
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H200", 989, 67, 4.8, 139),
-        _gpu("H100", 989, 67, 3.35, 79),
-        _gpu("H100 PCIe", 756, 51, 2.0, 79),
-        _gpu("A100", 312, 19.5, 2.04, 79),
-        _gpu("A100 PCIe", 312, 19.5, 1.935, 79),
-        _gpu("A100 40GB", 312, 19.5, 1.555, 39),
-        _gpu("B200", 2250, 75, 8.0, 178),
-        _gpu("L40S", 362, 91.6, 0.864, 44),
-        _gpu("L4", 121, 30.3, 0.3, 22),
-        _gpu("A10", 125, 31.2, 0.6, 22),
-        _gpu("RTX 4090", 165, 82.6, 1.008, 23),
-        _gpu("RTX 3090", 71, 35.6, 0.936, 23),
-        _gpu("MI300X", 1307, 163, 5.3, 191),
+        _gpu("H200", 989, 67, 4.8, 139, 5),
+        _gpu("H100", 989, 67, 3.35, 79, 5),
+        _gpu("H100 PCIe", 756, 51, 2.0, 79, 5),
+        _gpu("A100", 312, 19.5, 2.04, 79, 4),
+        _gpu("A100 PCIe", 312, 19.5, 1.935, 79, 4),
+        _gpu("A100 40GB", 312, 19.5, 1.555, 39, 4),
+        _gpu("B200", 2250, 75, 8.0, 178, 5),
+        _gpu("L40S", 362, 91.6, 0.864, 44, 4),
+        _gpu("L4", 121, 30.3, 0.3, 22, 4),
+        _gpu("A10", 125, 31.2, 0.6, 22, 4),
+        _gpu("RTX 4090", 165, 82.6, 1.008, 23, 4),
+        _gpu("RTX 3090", 71, 35.6, 0.936, 23, 4),
+        _gpu("MI300X", 1307, 163, 5.3, 191, 5),
     )
 }
-"""Teraflops dense, terabytes a second. H100 and A100 without a suffix are the SXM forms, A100 with 80 GB.
+"""Teraflops dense, terabytes a second, and the generation of PCI Express, of 16 lanes.
+
+H100 and A100 without a suffix are the SXM forms, A100 with 80 GB.
 
 Sources: NVIDIA's data sheets "H200 Tensor Core GPU", "H100 Tensor Core GPU" (SXM and PCIe), "A100 Tensor Core GPU"
-(SXM and PCIe, 40 and 80 GB), "HGX B200" (an eighth of it; bandwidth as in "DGX B200"), "L40S", "L4" and "A10", where
-figures with sparsity are halved; the white papers "NVIDIA Ada GPU Architecture" (RTX 4090) and "NVIDIA Ampere GA102 GPU
-Architecture" (RTX 3090), in both FP16 with FP32 accumulate; AMD's data sheet "Instinct MI300X Accelerator".
+(SXM and PCIe, 40 and 80 GB), "HGX B200" (an eighth of it; bandwidth and PCI Express as in "DGX B200"), "L40S", "L4" and
+"A10", where figures with sparsity are halved; the white papers "NVIDIA Ada GPU Architecture" (RTX 4090) and "NVIDIA
+Ampere GA102 GPU Architecture" (RTX 3090), in both FP16 with FP32 accumulate; AMD's data sheet "Instinct MI300X
+Accelerator". Data sheets add up both directions of PCI Express: 128 GB/s for generation 5, 64 GB/s for 4.
 """
 
 _MAKERS = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|tensor|core|gpu|hbm\d*e?|sxm\d*|oam")

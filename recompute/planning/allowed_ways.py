@@ -8,8 +8,11 @@ from recompute.errors import PlanError
 from recompute.policy.document import nearest, show
 from recompute.profiling.cost_table import Choice, Profile, RegionCosts
 
-ALLOWED = ("keep", "hook", "kernel", "checkpoint")
-"""The ways that a plan may be restricted to. All but "kernel" leave gradients the same, bit for bit."""
+ALLOWED = ("keep", "hook", "kernel", "checkpoint", "offload")
+"""The ways that a plan may be restricted to. All but "kernel" leave gradients the same, bit for bit.
+
+"offload" is beside another one, of which a region's rule offloads what it holds; or alone, where it holds everything.
+"""
 
 
 def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
@@ -22,18 +25,19 @@ def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
     check_allowed(allowed)
 
     def of(region: RegionCosts) -> RegionCosts:
-        left = [choice for choice in region.choices if way_of(choice) in allowed]
+        left = [choice for choice in region.choices if ways_of(choice).issubset(allowed)]
         return region.model_copy(update={"choices": tuple(left) or region.choices[:1]})
 
     return profile.model_copy(update={"regions": tuple(map(of, profile.regions))})
 
 
-def way_of(choice: Choice) -> str:
-    """Which of ``ALLOWED`` the choice is. ``via: auto`` counts as a kernel, since it may round in another way."""
+def ways_of(choice: Choice) -> frozenset[str]:
+    """Those of ``ALLOWED`` that the choice is. ``via: auto`` counts as a kernel, since it may round in another way."""
     rule = choice.rule or {"action": "keep"}
-    if rule["action"] != "recompute":
-        return rule["action"]
-    return "hook" if rule.get("via") == "hook" else "kernel"
+    way = rule["action"]
+    if way == "recompute":
+        way = "hook" if rule.get("via") == "hook" else "kernel"
+    return frozenset([way, "offload"] if rule.get("offload") else [way])
 
 
 def check_allowed(allowed: Collection[str] | None) -> None:

@@ -11,6 +11,7 @@ from recompute.planning.allowed_ways import check_allowed, only_allowed
 from recompute.planning.plan import Plan, solve_plan, with_frontier
 from recompute.policy.document import show
 from recompute.profiling.cost_table import Profile
+from recompute.profiling.offloaded_choices import with_offloading
 from recompute.units import parse_budget
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ def plan(
     device, sharding, devices: as ``recompute.profile`` takes them, for GPUs that are not here.
     budget: for the whole step, with parameters, gradients and optimizer states: a number of bytes, "40GiB", "40GB", or
         "80%" of the device.
-    allowed: which of "keep" (as it is), "hook", "kernel" and "checkpoint" a region may run by; all of them unless
-        given. A region that has none of them stays as it is.
+    allowed: which of "keep" (as it is), "hook", "kernel", "checkpoint" and "offload" a region may run by; all of them
+        unless given. With "offload", what a region holds by one of the others may leave the device; "offload" without
+        another one is a region that holds everything. It needs a profile that knows the device's link to its host. A
+        region that has none of them stays as it is.
     frontier: solve for other budgets as well.
     verify: if the plan's peak is over the budget when it runs, or off by more than 2%, correct the profile and plan
         again.
@@ -70,7 +73,7 @@ def plan(
         options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
         shared = {"device": device, "sharding": sharding, "devices": devices}
         table = profile or _measured(model, example_batch, allowed, **options, **shared)
-    table = only_allowed(table, allowed)
+    table = only_allowed(with_offloading(table), allowed)
     found = solve_plan(table, parse_budget(budget, table.capacity_nbytes))
     if not isinstance(model, Profile) and (verify or table.source == "measured"):
         from recompute.planning.plan_verification import verify_plan  # which imports torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +65,8 @@ class Plan:
     """The profile that was planned with: it has the allowed choices alone."""
     assignment: Assignment
     """For each place of the profile, the index of its choice."""
+    offloaded_bytes: int = 0
+    """What leaves the device in a step, and comes back."""
     frontier: tuple[Solution, ...] = ()
     """The best that other budgets give, from the fastest to the least peak; empty unless asked for."""
     rounds: tuple[VerificationRound, ...] = ()
@@ -91,10 +93,16 @@ class Plan:
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "predicted_step_seconds": self.predicted_step_seconds,
             "peak_moment": self.peak_moment,
+            "offloaded_bytes": self.offloaded_bytes,
             "note": self.note,
             "policy": _document(self.policy),
             "choices": [
-                {"path": place.path, "region": self.profile.regions[place.region].name, "choice": choice.name}
+                {
+                    "path": place.path,
+                    "region": self.profile.regions[place.region].name,
+                    "choice": choice.name,
+                    "offloaded_bytes": choice.moved_nbytes,
+                }
                 for place, choice in zip(
                     self.profile.places, solver.choices_of(self.profile, self.assignment), strict=True
                 )
@@ -113,6 +121,7 @@ class Plan:
                     "peak_bytes": prediction.peak_nbytes,
                     "step_seconds": prediction.step_seconds,
                     "peak_moment": prediction.peak_moment,
+                    "offloaded_bytes": prediction.moved_nbytes,
                     "choices": [choice.name for choice in solver.choices_of(self.profile, assignment)],
                 }
                 for assignment, prediction in self.frontier
@@ -125,9 +134,9 @@ class Plan:
         lines = [
             self.profile.model,
             f"budget {humanize(self.budget_nbytes)}; predicted: peak {humanize(self.predicted_peak_bytes)} in the "
-            f"{self.peak_moment}, {self.predicted_step_seconds * 1e3:.1f} ms a step",
+            f"{self.peak_moment}, {self.predicted_step_seconds * 1e3:.1f} ms a step{_offloaded(self.offloaded_bytes)}",
             "",
-            tabulate(_table(self.profile, self.assignment), ("region", "choice", "count", "where"), "github"),
+            _table(self.profile, self.assignment),
             "",
         ]
         if self.uniform is None:
@@ -180,6 +189,7 @@ def plan_from_solution(profile: Profile, budget_nbytes: int, solution: Solution)
         note=_note(profile, solution, budget_nbytes),
         profile=profile,
         assignment=solution.assignment,
+        offloaded_bytes=solution.prediction.moved_nbytes,
     )
 
 
@@ -191,8 +201,12 @@ def _description(profile: Profile, prediction: Prediction, budget_nbytes: int) -
     return (
         f"planned for {profile.model}: budget {humanize(budget_nbytes)}, predicted peak "
         f"{humanize(prediction.peak_nbytes)} in the {prediction.peak_moment}, {prediction.step_seconds * 1e3:.1f} ms a "
-        "step"
+        f"step{_offloaded(prediction.moved_nbytes)}"
     )
+
+
+def _offloaded(nbytes: int) -> str:
+    return f", {humanize(nbytes)} offloaded" if nbytes else ""
 
 
 def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
@@ -209,13 +223,23 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
     return "; ".join(notes)
 
 
-def _table(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, str, int, str]]:
-    """A row for each region and choice in use: their names, how many places have them, and which places these are."""
-    groups: dict[tuple[str, str], list[str]] = {}
+def _table(profile: Profile, assignment: Assignment) -> str:
+    """A row for each region and choice in use: their names, how many places have them, and which places these are.
+
+    If any of them offloads, also the bytes that each of its places does.
+    """
+    groups: dict[tuple[str, str, int], list[str]] = {}
     for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
-        groups.setdefault((profile.regions[place.region].name, choice.name), []).append(place.path)
-    for (name, way), paths in groups.items():
-        yield name, way, len(paths), _compact(paths)
+        key = profile.regions[place.region].name, choice.name, choice.moved_nbytes
+        groups.setdefault(key, []).append(place.path)
+    if not any(nbytes for *_, nbytes in groups):
+        rows = [(name, way, len(paths), _compact(paths)) for (name, way, _), paths in groups.items()]
+        return tabulate(rows, ("region", "choice", "count", "where"), "github")
+    wide = [
+        (name, way, humanize(nbytes) if nbytes else "", len(paths), _compact(paths))
+        for (name, way, nbytes), paths in groups.items()
+    ]
+    return tabulate(wide, ("region", "choice", "offloaded", "count", "where"), "github")
 
 
 def _compact(paths: Sequence[str]) -> str:

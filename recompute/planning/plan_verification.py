@@ -15,7 +15,7 @@ from torch import nn
 from recompute.attach.apply import apply
 from recompute.counters import clock, memory_trace
 from recompute.planning import solver
-from recompute.planning.allowed_ways import way_of
+from recompute.planning.allowed_ways import ways_of
 from recompute.planning.plan import Plan, VerificationRound, plan_from_solution, solve_plan
 from recompute.planning.solver import Assignment, Uniform
 from recompute.policy.rules import Policy
@@ -114,8 +114,8 @@ def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> 
 
 def _fastest_of_each_way(plan: Plan) -> Iterable[Uniform]:
     """For each way to run a region, the fastest uniform policy that is predicted to fit."""
-    ways = {choice.name: way_of(choice) for region in plan.profile.regions for choice in region.choices}
-    found: dict[str, Uniform] = {}
+    ways = {choice.name: ways_of(choice) for region in plan.profile.regions for choice in region.choices}
+    found: dict[frozenset[str], Uniform] = {}
     for uniform in solver.uniforms(plan.profile, plan.budget_nbytes):
         found.setdefault(ways[uniform.choice], uniform)
     return found.values()
@@ -159,12 +159,16 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
     """The profile, changed so that it predicts for ``assignment`` the peak and the seconds that were measured.
 
     For each choice in use, the measured bytes replace those of the profile: the mean of what its places held, and the
-    highest of their peaks. What the predicted peak is then too low or too high by goes to static bytes. All seconds
-    change by one factor.
+    highest of their peaks. When forward of a place that offloads has ended, what the one before it offloads has just
+    left the device: that is added to what the place held. What the predicted peak is then too low or too high by goes
+    to static bytes. All seconds change by one factor.
     """
     seen: dict[tuple[int, int], list[MeasuredPlace]] = {}
-    for place, index, found in zip(profile.places, assignment, measured.places, strict=bool(measured.places)):
-        seen.setdefault((place.region, index), []).append(found)
+    choices = solver.choices_of(profile, assignment)
+    for i, found in enumerate(measured.places):
+        left = solver.leaving_before(choices)[i] if choices[i].moved_nbytes else 0
+        whole = found._replace(held_nbytes=found.held_nbytes + left)
+        seen.setdefault((profile.places[i].region, assignment[i]), []).append(whole)
     before = solver.predict(profile, assignment).step_seconds
     factor = measured.step_seconds / before if before else 1.0
 
@@ -176,7 +180,7 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
         if found:
             held, forward_peaks, backward_peaks = zip(*found, strict=True)
             changes |= {
-                "held_nbytes": -(-sum(held) // len(held)),
+                "held_nbytes": max(-(-sum(held) // len(held)), choice.moved_nbytes),
                 "forward_peak_nbytes": max(forward_peaks),
                 "backward_peak_nbytes": max(backward_peaks),
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,14 @@ from recompute.errors import ModelError, RecomputeError, warn
 from recompute.profiling.candidates import Candidate
 from recompute.profiling.cost_table import Choice, Place, RegionCosts
 from recompute.profiling.dry_run import DryRun
-from recompute.profiling.regions import RegionKind, StepLayout, discover_layout, policy_from_rules
+from recompute.profiling.offloaded_choices import offloading_rule
+from recompute.profiling.regions import (
+    RegionKind,
+    StepLayout,
+    discover_layout,
+    policy_from_rules,
+    storages_that_may_travel,
+)
 from recompute.profiling.step_trace import StepPart, StepTrace
 
 Progress = Callable[[str, int, int], None]
@@ -29,14 +37,22 @@ _WARMUP = 2  # steps: the first makes plans and compiles kernels, the second use
 
 
 def measure_regions(
-    run: DryRun, match: str | Sequence[str] | None, kernels: bool, steps: int, progress: Progress | None
+    run: DryRun,
+    match: str | Sequence[str] | None,
+    kernels: bool,
+    steps: int,
+    progress: Progress | None,
+    may_offload: bool = False,
 ) -> dict[str, Any]:
-    """The fields of a profile that steps of ``run`` measure."""
+    """The fields of a profile that steps of ``run`` measure.
+
+    may_offload: find out, too, which tensors each way holds that may leave the device.
+    """
     report = progress or _silent
     report("looking at what runs", 0, 0)
     with _complains_of_memory(run.model):
         layout = discover_layout(run, match, kernels=kernels)
-    measuring = _RegionMeasurer(run, layout, steps, report)
+    measuring = _RegionMeasurer(run, layout, steps, report, may_offload)
     static_nbytes = measuring.run_base()
     measuring.run_all()
     return {"static_nbytes": static_nbytes, **measuring.table()}
@@ -87,6 +103,7 @@ class _RegionMeasurer:
     layout: StepLayout
     steps: int
     report: Progress
+    may_offload: bool
     done: int = 0
     ahead: int = 0
     """Steps that are still to run."""
@@ -94,6 +111,8 @@ class _RegionMeasurer:
     """For each step whose bytes were counted, the candidate of each place and what the step took."""
     seconds_of: dict[tuple[int, str], list[StepPart]] = field(default_factory=dict)
     """What was timed, by the ``id`` of a kind and the name of a candidate."""
+    storages_of: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    """Which storages may leave the device, in bytes, by the ``id`` of a kind and the name of a candidate."""
     optimizer_seconds: list[float] = field(default_factory=list)
     fillers: dict[int, Candidate] = field(default_factory=dict)
     """By the ``id`` of a kind, how its places run that are not being measured: in the way that holds least."""
@@ -220,6 +239,22 @@ class _RegionMeasurer:
         for place, (kind, candidate) in enumerate(zip(kinds, chosen, strict=True)):
             found = [one.parts[place].slowed(factor) for one in timed]
             self.seconds_of.setdefault((id(kind), candidate.name), []).extend(found)
+        if self.may_offload:
+            self._look_at_storages(chosen)
+
+    def _look_at_storages(self, chosen: Sequence[Candidate]) -> None:
+        """See which storages the places hold that could travel, by rules under which next to nothing does."""
+        rules = self.layout.rules(chosen)
+        for path, candidate in zip(self.layout.paths, chosen, strict=True):
+            if path in self.layout.regions:
+                rules[path] = offloading_rule(candidate.rule, sys.float_info.min)
+        with apply(self.run.model, policy_from_rules(rules)) as handle:
+            for _ in range(_WARMUP):
+                self.run.forward()
+            found = dict(storages_that_may_travel(handle))
+        for path, kind, candidate in zip(self.layout.paths, self.layout.kinds, chosen, strict=True):
+            if path in self.layout.regions:  # of places that run alike the last counts, which has usual neighbours
+                self.storages_of[id(kind), candidate.name] = found[path]
 
     def _tell(self) -> None:
         self.done += 1
@@ -278,6 +313,7 @@ class _RegionMeasurer:
             held_nbytes=max(sample.held for sample in samples),
             forward_peak_nbytes=max(sample.forward_peak for sample in samples),
             backward_peak_nbytes=max(sample.backward_peak for sample in samples),
+            storages=self.storages_of.get((id(kind), candidate.name), ()),
         )
 
     def _bytes(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Iterator[_PlaceBytes]:

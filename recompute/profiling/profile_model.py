@@ -15,6 +15,7 @@ from recompute.estimation.gpus import Gpu
 from recompute.estimation.static_memory import check_sharding
 from recompute.profiling.cost_table import Profile
 from recompute.profiling.dry_run import OptimizerFactory, dry_run
+from recompute.profiling.measure_link import measure_link
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, named
 from recompute.profiling.roofline import roofline
@@ -46,6 +47,9 @@ def profile(
     A head whose logits a kernel can do without is a region, too. Regions that run alike are measured as one: in each
     step, a few places run in the ways in question, in pairs of neighbours, and all others in the way that holds least.
     A way that runs out of memory even so, or cannot be used, is left out with a ``PolicyWarning``.
+
+    On CUDA the link to the host is measured, too, and which tensors each way holds that may leave the device. Plans
+    derive from that what each way takes if it offloads.
 
     Weights, gradients, buffers, random state and training flags are afterwards as before, also if this raises.
 
@@ -79,11 +83,14 @@ def profile(
         )
     with dry_run(model, batch, loss=loss, optimizer=optimizer) as run:
         on_cuda = run.device.type == "cuda"
-        table = measure_regions(run, match, on_cuda if kernels is None else kernels, steps, progress)
+        link = measure_link(run.device)
+        kernels = on_cuda if kernels is None else kernels
+        table = measure_regions(run, match, kernels, steps, progress, link is not None)
         return Profile(
             model=describe(model, named(batch)),
             machine=counters.describe_machine(run.device),
             source="measured",
             capacity_nbytes=torch.cuda.get_device_properties(run.device).total_memory if on_cuda else None,
+            link=link,
             **table,
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
+from recompute.attach.runners import OffloadRunner
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.errors import ModelError, warn
@@ -185,6 +186,13 @@ def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[st
 def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:
     for attachment in handle._attachments:
         yield attachment.path, getattr(attachment.runner, "inner", None) or attachment.runner
+
+
+def storages_that_may_travel(handle: AppliedPolicy) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """For each module whose rule offloads, by path, the bytes of the storages that could travel in its last forward."""
+    for attachment in handle._attachments:
+        if isinstance(attachment.runner, OffloadRunner):
+            yield attachment.path, tuple(sorted(attachment.runner.offload_region.last_sizes, reverse=True))
 
 
 def _likeness(module: nn.Module, plan: SavePlan | None) -> Any:

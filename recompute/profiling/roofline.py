@@ -29,7 +29,7 @@ from recompute.estimation.simulation import fake_mode
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
 from recompute.estimation.workspaces import WORKSPACE_NBYTES
-from recompute.profiling.cost_table import Profile
+from recompute.profiling.cost_table import HostLink, Profile
 from recompute.profiling.dry_run import DryRun, OptimizerFactory, nbytes_of
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, arguments_of, named
@@ -39,6 +39,8 @@ from recompute.profiling.step_trace import StepTrace
 
 # The shares of a device's peak that large GEMMs and large copies reach: on an H200, GEMMs reach 690 to 790 TFLOP/s.
 _OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85
+# The share of its link that copies in both directions reach: on an H200, 50 of 64 GB/s each way.
+_OF_LINK = 0.75
 
 
 def roofline(
@@ -57,9 +59,10 @@ def roofline(
     """Calculate what ``recompute.profile`` would measure on ``device``, without that device.
 
     Each op takes the time of its arithmetic at 0.75 of the device's peak, or that of its traffic at 0.85 of the
-    memory's bandwidth, whichever is longer. Launching an op takes no time here, so a small model is slower than its
-    profile says. Bytes are counted on fake tensors, for the kernels that torch chooses on CUDA. The model is left as it
-    is, and may be on ``meta``. The profile's ``source`` is "roofline".
+    memory's bandwidth, whichever is longer. Copies to the host and back take theirs at 0.75 of the link's bandwidth.
+    Launching an op takes no time here, so a small model is slower than its profile says. Bytes are counted on fake
+    tensors, for the kernels that torch chooses on CUDA. The model is left as it is, and may be on ``meta``. The
+    profile's ``source`` is "roofline".
 
     optimizer: makes an optimizer of a list of parameters; by default ``torch.optim.AdamW``. Where it leaves ``foreach``
         open, that is on, as torch chooses on CUDA.
@@ -84,7 +87,7 @@ def roofline(
         idle: Any = _NoOptimizer(trained)
         run = _FakeDryRun(fake, args, kwargs, loss, idle, gpu, shards.share)
         static_nbytes = shards.parameter_nbytes + nbytes_of([*fake.buffers(), args, kwargs]) + costs.state_nbytes
-        table = _table(run, match, kernels, progress)
+        table = _table(run, match, kernels, progress, gpu.link is not None)
     table["regions"] = shards.with_buffers(table["regions"])
     table |= {"static_nbytes": static_nbytes + WORKSPACE_NBYTES, "optimizer_seconds": costs.seconds}
     table |= {"optimizer_peak_nbytes": costs.peak_nbytes + shards.buffer_nbytes("optimizer")}
@@ -97,8 +100,17 @@ def roofline(
         machine=machine,
         source="roofline",
         capacity_nbytes=gpu.capacity_nbytes,
+        link=_link(gpu),
         **table,
     )
+
+
+def _link(gpu: Gpu) -> HostLink | None:
+    """The link that a GPU has to its host. Of the host nothing is known: it has room for as much as the GPU itself."""
+    if gpu.link is None:
+        return None
+    bandwidth = gpu.link * _OF_LINK
+    return HostLink(out_bandwidth=bandwidth, back_bandwidth=bandwidth, host_nbytes=gpu.capacity_nbytes)
 
 
 def _where(gpu: Gpu, sharding: str, devices: int) -> str:
@@ -106,14 +118,16 @@ def _where(gpu: Gpu, sharding: str, devices: int) -> str:
     return f"calculated for {of}"
 
 
-def _table(run: DryRun, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None) -> dict[str, Any]:
+def _table(
+    run: DryRun, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None, may_offload: bool
+) -> dict[str, Any]:
     """The fields of a profile that training steps measure. Of layers that are alike, only a few run."""
     if progress is not None:
         progress("looking for layers that are alike", 0, 0)
     repeated = representative(run, match)
     layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
     with shortened(repeated):
-        table = measure_regions(run, match, kernels, 1, progress)
+        table = measure_regions(run, match, kernels, 1, progress, may_offload)
     return {**table, "places": tuple(continued(table["places"], repeated, layers))}
 
 
