@@ -46,11 +46,14 @@ if TYPE_CHECKING:
     from recompute.profiling.model_run import Loss
 
 _OF_THE_RANK = ("model", "machine")
+_LEAST = ("capacity_nbytes", "link")
+"""Keys of a profile of which the least of all ranks counts, and nothing where one of them has nothing."""
 
 
 def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:
     """One profile for all ranks, with the most that any of them has measured of each time and each number of bytes.
 
+    The link to the host is the slowest of them, with the least room, and of what a choice may offload the least counts.
     A plan made from it is the same on every rank, and fits each of them. Call this on all ranks of ``group`` (by
     default all there are), with what ``recompute.profile`` returned there::
 
@@ -69,9 +72,8 @@ def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:
                 f"expected one profile on all ranks but for times and bytes; found that rank {rank} of the group has "
                 f"another {where} than rank 0. Profile the same model, with batches of one shape, on all of them."
             )
-    capacities = [table["capacity_nbytes"] for table in tables]
-    merged = _most(tables)
-    return Profile(**{**merged, "capacity_nbytes": None if None in capacities else min(capacities)})
+    least = {key: _least([table.pop(key) for table in tables]) for key in _LEAST}
+    return Profile(**{**_most(tables), **least})
 
 
 def verify_plan(
@@ -153,7 +155,7 @@ def _is_measured(value: Any) -> bool:
 def _difference(one: Any, other: Any, where: str) -> str | None:
     """Where two tables differ by more than measured numbers: "profile.regions[0].name"; None if they do not."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        parts = ((one[key], other[key], f"{where}.{key}") for key in one if key not in ("rule", "capacity_nbytes"))
+        parts = ((one[key], other[key], f"{where}.{key}") for key in one if key not in ("rule", "storages", *_LEAST))
         same = one.get("rule") == other.get("rule")
         return f"{where}.rule" if not same else next(filter(None, (_difference(*part) for part in parts)), None)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
@@ -168,7 +170,17 @@ def _most(values: list[Any]) -> Any:
     """One table with the largest of each number. Everything else is the same in all of them."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: first[key] if key == "rule" else _most([value[key] for value in values]) for key in first}
+        found = {key: _most([value[key] for value in values]) for key in first if key not in ("rule", "storages")}
+        storages = {"storages": min((value["storages"] for value in values), key=sum)} if "storages" in first else {}
+        return found | storages | ({"rule": first["rule"]} if "rule" in first else {})
     if isinstance(first, (list, tuple)):
         return [_most(list(parts)) for parts in zip(*values, strict=True)]
     return max(values) if _is_measured(first) else first
+
+
+def _least(values: list[Any]) -> Any:
+    """The smallest of each number; None where one of the values is None."""
+    if None in values:
+        return None
+    first = values[0]
+    return {key: min(value[key] for value in values) for key in first} if isinstance(first, dict) else min(values)

@@ -17,6 +17,7 @@ has ended. So a plan in which only some regions offload may be faster than predi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def _with_offloading(region: RegionCosts, link: HostLink) -> RegionCosts:
 
 def _shares_of(choice: Choice, link: HostLink, least_nbytes: float) -> Iterator[Choice]:
     """The choices that offload a share of what ``choice`` holds. What any two of them move differs by the least."""
-    last = choice.held_nbytes + least_nbytes
+    last = math.inf
     for share, name in SHARES.items():
         copied = sum(nbytes * count for nbytes, count in travelling(choice.storages, share).items())
         moved = max(0, copied - _not_its_own(choice))
