@@ -38,6 +38,7 @@ def residual_mlp(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    compress: bool = False,
 ) -> Tensor:
     """``h + gated_mlp(rms_norm(h))`` of ``h = x + residual``, holding ``h``, gate and up for backward.
 
@@ -57,6 +58,7 @@ def residual_mlp(
         gate_bias: as many as ``gate_weight`` has rows.
         up_bias: (I,); None if packed.
         down_bias: (H,).
+        compress: as ``gated_mlp`` takes it.
 
     Returns:
         (..., H), of the promoted dtype of ``h`` and the MLP. Saved for backward are the parameters, ``h``, a float32 a
@@ -78,4 +80,4 @@ def residual_mlp(
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     norm = checked_norm("residual_mlp", x, dtype, norm_weight, eps, casting)
     operands = autocast("residual_mlp", {"normalized x": norm.dtype}, parameters, x.device.type)
-    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation)[0]
+    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation, compress)[0]

@@ -63,8 +63,10 @@ def _runners(
             fallback = tape if meaning.kernels is Kernels.ON_CUDA else None
             kernel = _find_named_kernel(statistics, module, fallback)
             if kernel is not None:
-                kernel.compiled_region = compiled_region(op_policy(meaning))
+                kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
             runner = kernel or tape
+        if kernel is not None and meaning.compresses:
+            kernel.hold_codes()
         yield path, module, runner
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(path, module, meaning, governed)
@@ -92,6 +94,8 @@ def _kernels_inside(
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
         kernel = find_inner_kernel(statistics, child, module, _instead_of_kernel(statistics, meaning))
         if kernel is not None:
+            if meaning.compresses:
+                kernel.hold_codes()
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(child_path, child, meaning, governed)

@@ -26,7 +26,7 @@ from recompute.errors import BudgetError
 from recompute.policy.document import dump_document, raises_policy_error
 from recompute.units import parse_budget
 
-Action = Literal["keep", "recompute", "checkpoint", "offload"]
+Action = Literal["keep", "recompute", "checkpoint", "offload", "compress"]
 Via = Literal["hook", "kernel", "auto"]
 To = Literal["host", "disk"]
 Family = Literal["gemm", "convolution", "attention", "collective"]
@@ -53,10 +53,10 @@ _BELONGS_TO = {
     "keep": ("recompute", "checkpoint"),
     "price": ("recompute",),
     "capture": ("recompute", "checkpoint"),
-    "offload": ("recompute", "checkpoint"),
+    "offload": ("recompute", "checkpoint", "compress"),
+    "compress": ("recompute",),
 }
 _OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes", "to", "path")
-_UNBUILT_ACTIONS = ("compress",)
 _VERSION = 1
 _LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
 
@@ -213,12 +213,6 @@ def _not_empty(layers: tuple[LayerSpan, ...] | None) -> tuple[LayerSpan, ...] | 
     return layers
 
 
-def _built(action: object) -> object:
-    if action in _UNBUILT_ACTIONS:
-        raise ValueError("this action is not built yet: it comes in a later release")
-    return action
-
-
 def _known_version(version: int) -> int:
     if version != _VERSION:
         raise ValueError(f"expected {_VERSION}, the only version of this format that this release reads")
@@ -263,7 +257,9 @@ class Rule(BaseModel):
         again, if the rule lets it.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
-    offload: whether what ``recompute`` and ``checkpoint`` hold travels off the device, as under action "offload".
+    compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that
+        only GEMMs, convolutions, products, SiLU and GELU read. Gradients are then not exact.
+    offload: whether what is held travels off the device, as under action "offload".
     fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
     min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
     max_host_bytes: the most that this process may offload, a size; None is half of what is free where it goes, divided
@@ -280,12 +276,13 @@ class Rule(BaseModel):
     match: OneOrMore[PathGlob] = ()
     type: OneOrMore[ClassGlob] = ()
     layers: Layers = None
-    action: Annotated[Action, BeforeValidator(_built)]
+    action: Action
     via: Via = "auto"
     rerun: OneOrMore[Family] = ()
     keep: OneOrMore[Keepable] = ()
     price: Annotated[float, PlainValidator(_price)] = PRICE
     capture: bool = True
+    compress: bool = False
     offload: bool = False
     fraction: Annotated[float, PlainValidator(_fraction)] = 1.0
     min_bytes: Annotated[int, PlainValidator(_size)] = MIN_BYTES
@@ -307,6 +304,7 @@ class Rule(BaseModel):
             keep: str | Sequence[str] = (),
             price: float = PRICE,
             capture: bool = True,
+            compress: bool = False,
             offload: bool = False,
             fraction: float = 1.0,
             min_bytes: int | str = MIN_BYTES,
@@ -315,7 +313,7 @@ class Rule(BaseModel):
             path: str | None = None,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep", "price", "capture", "offload")
+    @field_validator("via", "rerun", "keep", "price", "capture", "compress", "offload")
     @classmethod
     def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)

@@ -249,7 +249,8 @@ class KernelLayerRunner(KernelRunner):
         return self._linears.count
 
     def _what(self) -> str:
-        return "norm_linears, " + ("add_rms_norm" if self.mlp is None else "residual_mlp")
+        codes = ", gate and up in 8 bits" if self.compresses else ""
+        return "norm_linears, " + ("add_rms_norm" if self.mlp is None else f"residual_mlp{codes}")
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         book = open_book()
@@ -324,7 +325,8 @@ class KernelLayerRunner(KernelRunner):
         (weights, biases), activation = operands, self.mlp.activation
 
         def kernel(x: Tensor, stream: Tensor) -> Tensor:
-            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **biases)
+            settings: dict[str, Any] = {**biases, "compress": self.compresses}
+            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **settings)
 
         def as_written(x: Tensor, stream: Tensor) -> Tensor:
             y, h = sum_and_norm(x, stream)

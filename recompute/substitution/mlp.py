@@ -107,7 +107,8 @@ class KernelMLPRunner(KernelRunner):
     mlp: KernelMLP
 
     def _what(self) -> str:
-        return f"gated_mlp ({self.mlp.activation})"
+        codes = ", gate and up in 8 bits" if self.compresses else ""
+        return f"gated_mlp ({self.mlp.activation}){codes}"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.gated_mlp import gated_mlp
@@ -118,7 +119,7 @@ class KernelMLPRunner(KernelRunner):
         (weights, biases), activation = operands, self.mlp.activation
 
         def kernel(x: Tensor) -> Tensor:
-            return gated_mlp(x, *weights, activation, **biases)
+            return gated_mlp(x, *weights, activation, **biases, compress=self.compresses)
 
         inputs = (only_argument(args, kwargs),)
         return self.compute((base_of(module), activation), inputs, [*weights, *biases.values()], kernel, forward)
