@@ -13,7 +13,9 @@ from recompute.policy.loading import load_policy, preset_names, preset_path
 from recompute.policy.rules import Policy, Rule
 
 POLICY = Policy(name="mine", rules=[Rule(match="**.mlp", action="recompute")])
-PRESETS = "the presets are alternate, auto, compress, compress-offload, elementwise, full, hook, kernel, none, offload"
+PRESETS = (
+    "the presets are alternate, auto, compress, compress-offload, elementwise, full, hook, kernel, long, none, offload"
+)
 
 
 def refusal_of(source) -> str:
@@ -91,7 +93,7 @@ def test_what_is_no_source_of_a_policy_is_refused(source, found):
 
 def test_the_presets_are_the_files_of_the_policies_folder():
     assert preset_names() == (
-        *("alternate", "auto", "compress", "compress-offload", "elementwise", "full", "hook", "kernel", "none"),
+        *("alternate", "auto", "compress", "compress-offload", "elementwise", "full", "hook", "kernel", "long", "none"),
         "offload",
     )
     folder = Path(__file__).parents[2] / "policies"
