@@ -48,6 +48,7 @@ from recompute.kernels.linears import (
 from recompute.kernels.rms_norm import rms_norm_forward, rms_norm_reference
 from recompute.kernels.swiglu import ACTIVATIONS, glu_backward, glu_backward_, glu_forward, glu_reference
 from recompute.kernels.swiglu_from_codes import decoded_gates, glu_backward_from_codes_, glu_backward_from_codes_op
+from recompute.kernels.tiled_mlp import TiledMLPFunction
 
 
 def gated_mlp(
@@ -61,6 +62,7 @@ def gated_mlp(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     compress: bool = False,
+    tile: int | None = None,
 ) -> Tensor:
     """``down(activation(gate(x)) * up(x))``, holding only ``gate(x)`` and ``up(x)`` for backward.
 
@@ -79,6 +81,8 @@ def gated_mlp(
         down_bias: (O,).
         compress: whether gate and up are held as codes of 8 bits (``blockwise_8bit``), which backward reads. Then the
             gradients are those of slightly different gates and ups. Those of float64 are held as they are.
+        tile: compute so many tokens at a time, and hold ``x`` alone: backward runs the tiles again (``tiled_mlp``).
+            None: all at once.
 
     Returns:
         (..., O). Saved for backward are ``x``, weights and biases, and gate and up: 2 · I elements a token.
@@ -90,7 +94,23 @@ def gated_mlp(
     parameters |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     check_operands("gated_mlp", activation, {"x": x, **parameters})
     operands = autocast("gated_mlp", {"x": x.dtype}, parameters, x.device.type)
-    return GatedMLPFunction.apply(x, None, None, *operands, None, activation, compress)[0]
+    if tile is not None and not torch.compiler.is_compiling():
+        return tiled(x, None, *operands, None, activation, tile)
+    return GatedMLPFunction.apply(x, None, None, *operands, None, activation, compress, True)[0]
+
+
+def tiled(x: Tensor, *arguments: Any) -> Tensor:
+    """The gated MLP of x, or the residual MLP, by tiles.
+
+    arguments: what ``TiledMLPFunction`` takes between x and ``compute``. Raises ``KernelError`` for a tile below 1.
+    """
+    if (tile := arguments[-1]) < 1:
+        raise KernelError(f"gated_mlp: tile is {tile}; expected at least 1 token, or None.")
+    return TiledMLPFunction.apply(x, *arguments, _of_a_tile, _reference)
+
+
+def _of_a_tile(x: Tensor, norm_weight: Tensor | None, *arguments: Any, with_output: bool) -> Tensor:
+    return GatedMLPFunction.apply(x, None, norm_weight, *arguments, False, with_output)[0]
 
 
 def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
@@ -124,6 +144,8 @@ def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
 class GatedMLPFunction(torch.autograd.Function):
     """The gated MLP of x; or if there is a norm, the residual MLP of x and residual.
 
+    ``with_output`` is False where forward runs again for the sake of its backward alone.
+
     The sum of x and residual is saved. It is an output as well, because a saved tensor that is neither an input nor an
     output would cut the graph of a second derivative.
     """
@@ -145,6 +167,7 @@ class GatedMLPFunction(torch.autograd.Function):
         norm: NormSettings | None,
         activation: str,
         compress: bool,
+        with_output: bool,
     ) -> tuple[Tensor, Tensor | None]:
         h, n, rstd = x, x, None
         if norm is not None:
@@ -166,6 +189,8 @@ class GatedMLPFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.norm, ctx.activation = norm, activation
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        if not with_output:
+            return h.new_empty(()).expand(*h.shape[:-1], down_weight.shape[0]), None
         product = glu_forward(gate, up, activation)
         if norm is None:
             y = F.linear(product, down_weight, down_bias)
@@ -193,7 +218,7 @@ class GatedMLPFunction(torch.autograd.Function):
             dh.to(dtype) if needs and dh is not None else None
             for needs, dtype in zip((needs_dx, needs_dresidual), ctx.dtypes, strict=True)
         )
-        return dx, dresidual, *gradients[1:], None, None, None
+        return dx, dresidual, *gradients[1:], None, None, None, None
 
 
 def _codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -70,6 +70,8 @@ class Meaning:
     """Whether a tape may run any op again; if not, it holds what autograd saves."""
     compresses: bool = False
     """Whether a tape, or a kernel, holds what bears it as codes of 8 bits."""
+    tile: int | None = None
+    """The tokens that a kernel computes of a gated MLP at a time; None: all."""
     offloading: Offloading | None = None
     """What is held off the device; None: nothing."""
     extends_inward: bool = False
@@ -127,9 +129,11 @@ def meaning_of(rule: Rule) -> Meaning:
         keep,
         rule.price,
         _KERNELS[rule.via],
-        rule.capture and not rule.compress,  # captured code holds its values as they are
+        # Captured code holds its values as they are, and a tile's backward calls autograd.
+        rule.capture and not rule.compress and rule.tile is None,
         drops_outputs=True,
         compresses=rule.compress,
+        tile=rule.tile,
         offloading=offloading,
         extends_inward=True,
     )

@@ -55,6 +55,7 @@ _BELONGS_TO = {
     "capture": ("recompute", "checkpoint"),
     "offload": ("recompute", "checkpoint", "compress"),
     "compress": ("recompute",),
+    "tile": ("recompute",),
 }
 _OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes", "to", "path")
 _VERSION = 1
@@ -179,6 +180,12 @@ def _size_or_none(value: object) -> int | None:
     return None if value is None else _size(value)
 
 
+def _tokens_or_none(value: object) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError("expected a number of tokens from 1 up, such as 16384")
+
+
 def _rules_as_tuple(value: object) -> object:
     if value == NO_RULES:
         return ()
@@ -259,6 +266,8 @@ class Rule(BaseModel):
         time and changes no bit (see ``compiled.captured_region``).
     compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that
         only GEMMs, convolutions, products, SiLU and GELU read. Gradients are then not exact.
+    tile: of a gated MLP that kernels compute, the tokens at a time. Then only its input is held, and backward runs it
+        again, one such tile after the other: for long sequences. None: all tokens at once.
     offload: whether what is held travels off the device, as under action "offload".
     fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
     min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
@@ -283,6 +292,7 @@ class Rule(BaseModel):
     price: Annotated[float, PlainValidator(_price)] = PRICE
     capture: bool = True
     compress: bool = False
+    tile: Annotated[int | None, PlainValidator(_tokens_or_none)] = None
     offload: bool = False
     fraction: Annotated[float, PlainValidator(_fraction)] = 1.0
     min_bytes: Annotated[int, PlainValidator(_size)] = MIN_BYTES
@@ -305,6 +315,7 @@ class Rule(BaseModel):
             price: float = PRICE,
             capture: bool = True,
             compress: bool = False,
+            tile: int | None = None,
             offload: bool = False,
             fraction: float = 1.0,
             min_bytes: int | str = MIN_BYTES,
@@ -313,7 +324,7 @@ class Rule(BaseModel):
             path: str | None = None,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep", "price", "capture", "compress", "offload")
+    @field_validator("via", "rerun", "keep", "price", "capture", "compress", "tile", "offload")
     @classmethod
     def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)
@@ -349,6 +360,8 @@ class Rule(BaseModel):
     def _selects_something(self) -> Rule:
         if not self.match and not self.type and self.layers is None:
             raise ValueError("expected at least one of match, type and layers")
+        if self.tile is not None and self.via == "hook":
+            raise ValueError("expected via: kernel or auto beside 'tile': hooks run a module as it is written")
         if self.to == "disk" and self.path is None:
             raise ValueError("expected a 'path' beside 'to: disk': the directory whose files are to hold the tensors")
         return self

@@ -39,6 +39,8 @@ class KernelRunner(Runner, ABC):
     """Applies the rule in compiled code; None where a runner around this one does."""
     compresses: bool = field(default=False, init=False)
     """Whether the kernels hold as codes of 8 bits what bears it."""
+    tile: int | None = field(default=None, init=False)
+    """The tokens that kernels compute at a time where they can; None: all."""
     stands_in_for_parts = False
     """Whether kernels may also stand in for modules inside of this one."""
 
@@ -50,9 +52,9 @@ class KernelRunner(Runner, ABC):
         note = f"kernel: {self._what()}"
         return note if self.fallback is None else f"{note} on CUDA, else {self.fallback.note}"
 
-    def hold_codes(self) -> None:
-        """Have the kernels hold as codes of 8 bits what bears it, as far as they can."""
-        self.compresses = True
+    def settle(self, *, compresses: bool, tile: int | None) -> None:
+        """Have the kernels do what a rule says beside which modules they are for."""
+        self.compresses, self.tile = compresses, tile
         self.note = self._note()
 
     @abstractmethod
