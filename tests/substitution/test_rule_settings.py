@@ -71,4 +71,6 @@ def test_stats_count_what_is_held(settings: dict[str, Any], held: float) -> None
 
     layers, tokens, intermediate = model.config.num_hidden_layers, 2 * 64, model.config.intermediate_size
     numbers = layers * tokens * 2 * intermediate
-    assert kept() - kept(**settings) == pytest.approx((4 - held) * numbers, rel=0.02)  # of norms, tiles hold no statistics
+    assert kept() - kept(**settings) == pytest.approx(
+        (4 - held) * numbers, rel=0.02
+    )  # of norms, tiles hold no statistics
