@@ -23,7 +23,7 @@ found, more is let pass. Where something is found, nothing cheaper was left out:
 
 If what is moved is bounded, step 2 lets each moved byte cost a price, and counts the price of the whole bound as paid
 back. Whatever the price, that is no dearer than the truth. One is chosen at which it is nearly as dear as it gets
-(Everett, Operations Research 11(3), 1963).
+(Everett, Operations Research 11(3), 1963). There may be very many states then, so the search gives up at some number.
 """
 
 from __future__ import annotations

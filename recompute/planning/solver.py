@@ -13,18 +13,21 @@ is none. The host's memory bounds Σ moved_j, where the profile knows its link t
 
 The gradients are the same whatever is chosen. So the choices before i affect i and what follows by few numbers, which
 allows dynamic programming: ``cheapest_walk`` says how. It assumes nothing of the order of the choices, of which peak is
-larger, or of which places are alike. It is exact, with the host's memory and without, since bytes are integers and
-seconds are whole picoseconds. Not exact are the seconds of choices that offload, which are not measured
-(``profiling.offloaded_choices``).
+larger, or of which places are alike. It is exact, since bytes are integers and seconds are whole picoseconds. The table
+is less exact than that: the seconds of choices that offload are not measured (``profiling.offloaded_choices``).
 
-The host's memory rarely binds, so Σ moved is carried along only where the fastest assignment is above it.
+The host's memory rarely binds, so Σ moved is carried along only where the fastest assignment is above it. That is exact
+for models of some ten layers. For larger ones it would take minutes: there only the first so many places offload, as
+many as there is room for, and all choices are the fastest for that. It finds an assignment wherever there is one.
 
-MEASURED
+Measured on one core, for 80 layers with the choices that a Llama-8B layer has on an H200: 15 choices take 0.03 s, be the
+layers equal, of two kinds, or all different. With the 54 that offload beside them they take 0.1 to 1.1 s, and 6 s where
+the host's memory binds.
 
 A mixed-integer program (``scipy.optimize.milp``, no gap allowed) does not need to know each layer by itself: it can
-count how many of a run of equal layers take each choice. It takes 0.06 s for the 80 equal layers. But where kinds
-alternate such runs are short, and the second case takes it 20 to over 60 s. It is also exact only up to its tolerances.
-The tests compare the two.
+count how many of a run of equal layers take each choice. It takes 0.06 s for 80 equal layers. But where kinds alternate
+such runs are short: if every sixth of 80 layers is of another kind, it takes 20 to over 60 s. It is also exact only up
+to its tolerances. The tests compare the two.
 """
 
 from __future__ import annotations
