@@ -20,9 +20,9 @@ The host's memory rarely binds, so Σ moved is carried along only where the fast
 for models of some ten layers. For larger ones it would take minutes: there only the first so many places offload, as
 many as there is room for, and all choices are the fastest for that. It finds an assignment wherever there is one.
 
-Measured on one core, for 80 layers with the choices that a Llama-8B layer has on an H200: 15 choices take 0.03 s, be the
-layers equal, of two kinds, or all different. With the 54 that offload beside them they take 0.1 to 1.1 s, and 6 s where
-the host's memory binds.
+Measured on one core, for 80 layers with the choices that a Llama-8B layer has on an H200: 15 choices take 0.03 s, be
+the layers equal, of two kinds, or all different. With the 54 that offload beside them they take 0.1 to 1.1 s, and 6 s
+where the host's memory binds.
 
 A mixed-integer program (``scipy.optimize.milp``, no gap allowed) does not need to know each layer by itself: it can
 count how many of a run of equal layers take each choice. It takes 0.06 s for 80 equal layers. But where kinds alternate
@@ -373,10 +373,10 @@ def _tidied(profile: Profile, assignment: Assignment) -> Solution:
 
     A plan such as "layers 0-15 run one way, 16-31 another" is easier to read than one that alternates. So the choices
     of one region's places are sorted, once among places next to each other and once among all of them. Of the three
-    assignments, leave out those with a higher peak than before; the one with the fewest changes is returned. Seconds
-    and held bytes stay what they are, since only places of the same region swap choices.
+    assignments, leave out those with a higher peak than before; the one with the fewest changes is returned. Seconds,
+    held bytes and moved bytes stay what they are, since only places of the same region swap choices.
 
-    The order is the one that keeps backward's peak low. Take two neighbours, a before b, of a region that leaves g
+    The order is the one that keeps backward's peak low, where nothing is offloaded. Take two neighbours, a before b, of a region that leaves g
     bytes of gradients, with the backward peaks A and B. While b runs backward, a holds held_a; while a does, b has left
     g. So the peak of the two, less g, is max(A, a' + B), where a' = held_a - g. With their choices swapped it is
     max(B, b' + A). The first is no higher
