@@ -376,10 +376,10 @@ def _tidied(profile: Profile, assignment: Assignment) -> Solution:
     assignments, leave out those with a higher peak than before; the one with the fewest changes is returned. Seconds,
     held bytes and moved bytes stay what they are, since only places of the same region swap choices.
 
-    The order is the one that keeps backward's peak low, where nothing is offloaded. Take two neighbours, a before b, of a region that leaves g
-    bytes of gradients, with the backward peaks A and B. While b runs backward, a holds held_a; while a does, b has left
-    g. So the peak of the two, less g, is max(A, a' + B), where a' = held_a - g. With their choices swapped it is
-    max(B, b' + A). The first is no higher
+    The order is the one that keeps backward's peak low, where nothing is offloaded. Take two neighbours, a before b, of
+    a region that leaves g bytes of gradients, with the backward peaks A and B. While b runs backward, a holds held_a;
+    while a does, b has left g. So the peak of the two, less g, is max(A, a' + B), where a' = held_a - g. With their
+    choices swapped it is max(B, b' + A). The first is no higher
 
     - if a' < 0 <= b',
     - if both a' and b' are negative, and A <= B,

@@ -56,19 +56,22 @@ class _Direction:
                 self._target.copy_(self._source, non_blocking=True)
             self._last.record(self._stream)
 
-    def bandwidth(self) -> float:
-        """Bytes a second, of what was started last. Waits until it is done."""
+    def wait(self) -> None:
+        """Until what was started is done."""
         self._stream.synchronize()
+
+    def bandwidth(self) -> float:
+        """Bytes a second, of what was started last and is done."""
         return _COPIES * _NBYTES / (self._first.elapsed_time(self._last) / 1e3)
 
 
 def _bandwidth(measured: _Direction, beside: _Direction | None = None) -> float:
+    running = [measured] if beside is None else [beside, measured]
     found = []
     for _ in range(_TIMES):
-        if beside is not None:
-            beside.start()
-        measured.start()
+        for each in running:
+            each.start()
+        for each in running:
+            each.wait()
         found.append(measured.bandwidth())
-        if beside is not None:
-            beside.bandwidth()
     return statistics.median(found)
