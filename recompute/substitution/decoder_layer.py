@@ -31,7 +31,7 @@ from recompute.engine.scopes import BypassScope
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
 from recompute.substitution.mlp import KernelMLP, find_kernel_mlp
 from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
-from recompute.substitution.norm import LazyNorm, LearnedLinears, LinearOperands, Norm, find_norm
+from recompute.substitution.norm import KernelRMSNorm, LazyNorm, LearnedLinears, LinearOperands, find_norm
 
 _NOTHING = nullcontext()
 
@@ -216,7 +216,7 @@ def _are_same(values: Any, others: Any) -> bool:
 @dataclass
 class KernelLayerRunner(KernelRunner):
     layer: PreNormLayer
-    norms: tuple[Norm, Norm]
+    norms: tuple[KernelRMSNorm, KernelRMSNorm]
     mlp: KernelMLP | None
     parts: tuple[weakref.ref[nn.Module], ...]
     """The norms and the MLP that were recognized."""
@@ -235,7 +235,7 @@ class KernelLayerRunner(KernelRunner):
             return None
         parts = layer.parts(module)
         norm, mlp_norm = map(find_norm, parts[:2])
-        if norm is None or mlp_norm is None:
+        if not isinstance(norm, KernelRMSNorm) or not isinstance(mlp_norm, KernelRMSNorm):
             return None
         references = tuple(map(weakref.ref, parts))
         return cls(statistics, fallback, layer, (norm, mlp_norm), find_kernel_mlp(parts[2]), references)
@@ -348,8 +348,11 @@ class KernelLayerRunner(KernelRunner):
             return None
         weights = []
         for part, norm in zip(parts, self.norms, strict=False):
-            weight = norm.weight_of(part)
-            if is_hooked(part) or (weight is not None and (weight.shape, weight.dtype) != (x.shape[-1:], x.dtype)):
+            operands = norm.operands(part, x)
+            if operands is None or is_hooked(part):
+                return None
+            (weight,) = operands
+            if weight is not None and weight.dtype is not x.dtype:
                 return None
             weights.append(weight)
         return weights[0], weights[1]
