@@ -1,4 +1,4 @@
-"""LayerNorms by kernels: which modules are found, what stands in for them in models, and what is held."""
+"""LayerNorms by kernels: which modules are found, what stands in for them in models, what is held, and whole layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import models
 import pytest
 import torch
 import transformers
-from models import BATCH, HIDDEN, LENGTH, SHAPE, held
-from tiers import by_default
+from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
+from tiers import by_default, slow
 from tiny import counted_ops, gradients, rule, rules
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -328,3 +328,102 @@ def test_a_block_on_a_tape_has_its_norms_computed_by_kernels() -> None:
     assert kept["kernel"] == kept["tape"] == kept["hook"]
     assert all(map(torch.equal, outcomes["kernel"], outcomes["tape"]))
     torch.testing.assert_close(outcomes["kernel"], outcomes["hook"])
+
+
+LAYERS = ["olmo", "stablelm"]
+LAYER_RULES = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_whose_mlp_has_a_kernel_is_taken_as_a_whole(name: str) -> None:
+    model, plain = make(name), make(name)
+    handle = recompute.apply(model, LAYER_RULES)
+    assert "kernel: add_layer_norm" in handle.explain()
+    with counted_ops() as ops:
+        found = outcome(model, batch_of(name))
+    layers = models.LAYERS
+    assert ops["recompute.add_layer_norm_forward"] == layers
+    assert ops["recompute.layer_norm_backward"] == 2 * layers + 1
+    assert ops["recompute.glu_backward_"] == layers
+    torch.testing.assert_close(found, outcome(plain, batch_of(name)))
+
+
+def test_such_a_layer_holds_these_bytes_a_token() -> None:
+    model = make("olmo").model
+    recompute.apply(model, LAYER_RULES)
+    embeddings = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
+
+    def run() -> Tensor:
+        return model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+
+    run()
+    kv = SHAPE["num_key_value_heads"] * HIDDEN // SHAPE["num_attention_heads"]
+    # The layer's input, q, attention's output and the stream after it; k and v; gate and up. A logarithm a head, and
+    # a mean and a root a norm.
+    layer = (4 * HIDDEN + 2 * kv + 2 * INTERMEDIATE) * 4 + SHAPE["num_attention_heads"] * 4 + 2 * 2 * 4
+    last_norm = HIDDEN * 4 + 2 * 4
+    angles = held(model, run) - models.LAYERS * TOKENS * layer - TOKENS * last_norm
+    assert 0 < angles <= 2 * LENGTH * HIDDEN // SHAPE["num_attention_heads"] * 4
+
+
+def adapt(layer: nn.Module) -> None:
+    layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj, nn.Linear(HIDDEN, HIDDEN))
+
+
+def hook(layer: nn.Module) -> None:
+    layer.post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def rms(layer: nn.Module) -> None:
+    layer.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
+
+
+@pytest.mark.parametrize("change", [adapt, hook, rms])
+def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], None]) -> None:
+    model, plain = make("olmo"), make("olmo")
+    recompute.apply(model, LAYER_RULES)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        for layer in each.model.layers:
+            change(layer)
+    for _ in range(2):
+        torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
+
+
+def test_autocast_casts_layers_as_it_does_without_a_policy() -> None:
+    model, plain = make("stablelm"), make("stablelm")
+    recompute.apply(model, LAYER_RULES)
+    outcomes = []
+    for each in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(**batch_of("stablelm")).loss
+        loss.backward()
+        outcomes.append([loss.detach(), *(p.grad for p in each.parameters())])
+    found, expected = outcomes
+    assert [value.dtype for value in found] == [value.dtype for value in expected]
+    for value, other in zip(found, expected, strict=True):
+        assert (value - other).norm() <= 0.05 * other.norm() + 1e-6
+
+
+@pytest.mark.parametrize("name", [*LAYERS[:1], *slow(*LAYERS[1:])])
+def test_a_tape_around_gives_the_bits_of_the_kernels_alone(name: str) -> None:
+    outcomes = []
+    for options in ({}, {"rerun": ["gemm", "attention"], "price": 0}):
+        model = make(name)
+        given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", **options))
+        handle = recompute.apply(model, given)
+        outcomes.append([outcome(model, batch_of(name)) for _ in range(3)])
+    assert handle.plans()["model.layers.0"].dropped_nbytes > 0
+    for found, expected in zip(*outcomes, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.slow
+def test_a_layer_compiles_with_kernels_in_its_place() -> None:
+    model, plain = make("olmo"), make("olmo")
+    recompute.apply(model, LAYER_RULES)
+    hidden = torch.randn(BATCH, LENGTH, HIDDEN)
+    positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+    layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
+    expected = plain.model.layers[0](hidden, position_embeddings=positions)
+    torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
