@@ -34,7 +34,7 @@ from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import BypassScope
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
-from recompute.substitution.mlp import KernelMLP, find_kernel_mlp
+from recompute.substitution.mlp import KernelMLP, find_kernel_mlp, how_it_holds
 from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
 from recompute.substitution.norm import (
     KernelLayerNorm,
@@ -266,8 +266,11 @@ class KernelLayerRunner(KernelRunner):
 
     def _what(self) -> str:
         first = "norm_linears" if isinstance(self.norms[0], KernelRMSNorm) else "add_layer_norm"
-        second = "add_layer_norm" if isinstance(self.norms[1], KernelLayerNorm) else "residual_mlp"
-        return ", ".join(dict.fromkeys((first, "add_rms_norm" if self.mlp is None else second)))
+        if self.mlp is None:
+            return f"{first}, add_rms_norm"
+        residual_mlp = f"residual_mlp{how_it_holds(self)}"
+        second = residual_mlp if isinstance(self.norms[1], KernelRMSNorm) else "add_layer_norm"
+        return ", ".join(dict.fromkeys((first, second)))
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         book = open_book()
@@ -361,13 +364,15 @@ class KernelLayerRunner(KernelRunner):
         (weight,), (weights, biases), activation = operands, mlp_operands, self.mlp.activation
 
         def kernel(x: Tensor, stream: Tensor) -> Tensor:
-            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **biases)
+            settings: dict[str, Any] = {**biases, "compress": self.compresses, "tile": self.tile}
+            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **settings)
 
         def as_written(x: Tensor, stream: Tensor) -> Tensor:
             y, h = sum_and_norm(x, stream)
             return h + self._as_written(2)(y)
 
-        kind, read = ("sum", *self._kinds[1:], activation), [weight, *weights, *biases.values()]
+        kind = "sum", *self._kinds[1:], activation, self.compresses, self.tile
+        read = [weight, *weights, *biases.values()]
         return self.compute(kind, inputs, read, kernel, as_written)
 
     def _as_written(self, part: int) -> Callable[[Tensor], Tensor]:

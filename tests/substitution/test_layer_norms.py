@@ -418,6 +418,14 @@ def test_a_tape_around_gives_the_bits_of_the_kernels_alone(name: str) -> None:
         assert all(map(torch.equal, found, expected))
 
 
+def test_the_mlp_of_a_whole_layer_runs_over_some_tokens_at_a_time_if_a_rule_says_so() -> None:
+    model, plain = make("olmo"), make("olmo")
+    given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", tile=8))
+    handle = recompute.apply(model, given)
+    assert "kernel: gated_mlp (silu), 8 tokens at a time" in handle.explain()
+    torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
+
+
 @pytest.mark.slow
 def test_a_layer_compiles_with_kernels_in_its_place() -> None:
     model, plain = make("olmo"), make("olmo")
