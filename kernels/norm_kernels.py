@@ -47,7 +47,8 @@ def _forward_kernel(
     h is what is normalized: x itself, or if there is a residual, the tensor that x + residual is written to.
     """
     columns = tl.arange(0, BLOCK_H)[None, :]
-    gain = _gain(weight, columns, H, CASTING)
+    if mean is None:
+        gain = _gain(weight, columns, H, CASTING)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)
         mask = (rows < M)[:, None] & (columns < H)
@@ -73,6 +74,8 @@ def _forward_kernel(
                 values -= m[:, None]
             r = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
             tl.store(rstd + rows, r, mask=rows < M)
+        if mean is not None:  # not earlier, beside two sums over a row: it would need more registers than an RMSNorm
+            gain = _gain(weight, columns, H, CASTING)
         normalized = _rounded(values * r[:, None], h.dtype.element_ty, CASTING)
         tl.store(y + offsets, _scaled(normalized, gain, bias, columns, H).to(y.dtype.element_ty), mask=mask)
 
