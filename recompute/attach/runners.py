@@ -218,7 +218,13 @@ def _region(
 
 
 def region_in(runner: Runner | None) -> CapturedRegion | None:
-    """The region of a runner, or of one inside of it, that may be captured; None if there is none."""
-    while runner is not None and not isinstance(runner, (TapeRunner, CheckpointRunner)):
+    """The region of a runner, or of one inside of it, that may be captured; None if there is none.
+
+    Kernels and what runs off CUDA in their place may each have one: then it is that which was tried.
+    """
+    regions = []
+    while runner is not None:
+        if isinstance(region := getattr(runner, "region", None), CapturedRegion):
+            regions.append(region)
         runner = getattr(runner, "inner", None) or getattr(runner, "fallback", None)
-    return None if runner is None else runner.region
+    return next((region for region in regions if region.was_tried), regions[0] if regions else None)

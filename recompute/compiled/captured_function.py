@@ -44,8 +44,10 @@ class CapturedFrame:
 
     __slots__ = (
         "_are_packed",
+        "_counts",
         "_given",
         "_graph",
+        "_has_plan",
         "_held",
         "_is_checkpoint",
         "_kept",
@@ -68,15 +70,21 @@ class CapturedFrame:
         given: Sequence[Tensor],
         numerics: Numerics,
         on_replay: Callable[[Program, bool], None],
+        counts: Counts,
         *,
         is_checkpoint: bool = False,
+        has_plan: bool = True,
     ):
         """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
         on_replay: called when it does, with the program, and whether backward is differentiated in its turn.
-        is_checkpoint: whether the statistics count this as a checkpoint.
+        counts: what the statistics count of forward.
+        is_checkpoint: whether they count a backward as one of a checkpoint.
+        has_plan: whether the program's plan is to be seen in the statistics.
         """
+        self._counts = counts
         self._is_checkpoint = is_checkpoint
+        self._has_plan = has_plan
         self._on_replay = on_replay
         self._program = program
         self._graph = graph
@@ -118,8 +126,8 @@ class CapturedFrame:
         ]
         self._given = ()
         plan = program.plan
-        Counts.of(plan, is_checkpoint=self._is_checkpoint).add_to(statistics)
-        statistics.plan = None if self._is_checkpoint else plan
+        self._counts.add_to(statistics)
+        statistics.plan = plan if self._has_plan else None
         if program.outputs and (book := open_book()) is not None:
             recipe = _Outputs(self, given)
             for slot, (position, value) in enumerate(program.outputs):

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recompute.compiled.captured_function import CapturedFrame, CapturedFunction
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation
-from recompute.compiled.program import Program
+from recompute.compiled.program import Counts, Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
@@ -34,18 +34,29 @@ MAX_FAILURES = 3
 """How many calls of equal regions torch's frontend may fail on, and frames of one graph may be observed in vain."""
 
 
+class Fusion(NamedTuple):
+    """How to make, of the graph of a module's own forward, one that calls the kernels that stand in for it."""
+
+    parts: tuple[Callable[..., Any], ...]
+    """Functions that the graph calls without the frontend tracing into them."""
+    fuse: Callable[[torch.fx.Graph], None]
+    """Puts kernels in the places of several of these calls, and of ops between them."""
+
+
 class GraphCaller(Protocol):
     """What a graph needs of the region that calls it."""
 
     tape: TapeRegion
     statistics: RegionStatistics
     is_checkpoint: bool
+    fusion: Fusion | None
     recording: Recording | None
 
     def can_run(self, program: Program) -> bool: ...
     def knows(self, plan: SavePlan) -> bool: ...
     def count(self, plan: SavePlan | None) -> None: ...
     def count_kernels(self) -> None: ...
+    def counts_of(self, plan: SavePlan) -> Counts: ...
     def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
 
 
@@ -100,7 +111,9 @@ class GuardedGraphs:
             }
             self._traces += 1
         try:
-            return self._calls.trace(function, args, kwargs, self._substitutes)
+            fusion = _fusion()
+            whole = [*self._substitutes, *(() if fusion is None else fusion.parts)]
+            return self._calls.trace(function, args, kwargs, whole)
         finally:
             self._traces -= 1
 
@@ -132,6 +145,8 @@ class GuardedGraphs:
         for node in module.graph.nodes:
             if node.op == "call_function":
                 node.target = self._substitutes.get(node.target, node.target)
+        if (fusion := _fusion()) is not None:
+            fusion.fuse(module.graph)
         module.recompile()
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
         graph = CapturedGraph(self._cached, module, unfit or "")
@@ -147,6 +162,10 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+def _fusion() -> Fusion | None:
+    return None if _running.region is None else _running.region.fusion
 
 
 def waits_for_another() -> bool:
@@ -202,7 +221,9 @@ class CapturedGraph:
             given,
             numerics,
             region.count_replay,
+            region.counts_of(program.plan),
             is_checkpoint=region.is_checkpoint,
+            has_plan=not region.is_checkpoint and region.fusion is None,
         )
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 

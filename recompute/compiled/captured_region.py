@@ -19,6 +19,7 @@ from recompute.compiled.captured_graph import (
     MAX_FAILURES,
     CachedGraphs,
     CapturedGraph,
+    Fusion,
     GuardedGraphs,
     modules_in,
     runners_in,
@@ -72,20 +73,30 @@ class CaptureCache:
 class CapturedRegion:
     """A region that runs by a tape until its frames are alike, and then as a captured graph.
 
-    A checkpoint has no tape of its own. One frame of it runs by a tape on which everything runs again, to be captured.
+    Two kinds of region have no tape of their own. One frame of them runs by a tape, to be captured. A checkpoint runs
+    its function on that tape, and everything runs again. Where kernels stand in for the function, they run on it.
     """
 
-    def __init__(self, tape: TapeRegion, cache: CaptureCache | None, checkpoint: Callable[..., Any] | None = None):
+    def __init__(
+        self,
+        tape: TapeRegion,
+        cache: CaptureCache | None,
+        untaped: Callable[..., Any] | None = None,
+        fusion: Fusion | None = None,
+    ):
         """cache: what it shares with other regions under the same policy; None: it is never captured.
 
-        checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
+        untaped: runs ``(function, args, kwargs)`` without a tape, as long as it is not captured: as a checkpoint, or if
+        there is a fusion, by the kernels that stand in for ``function``.
+        fusion: makes of the graph of ``function`` one that calls these kernels.
         """
         self.tape = tape
         self.statistics = tape.statistics
-        self.is_checkpoint = checkpoint is not None
-        if checkpoint is not None:
-            tape.statistics = RegionStatistics(self.statistics.name)  # the tape's own, which nobody asks for
-        self._checkpoint = checkpoint
+        self.fusion = fusion
+        self.is_checkpoint = untaped is not None and fusion is None
+        if untaped is not None:  # the tape's own, which nobody asks for
+            tape.statistics = RegionStatistics(self.statistics.name)
+        self._untaped = untaped
         self._frames = 0
         self.recording: Recording | None = None
         """The calls of the last frame's forward, if a graph is to be taken of the next one."""
@@ -113,21 +124,27 @@ class CapturedRegion:
         """Programs with such backwards: in which frame that happened first, and how often it has."""
         self._replayed: set[Program] = set()
         """Programs whose backward is mostly not as recorded. They fit an equal region, but not this one."""
-        self._kernel_nbytes: list[tuple[RegionStatistics, int]] = []
-        """For each kernel inside, the bytes that it counts in a frame beside what the tape counts."""
+        self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
+        """For each kernel, what it counts in a frame beside what the tape counts."""
 
     def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""
         self.count_kernels()
-        if not self.is_checkpoint:
+        if self._untaped is None:
             self.statistics.frames += 1
         elif plan is not None:
-            Counts.of(plan, is_checkpoint=True).add_to(self.statistics)
+            self.counts_of(plan).add_to(self.statistics)
 
     def count_kernels(self) -> None:
-        """Count what the kernels inside hold in a frame: in captured code their runners do not run, and cannot."""
-        for statistics, nbytes in self._kernel_nbytes:
-            statistics.eager_nbytes += nbytes
+        """Count what the kernels hold in a frame: in captured code their runners do not run, and cannot."""
+        for statistics, counts in self._kernel_counts:
+            counts.add_to(statistics)
+
+    def counts_of(self, plan: SavePlan) -> Counts:
+        """What a captured frame counts, beside what its kernels do."""
+        if self.fusion is not None:
+            return Counts.of_dropped(plan)
+        return Counts.of_checkpoint(plan) if self.is_checkpoint else Counts.of(plan)
 
     def can_run(self, program: Program) -> bool:
         """Whether a program does what frames of the region did, and its backward is mostly as recorded here."""
@@ -222,7 +239,7 @@ class CapturedRegion:
     def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable) -> Any:
         self.recording = None
         cache = self._cache
-        if self._checkpoint is not None:
+        if self._untaped is not None:
             self._frames += 1
             if (
                 cache is None
@@ -230,7 +247,9 @@ class CapturedRegion:
                 or self._recordings >= MAX_FAILURES
                 or not is_undisturbed()
             ):
-                return self._checkpoint(function, args, kwargs)
+                return self._untaped(function, args, kwargs)
+            if self.fusion is not None:
+                return self._kernels_by_tape(cache, function, args, kwargs, variant)
             return self._checkpoint_by_tape(cache, function, args, kwargs)
         if cache is None or self._recordings >= MAX_GRAPHS or not self._has_settled(self.tape.plan):
             result = self.tape.run(function, args, kwargs, variant)
@@ -249,10 +268,10 @@ class CapturedRegion:
         return max(counts, default=0) >= WARMUP_FRAMES - 1
 
     def _checkpoint_by_tape(self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        assert self._checkpoint is not None
+        assert self._untaped is not None
         if any(runner.statistics is not self.statistics for runner in runners_in(function, args)):
             self._refusal, self._recordings = "modules inside of it have rules of their own", MAX_FAILURES
-            return self._checkpoint(function, args, kwargs)
+            return self._untaped(function, args, kwargs)
         result = self._by_recording_tape(cache, function, args, kwargs, None)
         if (plan := self.tape.plan) is not None:
             self.count(plan)
@@ -262,6 +281,15 @@ class CapturedRegion:
                 reasons = [plan.steps[known.step].reason for known in made if known.step is not None]
                 self._refusal = f"a checkpoint holds less: {next(filter(None, reasons), 'some ops do not run again')}"
                 self.recording, self._recordings = None, MAX_FAILURES
+        return result
+
+    def _kernels_by_tape(
+        self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
+    ) -> Any:
+        result = self._by_recording_tape(cache, function, args, kwargs, variant)
+        if (plan := self.tape.plan) is not None:
+            self.counts_of(plan).add_to(self.statistics)
+            self._plans[id(plan)] = plan, 1
         return result
 
     def _by_recording_tape(
@@ -276,20 +304,28 @@ class CapturedRegion:
         self._recordings += 1
         reached = walk_references((function, *modules_in(function, args), *tree_leaves((args, kwargs))))
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
-        inner = [runner.statistics for runner in runners_in(function, args)]
-        before = [each.eager_nbytes for each in inner]
+        counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
+        if self.fusion is None:
+            counting.pop(id(self.statistics), None)  # of which the plan knows all
+        before = [Counts.so_far(each) for each in counting.values()]
         self._recorded_under = Numerics()
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
-            tapes.append(RecordingTape(region, variant))
+            tapes.append(RecordingTape(region, variant, kernels_count=self.fusion is not None))
             return tapes[0]
 
-        result = self.tape.run(function, args, kwargs, variant, start)
-        counted = [(each, each.eager_nbytes - start) for each, start in zip(inner, before, strict=True)]
-        self._kernel_nbytes = [(each, nbytes) for each, nbytes in counted if nbytes and each is not self.statistics]
+        if self.fusion is None:
+            result = self.tape.run(function, args, kwargs, variant, start)
+        else:
+            assert self._untaped is not None
+            result = self.tape.run(self._untaped, (function, args, kwargs), {}, variant, start)
+        counted = [
+            (each, Counts.so_far(each).since(start)) for each, start in zip(counting.values(), before, strict=True)
+        ]
+        self._kernel_counts = [(each, counts) for each, counts in counted if any(counts)]
         plan = self.tape.plan
-        if tapes and plan is not None and (self.is_checkpoint or self._has_settled(plan)):
+        if tapes and plan is not None and (self._untaped is not None or self._has_settled(plan)):
             self.recording, self._not_recorded = tapes[0].recording, tapes[0].reason
             if (drawn := generators.drawn()) is not None and drawn.is_beyond_torch():
                 self.recording, self._not_recorded = None, _DRAWS
@@ -298,7 +334,7 @@ class CapturedRegion:
                 return result
             if self._shared_graphs is None:
                 function = getattr(function, "__func__", function)
-                self._shared_graphs = cache.graphs_of(function, self.tape.op_policy)
+                self._shared_graphs = cache.graphs_of(function, (self.tape.op_policy, self.fusion))
         return result
 
 

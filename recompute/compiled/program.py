@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,22 +22,38 @@ from recompute.engine.saved_tensors import RegionStatistics
 class Counts(NamedTuple):
     """What a frame adds to the totals of its region; see ``RegionStatistics``."""
 
+    frames: int
     dropped_tensors: int
     dropped_nbytes: int
     kept_nbytes: int
     eager_nbytes: int
 
     @staticmethod
-    def of(plan: SavePlan, *, is_checkpoint: bool) -> Counts:
-        """is_checkpoint: whether to count as a checkpoint does, for which a region's inputs never count."""
-        if not is_checkpoint:
-            return Counts(len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
+    def of(plan: SavePlan) -> Counts:
+        return Counts(1, len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
+
+    @staticmethod
+    def of_checkpoint(plan: SavePlan) -> Counts:
+        """As a checkpoint counts, for which a region's inputs never count."""
         made = [number for number in plan.demanded if plan.facts[number].step is not None]
         nbytes = sum(plan.facts[number].nbytes for number in made)
-        return Counts(len(made), nbytes, 0, nbytes)
+        return Counts(1, len(made), nbytes, 0, nbytes)
+
+    @staticmethod
+    def of_dropped(plan: SavePlan) -> Counts:
+        """What is dropped alone: the frame, and what is kept, are counted by others."""
+        return Counts(0, len(plan.dropped), plan.dropped_nbytes, 0, plan.dropped_nbytes)
+
+    @staticmethod
+    def so_far(statistics: RegionStatistics) -> Counts:
+        """The totals themselves."""
+        return Counts(*[getattr(statistics, name) for name in Counts._fields])
+
+    def since(self, earlier: Counts) -> Counts:
+        return Counts(*map(operator.sub, self, earlier))
 
     def add_to(self, statistics: RegionStatistics) -> None:
-        statistics.frames += 1
+        statistics.frames += self.frames
         statistics.dropped_tensors += self.dropped_tensors
         statistics.dropped_nbytes += self.dropped_nbytes
         statistics.kept_nbytes += self.kept_nbytes

@@ -1,0 +1,109 @@
+"""Fuses, in the graph of a decoder layer's own forward, what ``KernelLayerRunner`` computes by fewer kernels.
+
+In the graph norms and MLPs are calls of their own kernels. Where all that reads a norm are Linears, ``norm_linears``
+takes their places. ``residual_mlp``, or ``add_rms_norm``, takes those of what comes after attention. These are the
+kernels that the runner itself calls. Captured code compares each op, so a graph in which something else is fused than
+the runner fuses is never run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.nn import functional as F
+
+from recompute.compiled.captured_graph import Fusion
+from recompute.kernels.add_rms_norm import add_rms_norm
+from recompute.kernels.gated_mlp import gated_mlp
+from recompute.kernels.norm_linears import norm_linears
+from recompute.kernels.residual_mlp import residual_mlp
+from recompute.kernels.rms_norm import rms_norm
+
+
+def _fuse(graph: Graph) -> None:
+    for node in _calls(graph, F.dropout):
+        if _drops_nothing(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for norm in _calls(graph, rms_norm):
+        _fuse_with_sum(graph, norm)
+    for norm in _calls(graph, rms_norm):
+        _fuse_with_linears(graph, norm)
+
+
+def _calls(graph: Graph, *functions: Any) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in functions]
+
+
+_ADDITIONS = (operator.add, operator.iadd)
+
+
+def _fuse_with_sum(graph: Graph, norm: Node) -> None:
+    """``h = attended + x``, and the norm of ``h``; with the MLP of that and the sum of both, if there are these."""
+    h, *settings = norm.args
+    if not _is_call(h, *_ADDITIONS):
+        return
+    x, attended = h.args if h.args[0].op == "placeholder" else h.args[::-1]
+    if x.op != "placeholder":
+        return
+    mlp = _only(norm.users)
+    total = _only(mlp.users) if _is_call(mlp, gated_mlp) else None
+    if _is_call(total, *_ADDITIONS) and set(total.args) == {h, mlp} and set(h.users) == {norm, total}:
+        _, *weights, activation = mlp.args
+        weight, *others = settings
+        arguments = (attended, x, weight, *weights, *others, activation)
+        _replace(graph, total, residual_mlp, arguments, mlp.kwargs)
+        for node in (mlp, norm, h):
+            graph.erase_node(node)
+        return
+    with graph.inserting_after(h):
+        both = graph.call_function(add_rms_norm, (attended, x, *settings))
+    _replace(graph, norm, operator.getitem, (both, 0))
+    _replace(graph, h, operator.getitem, (both, 1))
+
+
+def _fuse_with_linears(graph: Graph, norm: Node) -> None:
+    """The norm of a layer's input, the Linears that read it, and the sum of the input and what attention gives."""
+    x, weight, *settings = norm.args
+    linears = list(norm.users)
+    if x.op != "placeholder" or not linears or not all(_is_call(each, F.linear) for each in linears):
+        return
+    operands = [(*each.args[1:], *each.kwargs.values()) for each in linears]
+    if any(each.args[0] is not norm or not 1 <= len(read) <= 2 for each, read in zip(linears, operands, strict=True)):
+        return
+    weights, biases = zip(*[(read[0], read[1] if len(read) == 2 else None) for read in operands], strict=True)
+    with graph.inserting_before(norm):
+        both = graph.call_function(norm_linears, (x, weight, weights, biases, *settings))
+        outputs = graph.call_function(operator.getitem, (both, 0))
+        stream = graph.call_function(operator.getitem, (both, 1))
+    for index, linear in enumerate(linears):
+        _replace(graph, linear, operator.getitem, (outputs, index))
+    graph.erase_node(norm)
+    x.replace_all_uses_with(stream, lambda user: user.target in (residual_mlp, add_rms_norm, *_ADDITIONS))
+
+
+def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = None) -> None:
+    with graph.inserting_before(node):
+        node.replace_all_uses_with(graph.call_function(target, args, kwargs))
+    graph.erase_node(node)
+
+
+def _is_call(node: Any, *functions: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in functions
+
+
+def _only(users: Iterable[Node]) -> Node | None:
+    found = list(users)
+    return found[0] if len(found) == 1 else None
+
+
+def _drops_nothing(node: Node) -> bool:
+    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
+    return p == 0 and node.kwargs.get("inplace", node.args[3] if len(node.args) > 3 else False) is False
+
+
+FUSION = Fusion((rms_norm, gated_mlp), _fuse)
+"""Of a decoder layer for which kernels stand in."""
