@@ -18,6 +18,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.saved_tensors import seen_as
 from recompute.engine.tape.op_arguments import capture
 from recompute.kernels.launch import IMPLEMENTATIONS
+from recompute.kernels.launch_plan import PlannedCall
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Code:
         if not again:
             for before, after in call.written:
                 self.tensors[after] = self.tensors[before]
-        text = f"{self.named(call.op)}({', '.join(arguments)})"
+        text = f"{self._function(call.op)}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
         self._write(text, reads, makes, again)
@@ -113,12 +114,20 @@ class Code:
 
     def named(self, value: Any) -> str:
         """A name in the code for a value that has no literal."""
-        kind = "op" if isinstance(value, torch._ops.OpOverload) else "c"
-        name = f"{kind}{len(self.names)}"
-        if kind == "op":
-            name = f"{value._schema.name.replace('::', '_')}_{value._overloadname}"
-            value = _function_of(value)
-        self.names.setdefault(name, value)
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def _function(self, op: torch._ops.OpOverload) -> str:
+        """The name of what calls an op. One of our kernels is called without the dispatcher, which takes longer than
+        the launch. Each call of a kernel has a plan of its own."""
+        name = f"{op._schema.name.replace('::', '_')}_{op._overloadname}"
+        implementation = IMPLEMENTATIONS.get(op)
+        if implementation is None:
+            self.names.setdefault(name, op._op)
+        else:
+            name = f"{name}_{len(self.names)}"
+            self.names[name] = PlannedCall(implementation)
         return name
 
     def _value(self, value: Any, reads: list[str], again: bool) -> str:
@@ -192,12 +201,6 @@ class Code:
         function = names["run"]
         function.source = source
         return function
-
-
-def _function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What calls an op. One of our kernels is called directly: the dispatcher takes longer than the launch."""
-    implementation = IMPLEMENTATIONS.get(op)
-    return op._op if implementation is None or op._schema.is_mutable else implementation
 
 
 def _moved(value: Any, moved: dict[int, int]) -> Any:
