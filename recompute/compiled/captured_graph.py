@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recompute.compiled.captured_function import CapturedFrame, CapturedFunction
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation
-from recompute.compiled.program import Counts, Program
+from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
@@ -55,8 +55,7 @@ class GraphCaller(Protocol):
     def can_run(self, program: Program) -> bool: ...
     def knows(self, plan: SavePlan) -> bool: ...
     def count(self, plan: SavePlan | None) -> None: ...
-    def count_kernels(self) -> None: ...
-    def counts_of(self, plan: SavePlan) -> Counts: ...
+    def count_frame(self, plan: SavePlan) -> None: ...
     def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
 
 
@@ -206,14 +205,18 @@ class CapturedGraph:
             program = self._known(region, given, numerics)
             if program is None:
                 return self._observe(region, given, region.recording)
-        if program is None or any(map(is_shared, given)):
-            _running.waits = program is None and self._is_observed()
+        if program is None:
+            _running.waits = self._is_observed()
             raise Refusal
+        for position in program.plain:
+            if is_shared(given[position]):
+                _running.waits = False
+                raise Refusal
         for position, offset in program.offsets:
             if given[position].storage_offset() != offset:
                 raise Refusal
         _running.has_begun = True
-        region.count_kernels()
+        region.count_frame(program.plan)
         frame = CapturedFrame(
             program,
             self._graph,
@@ -221,7 +224,6 @@ class CapturedGraph:
             given,
             numerics,
             region.count_replay,
-            region.counts_of(program.plan),
             is_checkpoint=region.is_checkpoint,
             has_plan=not region.is_checkpoint and region.fusion is None,
         )
@@ -334,7 +336,10 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
 
 def _fitting(programs: Iterable[Program], region: GraphCaller, numerics: Numerics) -> Program | None:
     """The program that does what the region's own frames do, and that was made under the same settings of torch."""
-    return next((each for each in programs if region.can_run(each) and numerics.are(each.numerics)), None)
+    for program in programs:
+        if region.can_run(program) and numerics.are(program.numerics):
+            return program
+    return None
 
 
 def _kind(value: Any) -> Hashable:

@@ -125,23 +125,29 @@ class CapturedRegion:
         self._replayed: set[Program] = set()
         """Programs whose backward is mostly not as recorded. They fit an equal region, but not this one."""
         self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
-        """For each kernel, what it counts in a frame beside what the tape counts."""
+        """For each kernel, what it has counted in the last frame that was recorded, beside what the tape counts."""
+        self._frame_counts: dict[int, list[tuple[RegionStatistics, Counts]]] = {}
+        """What each captured frame counts, by the ``id`` of its plan."""
 
     def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""
-        self.count_kernels()
+        for statistics, counts in self._kernel_counts:
+            counts.add_to(statistics)
         if self._untaped is None:
             self.statistics.frames += 1
         elif plan is not None:
-            self.counts_of(plan).add_to(self.statistics)
+            self._counts_of(plan).add_to(self.statistics)
 
-    def count_kernels(self) -> None:
-        """Count what the kernels hold in a frame: in captured code their runners do not run, and cannot."""
-        for statistics, counts in self._kernel_counts:
+    def count_frame(self, plan: SavePlan) -> None:
+        """A captured frame runs. This counts what its kernels hold, too: their own runners do not run, and cannot."""
+        counted = self._frame_counts.get(id(plan))
+        if counted is None:
+            counted = self._frame_counts[id(plan)] = [*self._kernel_counts, (self.statistics, self._counts_of(plan))]
+        for statistics, counts in counted:
             counts.add_to(statistics)
 
-    def counts_of(self, plan: SavePlan) -> Counts:
-        """What a captured frame counts, beside what its kernels do."""
+    def _counts_of(self, plan: SavePlan) -> Counts:
+        """What a frame counts, beside what its kernels do."""
         if self.fusion is not None:
             return Counts.of_dropped(plan)
         return Counts.of_checkpoint(plan) if self.is_checkpoint else Counts.of(plan)
@@ -288,7 +294,7 @@ class CapturedRegion:
     ) -> Any:
         result = self._by_recording_tape(cache, function, args, kwargs, variant)
         if (plan := self.tape.plan) is not None:
-            self.counts_of(plan).add_to(self.statistics)
+            self._counts_of(plan).add_to(self.statistics)
             self._plans[id(plan)] = plan, 1
         return result
 
@@ -325,6 +331,7 @@ class CapturedRegion:
         ]
         self._kernel_counts = [(each, counts) for each, counts in counted if any(counts)]
         plan = self.tape.plan
+        self._frame_counts.pop(id(plan), None)
         if tapes and plan is not None and (self._untaped is not None or self._has_settled(plan)):
             self.recording, self._not_recorded = tapes[0].recording, tapes[0].reason
             if (drawn := generators.drawn()) is not None and drawn.is_beyond_torch():

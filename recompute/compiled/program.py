@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tag
 
-from recompute.compiled.codegen import Code
+from recompute.compiled.codegen import Code, code_that_holds
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
@@ -92,6 +92,10 @@ class Program:
     A parameter is held "itself", or the "memory" that it has now. Of another input a "copy" is held, or autograd has
     "saved" it.
     """
+    hold: Callable[..., Any]
+    """``(*given) -> (saved, held, others)``: what a frame keeps of the inputs."""
+    plain: tuple[int, ...]
+    """The positions of the inputs that are no parameters."""
     others: tuple[tuple[int, bool], ...]
     """The positions of all parameters, and of other inputs that are not held. The bool says if it is a parameter."""
     offsets: tuple[tuple[int, int], ...]
@@ -155,6 +159,9 @@ class ProgramWriter:
         head += ["held.clear()", "kept.clear()", "gradients.clear()"]
         result = f"({', '.join(names)},)"
         regenerate, of_held, of_kept = self._regeneration(again, held, kept, drawn)
+        ways = tuple([(position, how) for position, how, _ in how])
+        others = self._others({position for position, _ in ways})
+        positions = [buffer.given for buffer in buffers if buffer.given is not None]
         return Program(
             plan=self.plan,
             forward=forward,
@@ -173,8 +180,10 @@ class ProgramWriter:
             regenerate_nbytes=0 if again is None else self._nbytes(again[0].reruns),
             outputs=outputs,
             edges=tuple([given for given, _ in self.contributions]),
-            held=tuple([(position, how) for position, how, _ in how]),
-            others=self._others({position for position, _, _ in how}),
+            held=ways,
+            hold=code_that_holds(len(positions), ways, others),
+            plain=tuple([position for position in positions if position not in self.parameters]),
+            others=others,
             offsets=self._offsets(),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
             numerics=self.numerics,
