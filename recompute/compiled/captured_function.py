@@ -34,6 +34,7 @@ from recompute.engine.saved_tensors import (
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
+
 class CapturedFrame:
     """One run of a program, and what it holds for backward."""
 

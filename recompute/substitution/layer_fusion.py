@@ -26,7 +26,7 @@ from recompute.kernels.rms_norm import rms_norm
 def _fuse(graph: Graph) -> None:
     for node in _calls(graph, F.dropout):
         if _drops_nothing(node):
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(_arguments(node)[0])
             graph.erase_node(node)
     for norm in _calls(graph, rms_norm):
         _fuse_with_sum(graph, norm)
@@ -43,14 +43,14 @@ _ADDITIONS = (operator.add, operator.iadd)
 
 def _fuse_with_sum(graph: Graph, norm: Node) -> None:
     """``h = attended + x``, and the norm of ``h``; with the MLP of that and the sum of both, if there are these."""
-    h, *settings = norm.args
+    h, *settings = _arguments(norm)
     if not _is_call(h, *_ADDITIONS):
         return
-    x, attended = h.args if h.args[0].op == "placeholder" else h.args[::-1]
-    if x.op != "placeholder":
+    x, attended = h.args if _is_given(h.args[0]) else h.args[::-1]
+    if not _is_given(x):
         return
-    mlp = _only(norm.users)
-    total = _only(mlp.users) if _is_call(mlp, gated_mlp) else None
+    mlp: Any = _only(norm.users)
+    total: Any = _only(mlp.users) if _is_call(mlp, gated_mlp) else None
     if _is_call(total, *_ADDITIONS) and set(total.args) == {h, mlp} and set(h.users) == {norm, total}:
         _, *weights, activation = mlp.args
         weight, *others = settings
@@ -59,7 +59,7 @@ def _fuse_with_sum(graph: Graph, norm: Node) -> None:
         for node in (mlp, norm, h):
             graph.erase_node(node)
         return
-    with graph.inserting_after(h):
+    with graph.inserting_before(h):
         both = graph.call_function(add_rms_norm, (attended, x, *settings))
     _replace(graph, norm, operator.getitem, (both, 0))
     _replace(graph, h, operator.getitem, (both, 1))
@@ -67,14 +67,13 @@ def _fuse_with_sum(graph: Graph, norm: Node) -> None:
 
 def _fuse_with_linears(graph: Graph, norm: Node) -> None:
     """The norm of a layer's input, the Linears that read it, and the sum of the input and what attention gives."""
-    x, weight, *settings = norm.args
+    x, weight, *settings = _arguments(norm)
     linears = list(norm.users)
-    if x.op != "placeholder" or not linears or not all(_is_call(each, F.linear) for each in linears):
+    if not _is_given(x) or not linears or not all(_is_call(each, F.linear) for each in linears):
         return
-    operands = [(*each.args[1:], *each.kwargs.values()) for each in linears]
-    if any(each.args[0] is not norm or not 1 <= len(read) <= 2 for each, read in zip(linears, operands, strict=True)):
-        return
-    weights, biases = zip(*[(read[0], read[1] if len(read) == 2 else None) for read in operands], strict=True)
+    if any(each.kwargs or len(each.args) != 3 or each.args[0] is not norm for each in linears):
+        return  # as nn.Linear does not call it
+    weights, biases = zip(*[each.args[1:] for each in linears], strict=True)
     with graph.inserting_before(norm):
         both = graph.call_function(norm_linears, (x, weight, weights, biases, *settings))
         outputs = graph.call_function(operator.getitem, (both, 0))
@@ -91,6 +90,15 @@ def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = N
     graph.erase_node(node)
 
 
+def _arguments(node: Node) -> Any:
+    return node.args
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a value is an input of the graph."""
+    return isinstance(value, Node) and value.op == "placeholder"
+
+
 def _is_call(node: Any, *functions: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in functions
 
@@ -101,8 +109,10 @@ def _only(users: Iterable[Node]) -> Node | None:
 
 
 def _drops_nothing(node: Node) -> bool:
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
-    return p == 0 and node.kwargs.get("inplace", node.args[3] if len(node.args) > 3 else False) is False
+    match (node.args, node.kwargs):  # as nn.Dropout calls it
+        case ((_, p, _, False), {}):
+            return bool(p == 0)
+    return False
 
 
 FUSION = Fusion((rms_norm, gated_mlp), _fuse)
