@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError
@@ -56,7 +57,8 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
         return
     device = arguments[0].device
     if device.type != "cuda":
-        kernel[(programs,)](*arguments, **settings)
+        with _NOTHING if _notes.launches is None else _disable_current_modes():  # the interpreter runs ops
+            kernel[(programs,)](*arguments, **settings)
         _note(kernel, programs, arguments, settings)
         return
     _tell_settings(device)

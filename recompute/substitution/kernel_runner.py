@@ -161,7 +161,8 @@ def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its class's forward does."""
     return bool(
-        "forward" in vars(module)
+        not callable(module.forward)  # torch's frontend makes a guard of this, and none of what ``vars`` has
+        or "forward" in vars(module)
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
