@@ -24,6 +24,9 @@ from recompute.kernels.rms_norm import rms_norm
 
 
 def _fuse(graph: Graph) -> None:
+    for node in _calls(graph, getattr):  # of what a runner asked of a tensor, as its device
+        if not node.users:
+            graph.erase_node(node)
     for node in _calls(graph, F.dropout):
         if _drops_nothing(node):
             node.replace_all_uses_with(_arguments(node)[0])

@@ -257,6 +257,14 @@ def test_a_layer_fuses_into_two_kernels() -> None:
     assert _targets(layer_graph()) == [norm_linears, residual_mlp]
 
 
+def test_what_is_asked_of_a_tensor_reads_no_values() -> None:
+    graph = layer_graph()
+    for node in list(graph.nodes)[6:-1]:
+        with graph.inserting_after(node):
+            graph.call_function(getattr, (node, "is_cuda"))
+    assert _targets(graph) == [norm_linears, residual_mlp]
+
+
 def test_a_norm_that_something_else_reads_stays_a_norm() -> None:
     assert _targets(layer_graph(read_by_others=True)) == [rms_norm, F.linear, torch.add, residual_mlp]
 
