@@ -113,6 +113,8 @@ def _dequantize_kernel(codes, scales, y, N, BLOCK: tl.constexpr, BLOCKS: tl.cons
     tl.store(y + offsets, decoded(c, s, y.dtype.element_ty).to(y.dtype.element_ty), mask=mask)
 
 
+BLOCK = 128
+"""Consecutive elements that share a scale, unless a caller says otherwise."""
 LARGEST_BLOCK = 4096
 QUANTIZE_TILE = 4096
 """Elements a program. Smaller tiles would make more programs, each of which updates the one error."""
@@ -123,7 +125,7 @@ DEQUANTIZE_TILE = 1024
 DEQUANTIZE_SETTINGS = {"num_warps": 4}
 
 
-def quantize_blockwise(x: Tensor, block: int = 128, format: str | None = None) -> tuple[Tensor, Tensor]:
+def quantize_blockwise(x: Tensor, block: int = BLOCK, format: str | None = None) -> tuple[Tensor, Tensor]:
     """``x`` as codes of 8 bits and scales: see above for the formula and for how far the values then are.
 
     No gradient flows through. The result does not depend on where it runs, to the bit.
@@ -147,7 +149,7 @@ def quantize_blockwise(x: Tensor, block: int = 128, format: str | None = None) -
 
 
 def quantize_blockwise_with_error(
-    x: Tensor, block: int = 128, format: str | None = None
+    x: Tensor, block: int = BLOCK, format: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``quantize_blockwise``, and the worst error in the same pass.
 
@@ -169,7 +171,7 @@ def quantize_blockwise_with_error(
     return quantize_op(x, block, format, True)
 
 
-def dequantize_blockwise(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = 128) -> Tensor:
+def dequantize_blockwise(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = BLOCK) -> Tensor:
     """The values that ``quantize_blockwise`` made ``codes`` and ``scales`` of, as near as these hold them.
 
     Args:
@@ -289,7 +291,7 @@ def _largest_exponent(dtype: torch.dtype) -> int:
 
 
 def quantize_blockwise_reference(
-    x: Tensor, block: int = 128, format: str | None = None, with_error: bool = False
+    x: Tensor, block: int = BLOCK, format: str | None = None, with_error: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``quantize_blockwise`` in plain PyTorch, with the same bits; the last is the error, if it is asked for."""
     x = x.detach()
@@ -319,7 +321,7 @@ def quantize_blockwise_reference(
     return codes, scales, error
 
 
-def dequantize_blockwise_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = 128) -> Tensor:
+def dequantize_blockwise_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = BLOCK) -> Tensor:
     """``dequantize_blockwise`` in plain PyTorch, with the same bits."""
     y = _dequantize_outputs(codes, scales, dtype, block)
     values = _decoded(_blocks(codes, block), scales[:, None], dtype)

@@ -29,9 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.engine.compression import Codes, note_compressed
+from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.add_rms_norm import add_rms_norm_forward
+from recompute.kernels.blockwise_8bit import BLOCK, quantize_op
 from recompute.kernels.linears import (
     NormSettings,
     added,
@@ -44,6 +47,8 @@ from recompute.kernels.linears import (
 )
 from recompute.kernels.rms_norm import rms_norm_forward, rms_norm_reference
 from recompute.kernels.swiglu import ACTIVATIONS, glu_backward, glu_backward_, glu_forward, glu_reference
+from recompute.kernels.swiglu_from_codes import decoded_gates, glu_backward_from_codes_, glu_backward_from_codes_op
+from recompute.kernels.tiled_mlp import TiledMLPFunction
 
 
 def gated_mlp(
@@ -56,6 +61,8 @@ def gated_mlp(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    compress: bool = False,
+    tile: int | None = None,
 ) -> Tensor:
     """``down(activation(gate(x)) * up(x))``, holding only ``gate(x)`` and ``up(x)`` for backward.
 
@@ -72,6 +79,10 @@ def gated_mlp(
         gate_bias: as many as ``gate_weight`` has rows.
         up_bias: (I,); None if packed.
         down_bias: (O,).
+        compress: whether gate and up are held as codes of 8 bits (``blockwise_8bit``), which backward reads. Then the
+            gradients are those of slightly different gates and ups. Those of float64 are held as they are.
+        tile: compute so many tokens at a time, and hold ``x`` alone: backward runs the tiles again (``tiled_mlp``).
+            None: all at once.
 
     Returns:
         (..., O). Saved for backward are ``x``, weights and biases, and gate and up: 2 · I elements a token.
@@ -83,7 +94,23 @@ def gated_mlp(
     parameters |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     check_operands("gated_mlp", activation, {"x": x, **parameters})
     operands = autocast("gated_mlp", {"x": x.dtype}, parameters, x.device.type)
-    return GatedMLPFunction.apply(x, None, None, *operands, None, activation)[0]
+    if tile is not None and not torch.compiler.is_compiling():
+        return tiled(x, None, *operands, None, activation, tile)
+    return GatedMLPFunction.apply(x, None, None, *operands, None, activation, compress, True)[0]
+
+
+def tiled(x: Tensor, *arguments: Any) -> Tensor:
+    """The gated MLP of x, or the residual MLP, by tiles.
+
+    arguments: what ``TiledMLPFunction`` takes between x and ``compute``. Raises ``KernelError`` for a tile below 1.
+    """
+    if (tile := arguments[-1]) < 1:
+        raise KernelError(f"gated_mlp: tile is {tile}; expected at least 1 token, or None.")
+    return TiledMLPFunction.apply(x, *arguments, _of_a_tile, _reference)
+
+
+def _of_a_tile(x: Tensor, norm_weight: Tensor | None, *arguments: Any, with_output: bool) -> Tensor:
+    return GatedMLPFunction.apply(x, None, norm_weight, *arguments, False, with_output)[0]
 
 
 def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
@@ -117,6 +144,8 @@ def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
 class GatedMLPFunction(torch.autograd.Function):
     """The gated MLP of x; or if there is a norm, the residual MLP of x and residual.
 
+    ``with_output`` is False where forward runs again for the sake of its backward alone.
+
     The sum of x and residual is saved. It is an output as well, because a saved tensor that is neither an input nor an
     output would cut the graph of a second derivative.
     """
@@ -137,6 +166,8 @@ class GatedMLPFunction(torch.autograd.Function):
         down_bias: Tensor | None,
         norm: NormSettings | None,
         activation: str,
+        compress: bool,
+        with_output: bool,
     ) -> tuple[Tensor, Tensor | None]:
         h, n, rstd = x, x, None
         if norm is not None:
@@ -149,10 +180,17 @@ class GatedMLPFunction(torch.autograd.Function):
         up = None if up_weight is None else F.linear(n, up_weight, up_bias)
         del n
         parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-        ctx.save_for_backward(h, *parameters, rstd, gate, up)
+        ctx.holds_codes = compress and gate.dtype in launch.TRITON_DTYPES
+        if ctx.holds_codes:
+            (gate_codes, gate_scales), (up_codes, up_scales) = _codes_of(gate), _codes_of(up)
+            ctx.save_for_backward(h, *parameters, rstd, gate_codes, up_codes, gate_scales, up_scales)
+        else:
+            ctx.save_for_backward(h, *parameters, rstd, gate, up)
         ctx.set_materialize_grads(False)
         ctx.norm, ctx.activation = norm, activation
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        if not with_output:
+            return h.new_empty(()).expand(*h.shape[:-1], down_weight.shape[0]), None
         product = glu_forward(gate, up, activation)
         if norm is None:
             y = F.linear(product, down_weight, down_bias)
@@ -180,12 +218,23 @@ class GatedMLPFunction(torch.autograd.Function):
             dh.to(dtype) if needs and dh is not None else None
             for needs, dtype in zip((needs_dx, needs_dresidual), ctx.dtypes, strict=True)
         )
-        return dx, dresidual, *gradients[1:], None, None
+        return dx, dresidual, *gradients[1:], None, None, None, None
+
+
+def _codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Codes and scales."""
+    if tensor is None:
+        return None, None
+    encoded = Codes(*quantize_op(tensor, BLOCK, None, True))
+    note_compressed(local.statistics, encoded, tensor.nbytes)
+    return encoded.codes, encoded.scales
 
 
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of the tensors that ``_reference`` takes: those that are ``needed``, and None for the others."""
-    h, norm_weight, gate_weight, up_weight, down_weight, *_, rstd, gate, up = ctx.saved_tensors
+    saved = ctx.saved_tensors if ctx.holds_codes else (*ctx.saved_tensors, None, None)
+    h, norm_weight, gate_weight, up_weight, down_weight, *_, rstd, gate, up, gate_scales, up_scales = saved
+    del saved
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # so that gate and up can be freed below, unless the graph is retained
     needs_dh, needs_dnorm_weight, *trained = needed
@@ -200,10 +249,12 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     if needs_dgate or needs_dup:
         dproduct = dy @ down_weight
         dgate, dup, product = _through_activation(
-            dproduct, gate, up, ctx.activation, needs_dgate, needs_dup, down_trains
+            dproduct, gate, up, gate_scales, up_scales, ctx.activation, needs_dgate, needs_dup, down_trains
         )
         del dproduct
     elif down_trains:
+        if gate_scales is not None:
+            gate, up = decoded_gates(gate, gate_scales, up, up_scales, BLOCK, down_weight.dtype)
         product = rows(glu_forward(gate, up, ctx.activation))
     del gate, up
     ddown_weight, ddown_bias = linear_gradients(dy, product, down_trains, down_bias_trains)
@@ -228,18 +279,29 @@ def _through_activation(
     dproduct: Tensor,
     gate: Tensor,
     up: Tensor | None,
+    gate_scales: Tensor | None,
+    up_scales: Tensor | None,
     activation: str,
     needs_dgate: bool,
     needs_dup: bool,
     needs_product: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dgate, dup and the product, as matrices. The product is written over ``dproduct``, which is not needed again."""
+    """dgate, dup and the product, as matrices. The product is written over ``dproduct``, which is not needed again.
+
+    gate_scales, up_scales: of gate and up, if these are codes.
+    """
     gate, up = rows(gate), None if up is None else rows(up)
     if not needs_product:
+        if gate_scales is not None:
+            needs = (needs_dgate, needs_dup, False)
+            return glu_backward_from_codes_op(dproduct, gate, gate_scales, up, up_scales, BLOCK, activation, *needs)
         return glu_backward(dproduct, gate, up, activation, needs_dgate, needs_dup, False)
-    dgate = gate.new_empty(gate.shape) if needs_dgate else None
-    dup = up.new_empty(up.shape) if needs_dup and up is not None else None
-    glu_backward_(dproduct, gate, up, dgate, dup, activation)
+    dgate = dproduct.new_empty(gate.shape) if needs_dgate else None
+    dup = dproduct.new_empty(up.shape) if needs_dup and up is not None else None
+    if gate_scales is not None:
+        glu_backward_from_codes_(dproduct, gate, gate_scales, up, up_scales, dgate, dup, BLOCK, activation)
+    else:
+        glu_backward_(dproduct, gate, up, dgate, dup, activation)
     return dgate, dup, dproduct
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recompute.errors import KernelError
-from recompute.kernels.gated_mlp import GatedMLPFunction, check_operands
+from recompute.kernels.gated_mlp import GatedMLPFunction, check_operands, tiled
 from recompute.kernels.linears import autocast, checked_norm
 
 
@@ -38,6 +38,8 @@ def residual_mlp(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    compress: bool = False,
+    tile: int | None = None,
 ) -> Tensor:
     """``h + gated_mlp(rms_norm(h))`` of ``h = x + residual``, holding ``h``, gate and up for backward.
 
@@ -57,6 +59,8 @@ def residual_mlp(
         gate_bias: as many as ``gate_weight`` has rows.
         up_bias: (I,); None if packed.
         down_bias: (H,).
+        compress: as ``gated_mlp`` takes it.
+        tile: as ``gated_mlp`` takes it. Then ``h`` alone is held.
 
     Returns:
         (..., H), of the promoted dtype of ``h`` and the MLP. Saved for backward are the parameters, ``h``, a float32 a
@@ -78,4 +82,6 @@ def residual_mlp(
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     norm = checked_norm("residual_mlp", x, dtype, norm_weight, eps, casting)
     operands = autocast("residual_mlp", {"normalized x": norm.dtype}, parameters, x.device.type)
-    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation)[0]
+    if tile is not None and not torch.compiler.is_compiling():
+        return tiled(x if residual is None else x + residual, norm_weight, *operands, norm, activation, tile)
+    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation, compress, True)[0]

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.blockwise_8bit import block_tile, check_codes, decoded, dequantize_op
+from recompute.kernels.blockwise_8bit import BLOCK, block_tile, check_codes, decoded, dequantize_op
 from recompute.kernels.launch import jit, tl
 from recompute.kernels.swiglu import ACTIVATIONS, glu_backward, glu_backward_, shares, slope
 
@@ -82,7 +83,7 @@ def glu_backward_from_codes(
     needs_dgate: bool = True,
     needs_dup: bool = True,
     with_product: bool = False,
-    block: int = 128,
+    block: int = BLOCK,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of gate and up, and the product again: bitwise ``glu_backward`` of what ``dequantize_blockwise`` gives.
 
@@ -166,7 +167,7 @@ def _backward_in_place(
     if _fits_in_one_pass(dproduct, gate, up, block):
         _write_gradients(dproduct, *codes, dgate, dup, dproduct, block, activation)
     else:
-        glu_backward_(dproduct, *_dequantized(*codes, block, dproduct), dgate, dup, activation)
+        glu_backward_(dproduct, *decoded_gates(*codes, block, dproduct.dtype), dgate, dup, activation)
 
 
 def _fits_in_one_pass(dproduct: Tensor, gate: Tensor, up: Tensor | None, block: int) -> bool:
@@ -212,16 +213,16 @@ def glu_backward_from_codes_reference(
     with_product: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``glu_backward_from_codes`` in two passes, with the same bits."""
-    gate, up = _dequantized(gate, gate_scales, up, up_scales, block, dproduct)
+    gate, up = decoded_gates(gate, gate_scales, up, up_scales, block, dproduct.dtype)
     return glu_backward(dproduct, gate, up, activation, needs_dgate, needs_dup, with_product)
 
 
-def _dequantized(
-    gate: Tensor, gate_scales: Tensor, up: Tensor | None, up_scales: Tensor | None, block: int, dproduct: Tensor
+def decoded_gates(
+    gate: Tensor, gate_scales: Tensor, up: Tensor | None, up_scales: Tensor | None, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Gate and up in ``dproduct``'s dtype."""
-    gate = dequantize_op(gate, gate_scales, dproduct.dtype, block)
-    return gate, None if up is None else dequantize_op(up, up_scales, dproduct.dtype, block)
+    """Gate and up of their codes, in ``dtype``."""
+    gate = dequantize_op(gate, gate_scales, dtype, block)
+    return gate, None if up is None else dequantize_op(up, up_scales, dtype, block)
 
 
 def _outputs(

@@ -45,6 +45,7 @@ FOLDERS = (
 )
 """From the top: a folder imports from those further down alone."""
 KERNELS_KNOW = (
+    "recompute.engine.compression",
     "recompute.engine.recipe_book",
     "recompute.engine.thread_state",
     "recompute.errors",

@@ -26,7 +26,13 @@ from torch.utils._pytree import tree_map_only
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
 from recompute.attach.apply import PolicyLike
-from recompute.diagnostics.comparing_runs import Widened, deterministic, relative_error, same_bits
+from recompute.diagnostics.comparing_runs import (
+    COMPRESSION_TOLERANCE,
+    Widened,
+    deterministic,
+    relative_error,
+    same_bits,
+)
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import meaning_of
 
@@ -52,7 +58,8 @@ class AblationRow:
     gradients of the first and of the last step have them. Any other policy rounds in its own way: then it says whether
     ``grad_error`` is at most ``grad_tolerance``. That is twice the error of the baseline's own gradient, as compared
     with the same model's in float64 (float32 for a bfloat16 model), because the policy may be that far from it in one
-    direction and the baseline in the other.
+    direction and the baseline in the other. Of a policy that compresses it is ``COMPRESSION_TOLERANCE``, if that is
+    more.
     """
 
     policy: str
@@ -190,6 +197,8 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
     device = experiment.device
     exact = _is_exact(policy, experiment.policies)
     tolerance = 0.0 if exact else experiment.grad_tolerance if experiment.baseline else None
+    if tolerance is not None and _compresses(policy, experiment.policies):
+        tolerance = max(tolerance, COMPRESSION_TOLERANCE)
     model = experiment.make()
     with under(policy, model, experiment.policies, experiment.layers):
         optimizer = experiment.optimizer(model.parameters())
@@ -265,9 +274,16 @@ def _is_exact(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
     if policy.endswith(COMPILED):
         return False
     if policy not in policies and is_peer(policy):
-        return policy in ("torch-checkpoint", "torch-selective")
+        return policy in ("torch-checkpoint", "torch-selective", "torch-save-on-cpu")
     rules = load_policy(policies.get(policy, policy)).rules
     return all(meaning_of(rule).is_exact for rule in rules)
+
+
+def _compresses(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
+    name = policy.removesuffix(COMPILED)
+    if name not in policies and is_peer(name):
+        return False
+    return any(meaning_of(rule).compresses for rule in load_policy(policies.get(name, name)).rules)
 
 
 def _gradient(model: nn.Module) -> tuple[Tensor, ...]:

@@ -50,6 +50,15 @@ class Stats:
     """Storages that were copied off the device."""
     offloaded_nbytes: int = 0
     """Bytes of these. They are among those kept, except for the inputs of a checkpoint."""
+    compressed_tensors: int = 0
+    """Tensors that are held as codes of 8 bits."""
+    compressed_nbytes: int = 0
+    """Bytes that these had."""
+    codes_nbytes: int = 0
+    """Bytes of their codes and scales. They are among those kept."""
+    worst_code_error: float = 0.0
+    """The largest error of a number that came back from codes since the policy was applied, relative to the largest
+    number of its block of 128."""
     regenerations: int = 0
     """Times that backward ran something again: an op of a tape, a checkpoint, or what a kernel recorded."""
     regenerated_nbytes: int = 0
@@ -61,11 +70,13 @@ class Stats:
         seconds = self.regenerating_seconds
         totals = {name: getattr(self, name) - getattr(earlier, name) for name in _TOTALS}
         return Stats(
-            **totals, regenerating_seconds=None if seconds is None else seconds - (earlier.regenerating_seconds or 0.0)
+            **totals,
+            worst_code_error=self.worst_code_error,
+            regenerating_seconds=None if seconds is None else seconds - (earlier.regenerating_seconds or 0.0),
         )
 
 
-_TOTALS = [each.name for each in fields(Stats) if each.name != "regenerating_seconds"]
+_TOTALS = [each.name for each in fields(Stats) if each.name not in ("regenerating_seconds", "worst_code_error")]
 
 
 def stats(attachments: Iterable[Attachment], stopwatch: Stopwatch | None) -> Stats:
@@ -73,8 +84,13 @@ def stats(attachments: Iterable[Attachment], stopwatch: Stopwatch | None) -> Sta
 
     stopwatch: the one that times their regenerations; None if none does.
     """
-    totals = _totals([attachment.runner.statistics for attachment in attachments])
-    return Stats(**totals, regenerating_seconds=None if stopwatch is None else stopwatch.seconds())
+    counted = [attachment.runner.statistics for attachment in attachments]
+    seconds = None if stopwatch is None else stopwatch.seconds()
+    return Stats(**_totals(counted), worst_code_error=_worst_code_error(counted), regenerating_seconds=seconds)
+
+
+def _worst_code_error(counted: Iterable[RegionStatistics]) -> float:
+    return max((each.worst_code_error.item() for each in counted if each.worst_code_error is not None), default=0.0)
 
 
 def _totals(counted: Sequence[RegionStatistics]) -> dict[str, int]:
@@ -83,6 +99,7 @@ def _totals(counted: Sequence[RegionStatistics]) -> dict[str, int]:
 
 _BYTES = {"eager_nbytes": "eager", "dropped_nbytes": "dropped", "kept_nbytes": "kept"}
 _OFFLOADED = {"offloaded_nbytes": "offloaded"}
+_COMPRESSED = {"compressed_nbytes": "compressed", "codes_nbytes": "to codes of"}
 _HEADERS = ("module", "count", "class", "rule", "in backward", "forwards")
 _LEGEND = (
     "Bytes. eager: what a module holds for backward without the policy. a forward: of one module. in all: of all "
@@ -101,7 +118,10 @@ def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
         key = pattern, type(attachment.module).__name__, rule, attachment.runner.note
         groups.setdefault(key, []).append(attachment.runner.statistics)
     every = [statistics for counted in groups.values() for statistics in counted]
-    columns = _BYTES | _OFFLOADED if any(statistics.offloaded_nbytes for statistics in every) else _BYTES
+    columns = dict(_BYTES)
+    for more in (_OFFLOADED, _COMPRESSED):
+        if any(getattr(statistics, name) for statistics in every for name in more):
+            columns |= more
     rows = []
     details = []
     for (pattern, type_name, rule, note), counted in groups.items():
@@ -116,7 +136,12 @@ def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
     align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(columns)))
     of_bytes = [f"{what} {span}" for span in ("a forward", "in all") for what in columns.values()]
     table = tabulate(rows, (*_HEADERS, *of_bytes), disable_numparse=True, colalign=align if rows else None)
-    return "\n\n".join([f"policy {policy.name}\n{table}\n{_LEGEND}", *_captures(attachments), *details])
+    head = [f"policy {policy.name}\n{table}\n{_LEGEND}"]
+    if worst := _worst_code_error(every):
+        head.append(
+            f"Worst error of what comes back from codes: {worst:.1%} of the largest number in its block of 128."
+        )
+    return "\n\n".join([*head, *_captures(attachments), *details])
 
 
 def _pattern(attachment: Attachment) -> str:
@@ -155,15 +180,14 @@ def _details(title: str, counted: Sequence[RegionStatistics]) -> list[str]:
     for statistics in counted:
         if statistics.plan is not None or statistics.dropped_outputs:
             alike.setdefault((id(statistics.plan), tuple(statistics.dropped_outputs)), []).append(statistics)
-    return [
-        _tensors(title if len(each) == 1 else f"{title}, each of {len(each)}", each[0].plan, each[0].dropped_outputs)
-        for each in alike.values()
-    ]
+    return [_tensors(title if len(each) == 1 else f"{title}, each of {len(each)}", each[0]) for each in alike.values()]
 
 
-def _tensors(title: str, plan: SavePlan | None, dropped_outputs: Sequence[DroppedOutput]) -> str:
+def _tensors(title: str, statistics: RegionStatistics) -> str:
     """Each tensor that autograd saved or that recipes read, whether it is kept or dropped, and why; and the totals."""
-    rows = [] if plan is None else list(plan.rows())
+    plan, dropped_outputs = statistics.plan, statistics.dropped_outputs
+    compresses = statistics.compressed_tensors > 0
+    rows = [] if plan is None else list(plan.rows(compresses=compresses))
     rows += [
         SavedTensorRow(
             each.made_by, "(outside)", each.layout, each.nbytes, "dropped", "an output, which another module saved"
@@ -183,7 +207,8 @@ def _tensors(title: str, plan: SavePlan | None, dropped_outputs: Sequence[Droppe
         for row in rows
     ]
     headers = ("made by", "saved by", "shape", "dtype", "bytes", "fate", "because")
-    fates = ("dropped", "kept") if plan is not None else ("dropped",)  # what kernels save is not listed
+    fates = ["dropped", *(["kept"] if plan is not None else [])]  # what kernels save is not listed
+    fates += ["kept in 8 bits"] if compresses and plan is not None else []
     totals = ", ".join(f"{name} {_total(rows, name):,} bytes{_per_token(rows, name, plan)}" for name in fates)
     return f"{title}: {totals}\n" + tabulate(lines, headers, disable_numparse=True)
 

@@ -24,6 +24,7 @@ from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.policy.meaning import Meaning
+from recompute.substitution.codec import Blockwise8Bit
 
 
 class RootRunner(Runner):
@@ -162,7 +163,7 @@ class TapeRunner(Runner):
         self.statistics = statistics
         self.inner = inner
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
-        self._compiled_region = compiled_region(op_policy(meaning))
+        self._compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
         self.region = _region(statistics, meaning, cache)
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -213,7 +214,8 @@ def _region(
     statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache, checkpoint: Callable[..., Any] | None = None
 ) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
-    tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache)
+    codec = Blockwise8Bit() if meaning.compresses else None
+    tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache, codec)
     return CapturedRegion(tape, cache if meaning.capture else None, checkpoint)
 
 

@@ -56,14 +56,14 @@ def _runners(
     else:
         runner: Runner
         if meaning.tapes_kernels:
-            kernel = _find_named_kernel(statistics, module, _instead_of_kernel(statistics, meaning))
+            kernel = _find_named_kernel(statistics, module, _instead_of_kernel(statistics, meaning), meaning)
             runner = TapeRunner(statistics, meaning, cache, kernel)
         else:
             tape = TapeRunner(statistics, meaning, cache)
             fallback = tape if meaning.kernels is Kernels.ON_CUDA else None
-            kernel = _find_named_kernel(statistics, module, fallback)
+            kernel = _find_named_kernel(statistics, module, fallback, meaning)
             if kernel is not None:
-                kernel.compiled_region = compiled_region(op_policy(meaning))
+                kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
                 if meaning.capture:
                     kernel.capture(cache)
             runner = kernel or tape
@@ -72,11 +72,16 @@ def _runners(
             yield from _kernels_inside(path, module, meaning, governed)
 
 
-def _find_named_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:
+def _find_named_kernel(
+    statistics: RegionStatistics, module: nn.Module, fallback: Runner | None, meaning: Meaning
+) -> KernelRunner | None:
     """The kernels for a module that a rule itself names. If that is a Linear, it is a head."""
     if is_plain_linear(module):
         return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"))
-    return find_kernel(statistics, module, fallback)
+    kernel = find_kernel(statistics, module, fallback)
+    if kernel is not None:
+        kernel.settle(compresses=meaning.compresses, tile=meaning.tile)
+    return kernel
 
 
 def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
@@ -94,6 +99,7 @@ def _kernels_inside(
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
         kernel = find_inner_kernel(statistics, child, module, _instead_of_kernel(statistics, meaning))
         if kernel is not None:
+            kernel.settle(compresses=meaning.compresses, tile=meaning.tile)
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(child_path, child, meaning, governed)

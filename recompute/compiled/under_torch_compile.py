@@ -60,9 +60,17 @@ class CompiledRegion:
 
 
 @functools.cache
-def compiled_region(op_policy: OpPolicy) -> CompiledRegion:
-    """The region of compiled code under this op policy."""
-    return CompiledRegion(op_policy)
+def compiled_region(op_policy: OpPolicy, *, compresses: bool = False) -> CompiledRegion:
+    """The region of compiled code under this op policy; one that is refused if it ``compresses``."""
+    return _RefusedRegion(op_policy) if compresses else CompiledRegion(op_policy)
+
+
+class _RefusedRegion(CompiledRegion):
+    """In the place of a region that would compress."""
+
+    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        refuse_compression()
+        return forward(*args, **kwargs)
 
 
 class _Tracing:
@@ -223,3 +231,8 @@ refuse_offloading = _refusal(
     "less than that module, or give it a rule that does not offload."
 )
 """In the place of what would offload."""
+refuse_compression = _refusal(
+    "a rule that compresses governs a module in compiled code, where no hook sees what is held for backward. Compile "
+    "less than that module, or give it a rule that does not compress."
+)
+"""In the place of what would compress."""

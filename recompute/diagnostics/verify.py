@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
 from recompute.attach.check_effect import has_effect, listed
 from recompute.compiled.unwrap import uncompiled
 from recompute.diagnostics.comparing_runs import (
+    COMPRESSION_TOLERANCE,
     Widened,
     deterministic,
     max_difference,
@@ -49,7 +51,10 @@ class Verification:
     relative_error: float
     """‖difference‖ / ‖gradient‖, over all gradients together."""
     tolerance: float
-    """Twice the ``relative_error`` that rounding alone makes without the policy; 0 where all bits are equal."""
+    """Twice the ``relative_error`` that rounding alone makes without the policy, or ``COMPRESSION_TOLERANCE`` where a
+    rule compresses; 0 where all bits are equal."""
+    errors: Mapping[str, float]
+    """The relative error of each gradient, by the parameter's name; empty where all bits are equal."""
     dropped_tensors: int
     """How many tensors were dropped. Each of them came back as it was."""
     dropped_nbytes: int
@@ -57,14 +62,26 @@ class Verification:
     """Bytes that the governed modules saved under the policy; the inputs that a checkpoint holds do not count."""
     eager_nbytes: int
     """Bytes that they hold without it."""
+    compressed_tensors: int = 0
+    """How many tensors were held as codes of 8 bits."""
+    worst_code_error: float = 0.0
+    """As ``AppliedPolicy.stats`` has it."""
 
     def __str__(self) -> str:
         verdict = f"outputs and {self.gradients} gradients are bit for bit those without it"
         if not self.bitwise:
+            allowed = "each may be off by" if self.compressed_tensors else "twice the rounding error is"
             verdict = (
                 f"{self.gradients} gradients differ from those without it by {self.relative_error:.1e} of their norm "
-                f"({self.max_difference:.1e} at most), where twice the rounding error is {self.tolerance:.1e}"
+                f"({self.max_difference:.1e} at most), where {allowed} {self.tolerance:.1e}"
             )
+            if self.compressed_tensors:
+                worst = max(self.errors, key=self.errors.__getitem__)
+                verdict += (
+                    f"; {self.compressed_tensors} tensors were held in 8 bits and came back off by at most "
+                    f"{self.worst_code_error:.1%} of their block's largest number; the gradient that differs most is "
+                    f"that of {worst}, by {self.errors[worst]:.1%}"
+                )
         memory = "nothing was dropped"
         if self.dropped_tensors:
             dropped = f"{self.dropped_tensors} tensors ({self.dropped_nbytes:,} bytes)"
@@ -82,8 +99,9 @@ def verify(
     Compared are the loss and the outputs, the gradient of each parameter and of each input that requires one, the
     buffers and the random state afterwards: bit for bit, unless a kernel stands in for a module. Kernels round in their
     own way: with one, a tensor may differ by twice the rounding error that it has without the policy, measured against
-    the same model in float32 (in float64 where the model is in float32). Under the policy, each regenerated tensor is
-    compared, too, with the one that was dropped, which is held for that.
+    the same model in float32 (in float64 where the model is in float32). Where a rule compresses, each gradient may
+    differ by ``COMPRESSION_TOLERANCE``, an eighth of its norm, and outputs may not differ at all. Under a policy that
+    compresses nothing, each regenerated tensor is compared, too, with the one that was dropped, which is held for that.
 
     Both runs train, from the same random state, on CUDA with deterministic algorithms. Afterwards the model with its
     gradients, buffers, attributes and training flags, the batch and the random state are as before, also if this
@@ -115,13 +133,22 @@ def verify(
     differing = {kind: _differing(found.tensors[kind], tensors) for kind, tensors in expected.tensors.items()}
     bitwise = not any(differing.values())
     tolerance = 0.0
-    if not bitwise and not is_exact:
+    if not bitwise and stats.compressed_tensors:
+        tolerance = COMPRESSION_TOLERANCE
+        differing["gradients"] = [
+            each
+            for each in differing["gradients"]
+            if not _error_of(found.tensors["gradients"].get(each), expected.tensors["gradients"][each]) <= tolerance
+        ]
+    # A gradient whose exact value is 0 is all rounding, also where nothing but codes is inexact.
+    rounded = list(differing) if not is_exact else ["gradients"] if stats.compressed_tensors else []
+    if any(differing[kind] for kind in rounded):
         wide = _in_wider_dtype(trial, name)
-        differing = {
-            kind: _beyond_rounding(names, found.tensors[kind], expected.tensors[kind], wide.tensors[kind])
-            for kind, names in differing.items()
-        }
-        tolerance = 2 * relative_error(*_pairs(expected.tensors["gradients"], wide.tensors["gradients"]))
+        for kind in rounded:
+            tensors = found.tensors[kind], expected.tensors[kind], wide.tensors[kind]
+            differing[kind] = _beyond_rounding(differing[kind], *tensors)
+        rounding = 2 * relative_error(*_pairs(expected.tensors["gradients"], wide.tensors["gradients"]))
+        tolerance = max(tolerance, rounding)
     if any(differing.values()):
         raise GradientMismatch(_complaint(name, differing, found, expected, tolerance))
     with expected.rng.replayed():
@@ -130,7 +157,9 @@ def verify(
                 f"under policy {name} outputs and gradients are those without it, but random generators are left in "
                 "another state, so that the next step would differ"
             )
-    pairs = _pairs(found.tensors["gradients"], expected.tensors["gradients"])
+    gradients = expected.tensors["gradients"]
+    pairs = _pairs(found.tensors["gradients"], gradients)
+    errors = {each: _error_of(found.tensors["gradients"].get(each), gradients[each]) for each in gradients}
     return Verification(
         policy=name,
         gradients=len(pairs[0]),
@@ -138,10 +167,13 @@ def verify(
         max_difference=0.0 if bitwise else max(map(max_difference, *pairs)),
         relative_error=0.0 if bitwise else relative_error(*pairs),
         tolerance=tolerance,
+        errors={} if bitwise else errors,
         dropped_tensors=stats.dropped_tensors,
         dropped_nbytes=stats.dropped_nbytes,
         kept_nbytes=stats.kept_nbytes,
         eager_nbytes=stats.eager_nbytes,
+        compressed_tensors=stats.compressed_tensors,
+        worst_code_error=stats.worst_code_error,
     )
 
 
@@ -235,15 +267,15 @@ def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> Non
     if (
         stats.dropped_tensors
         or stats.offloaded_tensors
+        or stats.compressed_tensors
         or any(kernel is not None and kernel.statistics.frames for kernel in kernels)
     ):
         return
     if not has_effect(policy) or any(map(_is_compiled, (model, *model.modules()))):
         return
     paths = [each.path or type(model).__name__ for each in handle._attachments if each.rule is not None]
-    found = (
-        "which ran and neither dropped nor offloaded anything" if stats.frames else "none of which ran with gradients"
-    )
+    did_nothing = "which ran and neither dropped, offloaded nor compressed anything"
+    found = did_nothing if stats.frames else "none of which ran with gradients"
     raise NoEffectError(
         f"policy {policy.name} governs {listed(paths)}, {found} on this batch: there is nothing to verify. "
         "handle.explain(), after a forward under recompute.apply(), says why each tensor is kept"
@@ -282,6 +314,13 @@ def _beyond_rounding(names: Iterable[str], found: Tensors, expected: Tensors, wi
     return beyond
 
 
+def _error_of(found: Tensor | None, expected: Tensor | None) -> float:
+    """The relative error of one gradient; infinite where there is one in only one of the runs."""
+    if found is None or expected is None or found.shape != expected.shape:
+        return 0.0 if found is expected else math.inf
+    return relative_error([found], [expected])
+
+
 def _pairs(found: Tensors, expected: Tensors) -> tuple[list[Tensor], list[Tensor]]:
     """The floating-point tensors that are in both, in the same order."""
     both = [(one, other) for name, other in expected.items() if (one := found.get(name)) is not None is not other]
@@ -303,7 +342,9 @@ def _complaint(
             if len(names) > _SHOWN:
                 lines.append(f"  and {len(names) - _SHOWN} more")
     lines.append(
-        f"expected at most twice the rounding error of each, which is {tolerance:.1e} of the norm of all gradients"
+        f"expected gradients that are off by at most {tolerance:.1e} of the norm of each, and the same outputs"
+        if tolerance == COMPRESSION_TOLERANCE
+        else f"expected at most twice the rounding error of each, which is {tolerance:.1e} of the norm of all gradients"
         if tolerance
         else "expected the same bits, as no kernel stands in for a module"
     )

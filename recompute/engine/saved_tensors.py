@@ -43,6 +43,14 @@ class RegionStatistics:
     """Storages that were copied off the device."""
     offloaded_nbytes: int = 0
     """Bytes of these. They are among those kept, but for what is given to a checkpoint."""
+    compressed_tensors: int = 0
+    """Tensors that are held as codes of 8 bits."""
+    compressed_nbytes: int = 0
+    """Bytes that these had."""
+    codes_nbytes: int = 0
+    """Bytes of their codes and scales, which are among those kept."""
+    worst_code_error: Tensor | None = None
+    """The largest error of a number that was held so, relative to the largest one of its block. On its device."""
     stopwatch: Stopwatch | None = None
     """Times the regenerations, if that was asked for."""
     plan: SavePlan | None = None

@@ -58,5 +58,5 @@ def preset_path(name: str) -> Path:
 
 def _presets() -> dict[str, Path]:
     folder = resources.files("recompute.policies")
-    paths = sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-    return {path.stem: path for path in paths}
+    paths = [Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}

@@ -66,6 +66,12 @@ class Meaning:
     """Whether a module that has run alike for some steps may go on as straight code."""
     drops_outputs: bool = False
     """Whether outputs that can be regenerated cheaply are dropped, too, where later modules save them."""
+    regenerates: bool = True
+    """Whether a tape may run any op again; if not, it holds what autograd saves."""
+    compresses: bool = False
+    """Whether a tape, or a kernel, holds what bears it as codes of 8 bits."""
+    tile: int | None = None
+    """The tokens that a kernel computes of a gated MLP at a time; None: all."""
     offloading: Offloading | None = None
     """What is held off the device; None: nothing."""
     extends_inward: bool = False
@@ -78,8 +84,8 @@ class Meaning:
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients are bitwise those without a policy. Kernels round in their own way."""
-        return self.kernels is Kernels.NEVER
+        """Whether gradients are bitwise those without a policy. Kernels round in their own way, and codes do, too."""
+        return self.kernels is Kernels.NEVER and not self.compresses
 
     @property
     def tapes_kernels(self) -> bool:
@@ -98,6 +104,15 @@ def meaning_of(rule: Rule) -> Meaning:
     offloading = _offloading(rule) if rule.offload or rule.action == "offload" else None
     if rule.action == "offload":
         return Meaning(Mechanism.KEEP, _note_of_offloading(rule), offloading=offloading, extends_inward=True)
+    if rule.action == "compress":
+        return Meaning(
+            Mechanism.TAPE,
+            _note(rule),
+            regenerates=False,
+            compresses=True,
+            offloading=offloading,
+            extends_inward=True,
+        )
     if rule.action == "checkpoint" and not keep:
         note = "its Python runs again from its inputs"
         note = f"{note}; {_note_of_offloading(rule)}" if offloading else note
@@ -114,20 +129,30 @@ def meaning_of(rule: Rule) -> Meaning:
         keep,
         rule.price,
         _KERNELS[rule.via],
-        rule.capture,
+        # Captured code holds its values as they are, and a tile's backward calls autograd.
+        rule.capture and not rule.compress and rule.tile is None,
         drops_outputs=True,
+        compresses=rule.compress,
+        tile=rule.tile,
         offloading=offloading,
         extends_inward=True,
     )
 
 
+_COMPRESSED = "what bears it is held in 8 bits"
+
+
 def _note(rule: Rule) -> str:
+    if rule.action == "compress":
+        note = _COMPRESSED
+        return f"{note}; {_note_of_offloading(rule)}" if rule.offload else note
     note = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
     if rule.rerun:
         note += f" and {', '.join(rule.rerun)}"
     if rule.price != PRICE:
         note += f", at {rule.price:.3g} bytes a second"
     note = f"{note}; {', '.join(rule.keep)} kept" if rule.keep else note
+    note = f"{note}; {_COMPRESSED}" if rule.compress else note
     return f"{note}; {_note_of_offloading(rule)}" if rule.offload else note
 
 

@@ -26,7 +26,7 @@ from recompute.errors import BudgetError
 from recompute.policy.document import dump_document, raises_policy_error
 from recompute.units import parse_budget
 
-Action = Literal["keep", "recompute", "checkpoint", "offload"]
+Action = Literal["keep", "recompute", "checkpoint", "offload", "compress"]
 Via = Literal["hook", "kernel", "auto"]
 To = Literal["host", "disk"]
 Family = Literal["gemm", "convolution", "attention", "collective"]
@@ -53,10 +53,11 @@ _BELONGS_TO = {
     "keep": ("recompute", "checkpoint"),
     "price": ("recompute",),
     "capture": ("recompute", "checkpoint"),
-    "offload": ("recompute", "checkpoint"),
+    "offload": ("recompute", "checkpoint", "compress"),
+    "compress": ("recompute",),
+    "tile": ("recompute",),
 }
 _OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes", "to", "path")
-_UNBUILT_ACTIONS = ("compress",)
 _VERSION = 1
 _LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
 
@@ -179,6 +180,12 @@ def _size_or_none(value: object) -> int | None:
     return None if value is None else _size(value)
 
 
+def _tokens_or_none(value: object) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError("expected a number of tokens from 1 up, such as 16384")
+
+
 def _rules_as_tuple(value: object) -> object:
     if value == NO_RULES:
         return ()
@@ -211,12 +218,6 @@ def _not_empty(layers: tuple[LayerSpan, ...] | None) -> tuple[LayerSpan, ...] | 
     if layers == ():
         raise ValueError(f"expected {_LAYERS}")
     return layers
-
-
-def _built(action: object) -> object:
-    if action in _UNBUILT_ACTIONS:
-        raise ValueError("this action is not built yet: it comes in a later release")
-    return action
 
 
 def _known_version(version: int) -> int:
@@ -263,7 +264,11 @@ class Rule(BaseModel):
         again, if the rule lets it.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
-    offload: whether what ``recompute`` and ``checkpoint`` hold travels off the device, as under action "offload".
+    compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that
+        only GEMMs, convolutions, products, SiLU and GELU read. Gradients are then not exact.
+    tile: of a gated MLP that kernels compute, the tokens at a time. Then only its input is held, and backward runs it
+        again, one such tile after the other: for long sequences. None: all tokens at once.
+    offload: whether what is held travels off the device, as under action "offload".
     fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
     min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
     max_host_bytes: the most that this process may offload, a size; None is half of what is free where it goes, divided
@@ -280,12 +285,14 @@ class Rule(BaseModel):
     match: OneOrMore[PathGlob] = ()
     type: OneOrMore[ClassGlob] = ()
     layers: Layers = None
-    action: Annotated[Action, BeforeValidator(_built)]
+    action: Action
     via: Via = "auto"
     rerun: OneOrMore[Family] = ()
     keep: OneOrMore[Keepable] = ()
     price: Annotated[float, PlainValidator(_price)] = PRICE
     capture: bool = True
+    compress: bool = False
+    tile: Annotated[int | None, PlainValidator(_tokens_or_none)] = None
     offload: bool = False
     fraction: Annotated[float, PlainValidator(_fraction)] = 1.0
     min_bytes: Annotated[int, PlainValidator(_size)] = MIN_BYTES
@@ -307,6 +314,8 @@ class Rule(BaseModel):
             keep: str | Sequence[str] = (),
             price: float = PRICE,
             capture: bool = True,
+            compress: bool = False,
+            tile: int | None = None,
             offload: bool = False,
             fraction: float = 1.0,
             min_bytes: int | str = MIN_BYTES,
@@ -315,7 +324,7 @@ class Rule(BaseModel):
             path: str | None = None,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep", "price", "capture", "offload")
+    @field_validator("via", "rerun", "keep", "price", "capture", "compress", "tile", "offload")
     @classmethod
     def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)
@@ -351,6 +360,8 @@ class Rule(BaseModel):
     def _selects_something(self) -> Rule:
         if not self.match and not self.type and self.layers is None:
             raise ValueError("expected at least one of match, type and layers")
+        if self.tile is not None and self.via == "hook":
+            raise ValueError("expected via: kernel or auto beside 'tile': hooks run a module as it is written")
         if self.to == "disk" and self.path is None:
             raise ValueError("expected a 'path' beside 'to: disk': the directory whose files are to hold the tensors")
         return self

@@ -33,7 +33,7 @@ from recompute.engine.scopes import BypassScope
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
 from recompute.substitution.layer_fusion import FUSION
-from recompute.substitution.mlp import KernelMLP, find_kernel_mlp
+from recompute.substitution.mlp import KernelMLP, find_kernel_mlp, how_it_holds
 from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
 from recompute.substitution.norm import LazyNorm, LearnedLinears, LinearOperands, Norm, find_norm
 
@@ -260,7 +260,7 @@ class KernelLayerRunner(KernelRunner):
         return self._linears.count
 
     def _what(self) -> str:
-        return "norm_linears, " + ("add_rms_norm" if self.mlp is None else "residual_mlp")
+        return "norm_linears, " + ("add_rms_norm" if self.mlp is None else f"residual_mlp{how_it_holds(self)}")
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         book = open_book()
@@ -335,13 +335,15 @@ class KernelLayerRunner(KernelRunner):
         (weights, biases), activation = operands, self.mlp.activation
 
         def kernel(x: Tensor, stream: Tensor) -> Tensor:
-            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **biases)
+            settings: dict[str, Any] = {**biases, "compress": self.compresses, "tile": self.tile}
+            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **settings)
 
         def as_written(x: Tensor, stream: Tensor) -> Tensor:
             y, h = sum_and_norm(x, stream)
             return h + self._as_written(2)(y)
 
-        kind, read = ("sum", *self._kinds[1:], activation), [weight, *weights, *biases.values()]
+        kind = "sum", *self._kinds[1:], activation, self.compresses, self.tile
+        read = [weight, *weights, *biases.values()]
         return self.compute(kind, inputs, read, kernel, as_written)
 
     def _as_written(self, part: int) -> Callable[[Tensor], Tensor]:

@@ -41,14 +41,25 @@ class KernelRunner(Runner, ABC):
     """Applies the rule in compiled code; None where a runner around this one does."""
     region: CapturedRegion | None = field(default=None, init=False)
     """Runs what has run alike for some steps as straight code; None where nothing does."""
+    compresses: bool = field(default=False, init=False)
+    """Whether the kernels hold as codes of 8 bits what bears it."""
+    tile: int | None = field(default=None, init=False)
+    """The tokens that kernels compute at a time where they can; None: all."""
     stands_in_for_parts = False
     """Whether kernels may also stand in for modules inside of this one."""
 
     def __post_init__(self) -> None:
         self.held = HeldMemoryCounter(self.statistics)
-        self.note = f"kernel: {self._what()}"
-        if self.fallback is not None:
-            self.note += f" on CUDA, else {self.fallback.note}"
+        self.note = self._note()
+
+    def _note(self) -> str:
+        note = f"kernel: {self._what()}"
+        return note if self.fallback is None else f"{note} on CUDA, else {self.fallback.note}"
+
+    def settle(self, *, compresses: bool, tile: int | None) -> None:
+        """Have the kernels do what a rule says beside which modules they are for."""
+        self.compresses, self.tile = compresses, tile
+        self.note = self._note()
 
     @abstractmethod
     def _what(self) -> str:

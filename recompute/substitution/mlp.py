@@ -102,12 +102,19 @@ def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
     return None if mlp.operands(module) is None else mlp
 
 
+def how_it_holds(runner: KernelRunner) -> str:
+    """For the note of a runner whose kernels compute a gated MLP."""
+    if runner.tile is not None:
+        return f", {runner.tile:,} tokens at a time"
+    return ", gate and up in 8 bits" if runner.compresses else ""
+
+
 @dataclass
 class KernelMLPRunner(KernelRunner):
     mlp: KernelMLP
 
     def _what(self) -> str:
-        return f"gated_mlp ({self.mlp.activation})"
+        return f"gated_mlp ({self.mlp.activation}){how_it_holds(self)}"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.gated_mlp import gated_mlp
@@ -118,7 +125,8 @@ class KernelMLPRunner(KernelRunner):
         (weights, biases), activation = operands, self.mlp.activation
 
         def kernel(x: Tensor) -> Tensor:
-            return gated_mlp(x, *weights, activation, **biases)
+            return gated_mlp(x, *weights, activation, **biases, compress=self.compresses, tile=self.tile)
 
         inputs = (only_argument(args, kwargs),)
-        return self.compute((base_of(module), activation), inputs, [*weights, *biases.values()], kernel, forward)
+        kind = base_of(module), activation, self.compresses, self.tile
+        return self.compute(kind, inputs, [*weights, *biases.values()], kernel, forward)

@@ -29,6 +29,7 @@ from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning, Un
 from recompute.policy.loading import preset_names, preset_path
 
 PRESETS = ["none", "full", "alternate", "hook", "kernel", "elementwise", "auto", "offload"]
+PRESETS += ["compress", "compress-offload", "long"]
 NORMS = rules(rule("TinyRMSNorm", "recompute", via="hook"))
 
 

@@ -137,7 +137,7 @@ class Dropless(nn.Module):
         ("full", r"policy full governs no module of Dropless: .*rules\[0\]"),
         (
             rules(rule("Linear", "recompute", via="hook")),
-            r"governs layer, which ran and neither dropped nor offloaded anything on this batch",
+            r"governs layer, which ran and neither dropped, offloaded nor compressed anything on this batch",
         ),
         (rules(rule("TinyRMSNorm")), r"governs unused, none of which ran with gradients on this batch"),
         (rules(rule("TinyRMSNorm", "recompute", via="kernel")), r"governs unused, none of which ran with gradients"),

@@ -111,6 +111,35 @@ def test_train_with_lightning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert dropped > 0.5 * kept
 
 
+def test_loss_curves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On the CPU two exact runs are the same, and one that compresses is not."""
+    config = tmp_path / "small.yaml"
+    config.write_text(
+        "model: {hidden_size: 64, intermediate_size: 160, layers: 2, heads: 4, kv_heads: 2}\n"
+        "sequence_lengths: [64]\nbatch_size: 2\ndevice: cpu\n"
+    )
+    arguments = ("none", "elementwise", "compress", "--config", str(config), "--steps", "4", "--out", str(tmp_path))
+    output_of("ablation/loss_curves.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    results = json.loads((tmp_path / "results.json").read_text())
+    none, elementwise, compress = (run["losses"] for run in results["runs"])
+    assert none == elementwise
+    assert none[0] == pytest.approx(compress[0])
+    assert none != compress == pytest.approx(none, rel=1e-2)
+    assert (tmp_path / "results.png").stat().st_size > 0
+    assert "| compress" in (tmp_path / "results.md").read_text()
+
+
+def test_long_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    policies = [str(EXAMPLES / "policies" / "long-on-device.yaml"), "long"]
+    arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--out", str(tmp_path))
+    output_of("ablation/long_context.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["way"], row["sequence_length"]) for row in rows] == [(way, n) for n in (64, 128) for way in policies]
+    assert all(row["error"] is None and row["loss"] > 0 for row in rows)
+    losses = {(row["way"], row["sequence_length"]): row["loss"] for row in rows}
+    assert all(losses[policies[0], length] == losses[policies[1], length] for length in (64, 128))
+
+
 def test_the_policies_of_examples_are_sound() -> None:
     for path in (EXAMPLES / "policies").glob("*.yaml"):
         assert load_policy(path).name == path.stem

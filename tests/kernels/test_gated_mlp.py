@@ -33,6 +33,7 @@ from recompute.engine.scopes import RecipeScope
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.kernels import gated_mlp as gated_mlp_module
+from recompute.kernels.blockwise_8bit import dequantize_blockwise, quantize_blockwise
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
 from recompute.kernels.swiglu import ACTIVATIONS
@@ -352,6 +353,54 @@ def test_an_input_that_a_norm_gives_is_dropped_and_comes_back(device: str):
 
 SQUARE = torch.ones(3, 3)
 ROW = torch.ones(3)
+
+
+@each_form
+@pytest.mark.parametrize(
+    "trained", [(True, True, True, True), (True, False, False, False), (False, False, False, True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_from_codes_are_those_of_the_gates_that_codes_give(
+    dtype: torch.dtype, trained: tuple[bool, ...], packed: bool, device: str
+):
+    inputs = make_inputs(packed, False, device, dtype, sizes=(S, H, 256))
+    for tensor, trains in zip(inputs, trained, strict=False):
+        if tensor is not None:
+            tensor.requires_grad_(trains)
+    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+
+    def rounded(tensor: Tensor) -> Tensor:
+        is_gate = tensor.shape[-1] in (256, 512) and tensor.dim() == 3
+        return dequantize_blockwise(*quantize_blockwise(tensor), tensor.dtype) if is_gate else tensor
+
+    y = gated_mlp(*inputs[:4], compress=True)
+    found = torch.autograd.grad(y.sum(), wanted)
+    with torch.autograd.graph.saved_tensors_hooks(rounded, lambda tensor: tensor):
+        expected_y = gated_mlp(*inputs[:4])
+    expected = torch.autograd.grad(expected_y.sum(), wanted)
+    exact = torch.autograd.grad(gated_mlp(*inputs[:4]).sum(), wanted)
+    assert torch.equal(y, expected_y)
+    assert all(map(torch.equal, found, expected))
+    assert not all(map(torch.equal, found, exact))
+
+
+@each_form
+def test_codes_are_all_that_is_held_of_gate_and_up(packed: bool, device: str):
+    inputs = make_inputs(packed, False, device, torch.bfloat16, sizes=(S, H, 256))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        gated_mlp(*inputs[:4], compress=True)
+    held = [tensor for tensor in saved if not any(tensor is given for given in inputs)]
+    numbers = B * S * 2 * 256
+    assert sum(tensor.nbytes for tensor in held) == numbers + numbers // 128 * 4
+
+
+def test_float64_has_no_codes():
+    inputs = make_inputs(False, False, "cpu", torch.float64)
+    found, expected = (
+        torch.autograd.grad(gated_mlp(*inputs[:4], compress=compress).sum(), inputs[:4]) for compress in (True, False)
+    )
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize(

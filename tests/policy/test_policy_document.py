@@ -18,7 +18,7 @@ from recompute.policy.rules import Policy
 
 KEYS_OF_A_RULE = (
     "match, type, layers, action, via, rerun, keep, price, capture, "
-    "offload, fraction, min_bytes, max_host_bytes, to, path"
+    "compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path"
 )
 
 
@@ -68,8 +68,8 @@ def test_a_value_left_out_is_reported_on_the_line_of_its_key():
 
 def test_an_unknown_action_suggests_the_nearest():
     assert refusal_of("rules:\n- match: a\n  action: recompte") == (
-        "p.yaml:3:11: rules[0].action: expected 'keep', 'recompute', 'checkpoint' or 'offload'; found 'recompte' "
-        "(did you mean 'recompute'?)"
+        "p.yaml:3:11: rules[0].action: expected 'keep', 'recompute', 'checkpoint', 'offload' or "
+        "'compress'; found 'recompte' (did you mean 'recompute'?)"
     )
 
 
@@ -83,12 +83,6 @@ def test_via_with_an_action_other_than_recompute_is_refused_at_via():
     assert refusal_of("rules:\n- via: hook\n  match: a\n  action: checkpoint") == (
         "p.yaml:2:8: rules[0].via: expected no 'via' beside action 'checkpoint': "
         "it belongs to action 'recompute'; found 'hook'"
-    )
-
-
-def test_an_action_of_a_later_release_says_so():
-    assert refusal_of("rules:\n- match: a\n  action: compress") == (
-        "p.yaml:3:11: rules[0].action: this action is not built yet: it comes in a later release; found 'compress'"
     )
 
 

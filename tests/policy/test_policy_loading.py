@@ -13,7 +13,9 @@ from recompute.policy.loading import load_policy, preset_names, preset_path
 from recompute.policy.rules import Policy, Rule
 
 POLICY = Policy(name="mine", rules=[Rule(match="**.mlp", action="recompute")])
-PRESETS = "the presets are alternate, auto, elementwise, full, hook, kernel, none, offload"
+PRESETS = (
+    "the presets are alternate, auto, compress, compress-offload, elementwise, full, hook, kernel, long, none, offload"
+)
 
 
 def refusal_of(source) -> str:
@@ -35,8 +37,8 @@ def test_a_mapping_is_a_policy_as_a_file_would_be():
 
 def test_a_mistake_in_a_mapping_is_located_by_its_key():
     assert refusal_of({"rules": [{"match": "a", "action": "recompte"}]}) == (
-        "policy: rules[0].action: expected 'keep', 'recompute', 'checkpoint' or 'offload'; found 'recompte' "
-        "(did you mean 'recompute'?)"
+        "policy: rules[0].action: expected 'keep', 'recompute', 'checkpoint', 'offload' or "
+        "'compress'; found 'recompte' (did you mean 'recompute'?)"
     )
 
 
@@ -90,7 +92,10 @@ def test_what_is_no_source_of_a_policy_is_refused(source, found):
 
 
 def test_the_presets_are_the_files_of_the_policies_folder():
-    assert preset_names() == ("alternate", "auto", "elementwise", "full", "hook", "kernel", "none", "offload")
+    assert preset_names() == (
+        *("alternate", "auto", "compress", "compress-offload", "elementwise", "full", "hook", "kernel", "long", "none"),
+        "offload",
+    )
     folder = Path(__file__).parents[2] / "policies"
     if folder.is_dir():
         assert preset_names() == tuple(sorted(path.stem for path in folder.glob("*.yaml")))

@@ -132,8 +132,8 @@ def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     assert (rule.match, rule.layers, rule.via, rule.rerun, rule.keep) == ((), None, "auto", (), ())
     assert repr(rule) == (
         "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=(), "
-        "price=1000000000.0, capture=True, offload=False, fraction=1.0, min_bytes=1048576, max_host_bytes=None, "
-        "to='host', path=None)"
+        "price=1000000000.0, capture=True, compress=False, tile=None, offload=False, fraction=1.0, min_bytes=1048576, "
+        "max_host_bytes=None, to='host', path=None)"
     )
 
 
@@ -205,13 +205,13 @@ def test_the_wrong_item_of_a_list_of_layers_is_named():
 def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
     assert refusal_of(Rule, mach="**.mlp", action="keep") == (
         "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, "
-        "keep, price, capture, offload, fraction, min_bytes, max_host_bytes, to, path"
+        "keep, price, capture, compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path"
     )
 
 
 def test_an_unknown_action_in_python_names_the_nearest():
     assert refusal_of(Rule, match="a", action="checkpont") == (
-        "Rule: action: expected 'keep', 'recompute', 'checkpoint' or 'offload'; found 'checkpont' "
+        "Rule: action: expected 'keep', 'recompute', 'checkpoint', 'offload' or 'compress'; found 'checkpont' "
         "(did you mean 'checkpoint'?)"
     )
 
@@ -233,9 +233,25 @@ def test_via_belongs_to_recompute_only(action):
     )
 
 
-def test_an_action_of_a_later_release_says_that_it_is_not_built_yet():
-    assert refusal_of(Rule, match="a", action="compress") == (
-        "Rule: action: this action is not built yet: it comes in a later release; found 'compress'"
+def test_compressing_belongs_to_recompute_and_its_tensors_may_travel():
+    assert refusal_of(Rule, match="a", action="checkpoint", compress=True) == (
+        "Rule: compress: expected no 'compress' beside action 'checkpoint': it belongs to action 'recompute'; "
+        "found true"
+    )
+    rule = Rule(match="a", action="compress", offload=True, fraction=0.5)
+    assert (rule.offload, rule.fraction) == (True, 0.5)
+
+
+def test_tiles_are_of_tokens_and_need_a_kernel():
+    assert Rule(match="a", action="recompute", tile=16384).tile == 16384
+    assert refusal_of(Rule, match="a", action="recompute", tile=0) == (
+        "Rule: tile: expected a number of tokens from 1 up, such as 16384; found 0"
+    )
+    assert refusal_of(Rule, match="a", action="checkpoint", tile=8) == (
+        "Rule: tile: expected no 'tile' beside action 'checkpoint': it belongs to action 'recompute'; found 8"
+    )
+    assert "expected via: kernel or auto beside 'tile'" in refusal_of(
+        Rule, match="a", action="recompute", via="hook", tile=8
     )
 
 

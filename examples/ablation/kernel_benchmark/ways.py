@@ -21,9 +21,10 @@ Load = Callable[[], Function]
 EPS = 1e-6
 
 OURS, OURS_GIB, OURS_ALL = "recompute", "recompute, 1 GiB of logits", "recompute, all logits"
+OURS_8_BITS = "recompute, gate and up in 8 bits"
 EAGER, FUSED, COMPILED, COPY = "eager", "aten fused", "torch.compile", "copy"
 LIGER, LIGER_FLOAT32, QUACK, CCE = "Liger", "Liger, float32 sums", "quack", "cut-cross-entropy"
-BARS = (OURS, OURS_GIB, OURS_ALL, EAGER, FUSED, COMPILED, LIGER, LIGER_FLOAT32, QUACK, CCE)
+BARS = (OURS, OURS_8_BITS, OURS_GIB, OURS_ALL, EAGER, FUSED, COMPILED, LIGER, LIGER_FLOAT32, QUACK, CCE)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -173,12 +174,14 @@ WAYS: dict[str, dict[str, Load]] = {
     },
     "gated_mlp": {
         OURS: op("recompute.kernels.gated_mlp", "gated_mlp"),
+        OURS_8_BITS: op("recompute.kernels.gated_mlp", "gated_mlp", compress=True),
         EAGER: formula(gated_mlp),
         COMPILED: compiled(gated_mlp),
         LIGER: formula(gated_mlp, product=LIGER_SWIGLU),
     },
     "residual_mlp": {
         OURS: op("recompute.kernels.residual_mlp", "residual_mlp", EPS),
+        OURS_8_BITS: op("recompute.kernels.residual_mlp", "residual_mlp", EPS, compress=True),
         EAGER: formula(residual_mlp),
         COMPILED: compiled(residual_mlp),
         LIGER: formula(residual_mlp, add_norm=LIGER_ADD_NORM, product=LIGER_SWIGLU),

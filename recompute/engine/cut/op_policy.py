@@ -23,10 +23,13 @@ class OpPolicy:
     the same object. Plans of eager code and graphs of compiled code that were made under it serve both.
     """
 
-    def __init__(self, mechanism: Mechanism, rerun: frozenset[str], keep: frozenset[str], price: float):
+    def __init__(
+        self, mechanism: Mechanism, rerun: frozenset[str], keep: frozenset[str], price: float, regenerates: bool
+    ):
         self.mechanism = mechanism
         self._rerun = rerun
         self._keep = keep
+        self._regenerates = regenerates
         self.price = price
         self.decisions: dict[Any, Decision] = {}
         """The decisions on the ops that a tape has met; see ``decide``."""
@@ -58,6 +61,8 @@ class OpPolicy:
 
     def _reason_to_keep(self, known: OpFacts) -> str:
         """Why the rule itself keeps what an op makes; "" if it does not."""
+        if not self._regenerates:
+            return "the rule runs nothing again"
         if known.name in self._keep or known.family in self._keep:
             return f"the rule keeps {known.name if known.name in self._keep else known.family}"
         if known.family is not None and known.family not in self._rerun:
@@ -75,7 +80,7 @@ class KernelOpPolicy(OpPolicy):
     def __init__(self) -> None:
         # In bytes a second. To run the norm of 4096 x 2048 again takes 10 us of an H200: one number a row, 16 KB, is
         # held rather than that, and 16 MB are not.
-        super().__init__(Mechanism.TAPE, frozenset(), frozenset(), price=1e11)
+        super().__init__(Mechanism.TAPE, frozenset(), frozenset(), price=1e11, regenerates=True)
 
     def _reason_to_keep(self, known: OpFacts) -> str:
         return "" if known.name.startswith("recompute.") else "no kernel, of which alone some run again here"
@@ -87,7 +92,7 @@ kernel_op_policy = functools.cache(KernelOpPolicy)
 
 def op_policy(meaning: Meaning) -> OpPolicy:
     """What a rule says of ops."""
-    return _op_policy(meaning.mechanism, meaning.rerun, meaning.keep, meaning.price)
+    return _op_policy(meaning.mechanism, meaning.rerun, meaning.keep, meaning.price, meaning.regenerates)
 
 
 _op_policy = functools.cache(OpPolicy)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
+from recompute.engine.cut.tolerance import bears, can_be_codes, passes_on
 
 
 class ValueRef(NamedTuple):
@@ -70,7 +71,7 @@ class SavedTensorRow(NamedTuple):
     layout: Layout
     nbytes: int
     fate: str
-    """"dropped", "kept", or "alive" for what lives anyway."""
+    """"dropped", "kept", "kept in 8 bits", or "alive" for what lives anyway."""
     reason: str
 
 
@@ -218,14 +219,74 @@ class SavePlan:
             )
         return tuple(instructions)
 
+    @cached_property
+    def compressible(self) -> frozenset[int]:
+        """The values that it keeps and that may come back a little off.
+
+        All that reads such a value bears it: what autograd saved it for, and what runs again on it, and what that is
+        for. It was made here, of numbers like those, and nobody asked to keep it.
+        """
+        facts, pinned = self.facts, _pinned(self.steps)
+        bearing = [number for number in self.kept if self._may_be_off(number)]
+        return frozenset(
+            number
+            for number in bearing
+            if number not in pinned | self.overwritten | self.handed_out
+            and not facts[number].alive
+            and not facts[number].is_exposed
+            and can_be_codes(facts[number].layout, facts[number].nbytes)
+        )
+
+    def _may_be_off(self, number: int) -> bool:
+        """Whether all bear it that a value is off which was made here."""
+        pending, seen = [number], {number}
+        while pending:
+            value = pending.pop()
+            known = self.facts[value]
+            if known.step is None or value in self.outputs:
+                return False
+            maker = self.steps[known.step]
+            if maker.unobserved or not passes_on(maker.name, maker.inputs):
+                return False
+            if not all(self._is_saver_bearing(value, step) for saved, step in self.saves if saved == value):
+                return False
+            for index in self.rerun:
+                step = self.steps[index]
+                if value in step.inputs:
+                    if not passes_on(step.name, step.inputs):
+                        return False
+                    pending += [made for made in step.made if made not in seen]
+                    seen.update(step.made)
+        return True
+
+    def _is_saver_bearing(self, number: int, step: int) -> bool:
+        """Whether whatever may have saved a value when ``step`` was next bears it that the value is off.
+
+        That is ``step``, for an op's inputs are saved before it runs; or the step before it, which may have saved what
+        it made, unless it is known to save only inputs. What a custom ``autograd.Function`` saves comes after the last
+        op inside of it.
+        """
+        if step:
+            before = self.steps[step - 1]
+            touches = number in before.made or number in before.inputs
+            if before.unobserved or (touches and not passes_on(before.name, before.inputs)):
+                return False
+        if step == len(self.steps):
+            return False
+        saver = self.steps[step]
+        return number in saver.inputs and bears(saver.name, saver.inputs)
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of the first tensor that was given, or found, and is no parameter."""
         given = (known for known in self.facts if known.step is None and not known.is_parameter)
         return next((tuple(known.layout.shape) for known in given), ())
 
-    def rows(self) -> Iterator[SavedTensorRow]:
-        """Each value that autograd saved or that is kept for others, in the order in which they came to be."""
+    def rows(self, *, compresses: bool = False) -> Iterator[SavedTensorRow]:
+        """Each value that autograd saved or that is kept for others, in the order in which they came to be.
+
+        compresses: whether its frames hold what is ``compressible`` as codes.
+        """
         users = self._users()
         savers = dict(reversed(self.saves))
         for number in sorted(self.demanded | self.kept):
@@ -235,7 +296,9 @@ class SavePlan:
             elif number in self.dropped:
                 fate, why = "dropped", ""
             else:
-                fate, why = "kept", self._why_kept(number, users.get(number, 0))
+                in_codes = compresses and number in self.compressible
+                fate = "kept in 8 bits" if in_codes else "kept"
+                why = self._why_kept(number, users.get(number, 0))
             made_by = "(given)" if known.step is None else self.steps[known.step].name
             saved_by = self._saver(number, savers[number]) if number in savers else "-"
             yield SavedTensorRow(made_by, saved_by, known.layout, known.nbytes, fate, why)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recompute.engine.bit_comparison import is_verifying
+from recompute.engine.compression import Codec
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import OpFacts, seconds
@@ -76,6 +77,7 @@ class TapeFrame:
         plan_cache: PlanCache,
         variant: Hashable,
         last: SavePlan | None,
+        codec: Codec | None = None,
     ):
         """All arguments are the region's. last: the plan of its last frame."""
         self.statistics = statistics
@@ -86,8 +88,9 @@ class TapeFrame:
         self._plan_cache = plan_cache
         self._variant = variant
         self._last = last
+        self._codec = codec
         self._book = open_book()
-        self._values = FrameValues(statistics.name, self._book, compares=is_verifying())
+        self._values = FrameValues(statistics.name, self._book, compares=is_verifying() and codec is None)
         self.has_begun = False
         self._guard: Hashable = None
         self._is_deoptimized = False
@@ -106,7 +109,7 @@ class TapeFrame:
 
         They are made as soon as somebody asks, as ``autograd.grad`` inside of the region does.
         """
-        self._are_held_as_they_are = are_held_as_they_are(self.outer)
+        self._are_held_as_they_are = codec is None and are_held_as_they_are(self.outer)
         self._group = RecipeGroup()
         self._dtype = torch.get_default_dtype()
 
@@ -445,7 +448,7 @@ class TapeFrame:
                 numbers = [(tensor, self._values.known_number(tensor)) for tensor in outputs]
                 results = {number: tensor for tensor, number in numbers if number is not None}
             plan = self._decide(results)
-            kept = KeptValues(self._values, plan, self.statistics, self.outer, self._group)
+            kept = KeptValues(self._values, plan, self.statistics, self.outer, self._group, self._codec)
             recipes = self._make_recipes(plan, pack or kept.for_rerun)
             for saved in self._with_graphs:
                 saved.tensor = saved.tensor.detach()

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.engine.compression import Codec, CompressedTensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import is_defined
 from recompute.engine.cut.save_plan import SavePlan, ValueRef
-from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, RecipeGroup
+from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, Recipe, RecipeGroup
 from recompute.engine.saved_tensors import (
     Hooks,
     KeptShard,
@@ -45,15 +46,17 @@ class KeptValues:
         statistics: RegionStatistics,
         outer: Hooks | None,
         group: RecipeGroup,
+        codec: Codec | None,
     ):
-        """outer: the hooks around the region. group: of the frame's recipes."""
+        """outer: the hooks around the region. group: of the frame's recipes. codec: as the region has it."""
         self._values = values
         self._plan = plan
         self._statistics = statistics
         self._outer = outer
         self._are_held_as_they_are = are_held_as_they_are(outer)
         self._group = group
-        self._packed: dict[ValueRef, PackedTensor | OuterUnpackRecipe] = {}
+        self._codec = codec
+        self._packed: dict[ValueRef, PackedTensor | Recipe] = {}
         self._copies: dict[int, KeptTensor] = {}
 
     def for_backward(self, ref: ValueRef) -> PackedTensor:
@@ -69,8 +72,11 @@ class KeptValues:
                 packed = self._pack(number, layout)
                 assert isinstance(packed, OuterUnpackRecipe)
             return packed.handle(0)
+        if isinstance(packed, CompressedTensor):
+            return packed.handle(0, None if layout == whole else (layout, whole))
         if isinstance(packed, Handle):  # whoever asks gets a handle of their own
             return packed.another((layout, whole))
+        assert isinstance(packed, PackedTensor)
         return packed if layout == whole else PackedView(packed, layout)
 
     def for_rerun(self, ref: ValueRef) -> PackedTensor:
@@ -88,9 +94,13 @@ class KeptValues:
             copy = self._copies[number] = KeptTensor(copied(whole), self._statistics.name)
         return PackedView(copy, layout)
 
-    def _pack(self, number: int, layout: Layout) -> PackedTensor | OuterUnpackRecipe:
+    def _pack(self, number: int, layout: Layout) -> PackedTensor | Recipe:
         tensor = seen_as(self._values.held[number].detach(), layout)
         name = self._statistics.name
+        if self._codec is not None and number in self._plan.compressible:
+            compressed = CompressedTensor(tensor, self._codec, self._statistics, self._outer, self._group)
+            self._packed[ValueRef(number, layout)] = compressed
+            return compressed
         if self._are_held_as_they_are and self._plan.facts[number].step is not None:
             saved: PackedTensor = KeptTensor(tensor, name)
         elif number in self._plan.demanded:
@@ -100,7 +110,7 @@ class KeptValues:
                 saved = pack_through(self._outer, tensor, name)
         if type(saved) is KeptTensor and (dtensor := self._values.dtensor_of(saved.tensor)) is not None:
             saved = KeptShard(saved.tensor, name, VersionGuard(without_graph(dtensor), name))
-        packed: PackedTensor | OuterUnpackRecipe = saved
+        packed: PackedTensor | Recipe = saved
         if isinstance(saved, PackedByOuterHook):
             packed = OuterUnpackRecipe(self._statistics, saved, layout, self._group)
         self._packed[ValueRef(number, layout)] = packed

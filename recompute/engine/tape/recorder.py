@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recompute.engine.compression import Codec
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, facts_of_call
 from recompute.engine.cut.save_plan import PlanCache, SavePlan
@@ -48,12 +49,22 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class TapeRegion:
     """A module's forward or a function under ``action: recompute``, or ``checkpoint`` with a ``keep``."""
 
-    def __init__(self, statistics: RegionStatistics, op_policy: OpPolicy, plan_cache: PlanCache | None = None):
-        """plan_cache: of the regions that this one shares its plans with, as equal layers do."""
+    def __init__(
+        self,
+        statistics: RegionStatistics,
+        op_policy: OpPolicy,
+        plan_cache: PlanCache | None = None,
+        codec: Codec | None = None,
+    ):
+        """plan_cache: of the regions that this one shares its plans with, as equal layers do.
+
+        codec: by which it holds what bears that; None: everything is held as it is.
+        """
         watch()
         self.statistics = statistics
         self.op_policy = op_policy
         self.plan_cache = PlanCache() if plan_cache is None else plan_cache
+        self.codec = codec
         self.plan: SavePlan | None = None
         """The last frame's, which the next one follows as far as it can."""
 
@@ -120,7 +131,9 @@ class Tape(TorchDispatchMode):
         self.op_policy = region.op_policy
         """The one in force: that of the innermost region that runs."""
         self.statistics = region.statistics
-        self.frame = TapeFrame(region.statistics, region.op_policy, region.plan_cache, variant, region.plan)
+        self.frame = TapeFrame(
+            region.statistics, region.op_policy, region.plan_cache, variant, region.plan, region.codec
+        )
         self.outer = self.frame.outer
 
     def __enter__(self) -> Tape:

@@ -1,0 +1,176 @@
+"""A whole model at long sequences: peak memory and time of a training step, under policies and Liger with checkpointing
+
+    python examples/ablation/long_context.py liger+checkpointing examples/policies/long-on-device.yaml long \\
+        --sequence 32768 65536 --out results/long-context
+
+On a GPU it is Llama 3 8B with its vocabulary, in bfloat16 with fused AdamW, one sequence of random tokens; else a small
+one. It writes results.json and results.md. A way that runs out of memory is a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch.optim import AdamW
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+import recompute
+from recompute import counters
+from recompute.attach.apply import AppliedPolicy
+from recompute.units import humanize
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+PEER = "liger+checkpointing"
+WARMUP = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Peaks have everything in them: parameters, gradients and the optimizer's states as well."""
+
+    way: str
+    sequence_length: int
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    step_seconds: float | None = None
+    offloaded_bytes: int = 0
+    """Of one step."""
+    loss: float | None = None
+    error: str | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ways", nargs="+", help=f"{PEER}, presets, or paths of policy files")
+    parser.add_argument("--sequence", nargs="+", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=2, help=f"that are timed, after {WARMUP}")
+    parser.add_argument("--out", type=Path, default=Path("results/long-context"))
+    options = parser.parse_args()
+    device = counters.resolve_device("auto")
+    results: dict[str, Any] = {
+        "command": shlex.join(sys.argv),
+        "machine": counters.describe_machine(device),
+        "model": LLAMA_8B if device.type == "cuda" else SMALL,
+        "rows": [],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    for length in options.sequence:
+        for way in options.ways:
+            row = measured(way, length, options.steps, device)
+            results["rows"].append(asdict(row))
+            print(row, flush=True)
+            (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            (options.out / "results.md").write_text(markdown(results), encoding="utf-8")
+
+
+def measured(way: str, length: int, steps: int, device: torch.device) -> Row:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        return _measured(way, length, steps, device)
+    except torch.OutOfMemoryError as error:
+        return Row(way, length, error=str(error).partition(".")[0])
+
+
+def _measured(way: str, length: int, steps: int, device: torch.device) -> Row:
+    torch.manual_seed(0)
+    shape = LLAMA_8B if device.type == "cuda" else SMALL
+    config = LlamaConfig(**shape, max_position_embeddings=length, use_cache=False)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            model = LlamaForCausalLM(config).train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if way != PEER:
+        return _trained(model, recompute.apply(model, way), way, length, steps, device)
+    from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
+
+    before = dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(model=model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        return _trained(model, None, way, length, steps, device)
+    finally:
+        vars(modeling_llama).update(before)  # Liger changes it for all models
+
+
+def _trained(
+    model: LlamaForCausalLM, handle: AppliedPolicy | None, way: str, length: int, steps: int, device: torch.device
+) -> Row:
+    on_cuda = device.type == "cuda"
+    optimizer = AdamW(model.parameters(), lr=1e-5, fused=True)
+    batch = torch.randint(model.config.vocab_size, (1, length), device=device)
+    seconds, loss = [], 0.0
+    for step in range(WARMUP + steps):
+        if on_cuda and step == WARMUP:
+            torch.cuda.reset_peak_memory_stats()
+        before = None if handle is None else handle.stats()
+        start = counters.wall_seconds(device)
+        optimizer.zero_grad()
+        result = model(input_ids=batch, labels=batch).loss
+        result.backward()
+        optimizer.step()
+        seconds.append(counters.wall_seconds(device) - start)
+        loss = result.item()
+    return Row(
+        way,
+        length,
+        torch.cuda.max_memory_allocated() if on_cuda else None,
+        torch.cuda.max_memory_reserved() if on_cuda else None,
+        statistics.median(seconds[WARMUP:]),
+        0 if handle is None or before is None else (handle.stats() - before).offloaded_nbytes,
+        loss,
+    )
+
+
+def markdown(results: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["sequence_length"],
+            row["way"],
+            row["error"] or ("" if row["peak_bytes"] is None else humanize(row["peak_bytes"])),
+            "" if row["reserved_bytes"] is None else humanize(row["reserved_bytes"]),
+            "" if row["step_seconds"] is None else f"{row['step_seconds']:.2f}",
+            humanize(row["offloaded_bytes"]),
+            "" if row["loss"] is None else f"{row['loss']:.4f}",
+        )
+        for row in results["rows"]
+    ]
+    headers = ("tokens", "way", "peak", "reserved", "seconds a step", "offloaded", "loss")
+    machine = results["machine"]
+    return (
+        f"{tabulate(rows, headers, 'github', disable_numparse=True)}\n\n{machine['gpu'] or machine['cpu']}, torch "
+        f"{machine['torch']}, {machine['date'][:10]}.\n\n`{results['command']}`\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

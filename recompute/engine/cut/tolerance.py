@@ -1,0 +1,57 @@
+"""Which ops bear it that what they read comes back a little off, as from codes of 8 bits.
+
+The gradients of these are linear in what they saved, or as smooth as the activation's slope. So an error in a saved
+tensor becomes an error of about the same size, relatively, in a gradient, and does not grow in between. Norms divide by
+what they saved, softmax and attention exponentiate it, routers compare it: none of these is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from recompute.engine.cut.layout import Layout
+
+_BEAR = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_grouped_mm", "convolution"),
+        *("mul", "silu", "gelu"),
+    )
+)
+_PASS_ON = frozenset(f"aten.{name}" for name in ("add", "sub", "neg", "_to_copy", "clone", "native_dropout"))
+
+LEAST_NUMEL = 1 << 12
+"""Smaller tensors are held as they are."""
+
+
+def bears(name: str, inputs: Sequence[int]) -> bool:
+    """Whether an op's backward bears it that the values which it saved are off. inputs: the values that it reads.
+
+    A product of a value with itself does not: norms begin with one.
+    """
+    return name in _BEAR and not (name == "aten.mul" and len(inputs) != len(set(inputs)))
+
+
+def passes_on(name: str, inputs: Sequence[int]) -> bool:
+    """Whether an op that runs again on values that are off gives values that are off by about as much.
+
+    None of these saves what it made, but for the mask of a dropout, which is no number.
+    """
+    return name in _PASS_ON or bears(name, inputs)
+
+
+def can_be_codes(layout: Layout, nbytes: int) -> bool:
+    """Whether a tensor is of numbers that codes stand for, and fills its memory.
+
+    nbytes: of that memory.
+    """
+    if layout.dtype not in (torch.float16, torch.bfloat16, torch.float32) or layout.offset:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return expected >= LEAST_NUMEL and expected * layout.dtype.itemsize == nbytes

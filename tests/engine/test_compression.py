@@ -1,0 +1,419 @@
+"""``compress``: what bears it is held in 8 bits; everything else as it is, and outputs are not touched."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_testing import Boom, bits, holding, loss_of, outcome
+from models import batch as batch_of
+from models import make
+from tiers import by_default
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recompute
+from recompute.counters import step_memory
+from recompute.diagnostics.comparing_runs import COMPRESSION_TOLERANCE, relative_error
+from recompute.engine.compression import CompressedTensor
+from recompute.errors import GradientMismatch, MutationError, UnsupportedError
+from recompute.substitution.codec import Blockwise8Bit
+
+SIZE = 64
+NBYTES = 4 * SIZE * SIZE
+CODES_NBYTES = SIZE * SIZE * (1 + 4 / 128)
+WAYS: dict[str, dict[str, Any]] = {
+    "compress": {"action": "compress"},
+    "recompute": {"action": "recompute", "via": "hook", "compress": True},
+    "compress and offload": {"action": "compress", "offload": True, "min_bytes": 0},
+    "recompute and offload": {"action": "recompute", "via": "hook", "compress": True, "offload": True, "min_bytes": 0},
+}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def rules(match: str = "inside", **way: Any) -> dict[str, Any]:
+    return {"rules": [{"match": match, **(way or WAYS["compress"])}]}
+
+
+def square(grad: bool = True) -> Tensor:
+    return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0), requires_grad=grad)
+
+
+class MLP(nn.Module):
+    """A gated MLP with a norm before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.norm = nn.RMSNorm(SIZE)
+        self.gate, self.up, self.down = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(3))
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=SIZE**-0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+
+
+class Inside(nn.Module):
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x * 1.0)
+
+
+def fates(handle: Any) -> list[tuple[str, str]]:
+    """What the tensors that were held in 8 bits were made by, and saved by."""
+    rows = [line.split() for line in handle.explain().splitlines() if "kept in 8 bits" in line]
+    return [(row[0], row[1]) for row in rows if row[0].startswith("aten.")]
+
+
+def compressed(forward: Callable[..., Any], *args: Any, way: str = "compress", **parts: Any) -> list[tuple[str, str]]:
+    """What is held in 8 bits of a module that runs ``forward``, which must run backward as well."""
+    model = holding(forward, **parts)
+    with recompute.apply(model, rules(**WAYS[way])) as handle:
+        loss_of(model(*(args or (square(),)))).backward()
+        found = fates(handle)
+        assert handle.stats().compressed_tensors == len(found)
+        return found
+
+
+# What bears it
+
+
+def test_gates_products_and_inputs_of_gemms_are_held_in_8_bits() -> None:
+    model = Inside(MLP())
+    with recompute.apply(model, rules()) as handle:
+        loss_of(model(square())).backward()
+        assert fates(handle) == [
+            ("aten.mul", "aten.mul"),  # for the gradient of the norm's weight
+            ("aten.mul", "aten.mm"),
+            ("aten.mm", "aten.silu"),
+            ("aten.silu", "aten.mul"),
+            ("aten.mm", "aten.mul"),
+            ("aten.mul", "aten.mm"),
+        ]
+
+
+def test_what_comes_back_by_running_ops_again_is_not_held_at_all() -> None:
+    model = Inside(MLP())
+    with recompute.apply(model, rules(**WAYS["recompute"])) as handle:
+        loss_of(model(square())).backward()
+        assert fates(handle) == [("aten.mm", "aten.silu"), ("aten.mm", "aten.mul")]
+
+
+NEVER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "what a layer norm reads": lambda self, x: F.layer_norm(x @ x, (SIZE,)),
+    "what a norm squares": lambda self, x: (h := x @ x) * h.pow(2).mean(-1, keepdim=True),
+    "what is multiplied by itself": lambda self, x: (h := x @ x) * h,
+    "what is divided by": lambda self, x: 1.0 / (x @ x),
+    "probabilities": lambda self, x: (x @ x).softmax(-1) * 2.0,
+    "what is routed by": lambda self, x: (x @ x).sigmoid() @ x.detach(),
+    "what is chosen": lambda self, x: (x @ x).topk(SIZE).values.exp(),
+    "masks": lambda self, x: (x @ x).masked_fill((x > 0), 0.0),
+    "where to": lambda self, x: (x @ x).relu(),
+    "a region's own input": lambda self, x: x @ self.weight,
+    "what is kept by name": lambda self, x: recompute.keep(x @ self.weight) @ self.weight,
+    "wider numbers": lambda self, x: (x.double() @ self.weight.double()) @ self.weight.double(),
+    "small tensors": lambda self, x: (x @ self.weight)[:8].clone() @ self.weight,
+}
+
+
+@pytest.mark.parametrize("way", ["compress", "recompute"])
+@pytest.mark.parametrize("what", NEVER)
+def test_what_does_not_bear_it_is_held_as_it_is(what: str, way: str) -> None:
+    assert compressed(NEVER[what], way=way, weight=nn.Parameter(square(grad=False))) == []
+
+
+def test_attention_is_exact() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).view(1, 1, SIZE, SIZE) for linear in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).view(SIZE, SIZE))
+
+    linears = {name: nn.Linear(SIZE, SIZE, bias=False) for name in ("q", "k", "v", "out")}
+    assert compressed(forward, **linears) == []
+
+
+def test_what_a_custom_function_saves_is_exact() -> None:
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return gradient / x
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = x @ self.weight
+        return Saves.apply(h) * (h @ self.weight)  # a GEMM bears it that h is off, and the Function does not
+
+    found = compressed(forward, weight=nn.Parameter(square(grad=False)))
+    assert found == [("aten.mm", "aten.mul")]
+
+
+def test_no_norm_runs_again_on_what_is_off() -> None:
+    """The sum would bear it, but the norm's input comes back by adding it up again."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = x + self.linear(x.sin())
+        return F.layer_norm(h, (SIZE,)).cos()
+
+    assert compressed(forward, way="recompute", linear=nn.Linear(SIZE, SIZE)) == []
+
+
+# Gradients
+
+
+@every_way
+def test_outputs_are_exact_and_gradients_within_the_tolerance(way: dict[str, Any]) -> None:
+    model, x = Inside(MLP()), square()
+    plain = copy.deepcopy(model)
+    with recompute.apply(model, rules(**way)) as handle:
+        for _ in range(3):  # the later steps follow the plan of the first
+            found, expected = outcome(model, x), outcome(plain, x)
+            gradients = [name for name in expected if name.startswith("gradient")]
+            exact = found.keys() - gradients
+            assert {name: bits(found[name]) for name in exact} == {name: bits(expected[name]) for name in exact}
+            errors = [relative_error([found[name]], [expected[name]]) for name in gradients]
+            assert 0 < max(errors) <= COMPRESSION_TOLERANCE
+        assert handle.stats().compressed_tensors > 0
+
+
+@every_way
+def test_backward_may_run_again_and_gives_the_same_bits(way: dict[str, Any]) -> None:
+    model, x = Inside(MLP()), square()
+    recompute.apply(model, rules(**way))
+    loss = loss_of(model(x))
+    first, second = (torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True) for _ in range(2))
+    assert [bits(each) for each in first] == [bits(each) for each in second]
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    gradient.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_gradients_are_those_of_the_numbers_that_come_back() -> None:
+    """The only error there is, is the codes': the gradient of a weight is that of the input as it comes back."""
+    weight = nn.Parameter(square(grad=False))
+    model = holding(lambda self, x: (x @ self.before) @ self.weight, weight=weight, before=square(grad=False).t())
+    x = square(grad=False)
+    recompute.apply(model, rules())
+    gradient = square(grad=False)
+    model(x).backward(gradient)
+    codec = Blockwise8Bit()
+    h = x @ model.inside.before
+    codes, scales, error = codec.encode(h)
+    assert bits(weight.grad) == bits(codec.decode(codes, scales, h.dtype).t() @ gradient)
+    assert 0 < error.item() <= 2**-4
+
+
+def test_a_view_of_what_is_held_comes_back_as_that_view() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        both = x @ self.weight
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    weight = nn.Parameter(torch.cat([square(grad=False)] * 2, dim=1))
+    model = holding(forward, weight=weight)
+    plain = copy.deepcopy(model)
+    x = square()
+    with recompute.apply(model, rules()) as handle:
+        loss_of(model(x)).backward()
+        assert ("aten.mm", "aten.silu") in fates(handle)
+    loss_of(plain(x.detach())).backward()
+    assert relative_error([model.inside.weight.grad], [plain.inside.weight.grad]) <= COMPRESSION_TOLERANCE
+
+
+def test_dropout_draws_what_it_draws_without() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.linear(F.dropout(F.gelu(self.linear(x)), 0.5))
+
+    model, x = holding(forward, linear=nn.Linear(SIZE, SIZE)), square()
+    plain = copy.deepcopy(model)
+    recompute.apply(model, rules(**WAYS["recompute"]))
+    torch.manual_seed(7)
+    found = model(x)
+    torch.manual_seed(7)
+    assert bits(found) == bits(plain(x))
+    found.sum().backward()
+    torch.manual_seed(7)
+    plain(x).sum().backward()
+    error = relative_error([model.inside.linear.weight.grad], [plain.inside.linear.weight.grad])
+    assert 0 < error <= COMPRESSION_TOLERANCE
+
+
+def test_numbers_of_all_sizes_keep_their_signs_and_nan_stays_nan() -> None:
+    x = square(grad=False) * 10.0 ** torch.arange(SIZE).sub(SIZE / 2)[:, None]
+    x[3, 3] = torch.nan
+    codec = Blockwise8Bit()
+    codes, scales, _ = codec.encode(x)
+    y = codec.decode(codes, scales, x.dtype)
+    assert torch.equal(x.isnan(), y.isnan())
+    large = x.abs() > x.abs().nan_to_num().amax(1, keepdim=True) / 64
+    assert torch.equal(x.sign()[large], y.sign()[large])
+
+
+# Memory
+
+
+@pytest.mark.parametrize("way", ["compress", "recompute"])
+def test_what_is_held_falls_by_what_stats_say(way: str) -> None:
+    model, x = Inside(MLP()), square()
+    model(x).sum().backward()
+
+    def held() -> int:
+        return step_memory(lambda: model(x).sum(), torch.device("cpu")).activation_bytes_held
+
+    exact = held()
+    if way == "recompute":
+        with recompute.apply(model, rules(action="recompute", via="hook")):
+            exact = held()
+    with recompute.apply(model, rules(**WAYS[way])) as handle:
+        lean = held()
+        stats = handle.stats()
+    assert stats.compressed_nbytes == stats.compressed_tensors * NBYTES > 0
+    assert stats.codes_nbytes == stats.compressed_tensors * CODES_NBYTES
+    assert exact - lean == stats.compressed_nbytes - stats.codes_nbytes - 4  # the worst error, a float32
+    assert 0 < stats.worst_code_error <= 2**-4
+
+
+@every_way
+def test_memory_is_released_by_reference_count(way: dict[str, Any]) -> None:
+    model = Inside(MLP())
+    recompute.apply(model, rules(**way))
+    loss_of(model(square())).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        loss = loss_of(model(square()))
+        assert any(isinstance(each, CompressedTensor) for each in gc.get_objects())
+        del loss
+        assert not any(isinstance(each, CompressedTensor) for each in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def test_an_estimate_knows_of_it() -> None:
+    batch = {"batch_size": 2, "seq_len": 64}
+    config = make("llama")
+    plain = recompute.estimate(config, **batch, policy="elementwise")
+    lossy = {"rules": [{"type": "block", "action": "recompute", "via": "hook", "compress": True}]}
+    assert recompute.estimate(config, **batch, policy=lossy).peak_bytes < plain.peak_bytes
+
+
+# What it says
+
+
+def test_stats_and_explain_say_what_is_off() -> None:
+    model = Inside(MLP())
+    with recompute.apply(model, rules(**WAYS["recompute"])) as handle:
+        loss_of(model(square())).backward()
+        explained = handle.explain()
+        stats = handle.stats()
+    assert "cheap ops run again; what bears it is held in 8 bits" in explained
+    assert "compressed in all" in explained
+    assert f"Worst error of what comes back from codes: {stats.worst_code_error:.1%} of the largest number" in explained
+    assert f"kept in 8 bits {2 * NBYTES:,} bytes" in explained
+
+
+def test_verify_reports_errors_and_refuses_those_beyond_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Inside(MLP()), square(grad=False)
+    found = recompute.verify(model, (x,), policy=rules())
+    assert not found.bitwise
+    assert found.tolerance == COMPRESSION_TOLERANCE
+    assert found.compressed_tensors == 6
+    assert set(found.errors) >= {name for name, _ in model.named_parameters()}
+    assert 0 < max(found.errors.values()) <= COMPRESSION_TOLERANCE
+    assert "6 tensors were held in 8 bits" in str(found)
+    decode = Blockwise8Bit.decode
+    monkeypatch.setattr(Blockwise8Bit, "decode", lambda *args: decode(*args) * 1.5)
+    with pytest.raises(GradientMismatch, match=r"expected gradients that are off by at most 1\.2e-01 of the norm"):
+        recompute.verify(model, (x,), policy=rules())
+
+
+FAMILIES = by_default(["llama", "gpt2", "gemma2", "phi3", "mixtral", "bert", "vit", "whisper", "t5"], "llama", "gpt2")
+
+
+@pytest.mark.parametrize("action", ["compress", "recompute"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_stay_within_the_tolerance(family: str, action: str) -> None:
+    model, batch = make(family), batch_of(family, length=64, size=4)
+    way = {"action": action} if action == "compress" else WAYS["recompute"]
+    found = recompute.verify(model, batch, policy={"rules": [{"type": ["block", "*Layer", "*Block"], **way}]})
+    assert found.compressed_tensors > 0
+
+
+# Refusals
+
+
+def test_a_tensor_that_changes_after_it_was_saved_is_held_as_it_was() -> None:
+    """Plain PyTorch refuses this. The codes are of what autograd saved."""
+
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x @ self.weight
+        return hidden @ self.weight, hidden
+
+    weight = nn.Parameter(square(grad=False))
+    model, x = holding(forward, weight=weight), square()
+    recompute.apply(model, rules())
+    result, hidden = model(x)
+    with torch.no_grad():
+        hidden.mul_(2)
+    (changed,) = torch.autograd.grad(result.sum(), weight)
+    (expected,) = torch.autograd.grad(model(x)[0].sum(), weight)
+    assert bits(changed) == bits(expected)
+
+
+def test_a_weight_that_changes_before_backward_is_refused() -> None:
+    model = Inside(MLP())
+    recompute.apply(model, rules())
+    loss = loss_of(model(square()))
+    with torch.no_grad():
+        model.inside.down.weight.mul_(2)
+    with pytest.raises(MutationError, match="modified in place"):
+        loss.backward()
+
+
+def test_compiled_code_is_refused_by_name() -> None:
+    model = Inside(MLP())
+    recompute.apply(model, rules())
+    with pytest.raises(UnsupportedError, match="a rule that compresses governs a module in compiled code"):
+        torch.compile(model, backend="aot_eager")(square())
+
+
+def test_an_error_in_forward_leaves_nothing_behind() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        hidden = self.linear(F.gelu(self.linear(x)))
+        if self.fails:
+            raise Boom
+        return hidden
+
+    model = holding(forward, linear=nn.Linear(SIZE, SIZE), fails=True)
+    recompute.apply(model, rules())
+    with pytest.raises(Boom):
+        model(square())
+    gc.collect()
+    assert not any(isinstance(each, CompressedTensor) for each in gc.get_objects())
+    model.inside.fails = False  # type: ignore[assignment]
+    loss_of(model(square())).backward()
+
+
+def test_inside_of_a_checkpoint_nothing_is_compressed() -> None:
+    model = Inside(MLP())
+    plain = copy.deepcopy(model)
+    policy = {"rules": [{"match": "inside", "action": "checkpoint"}, {"match": "inside.*", "action": "compress"}]}
+    with recompute.apply(model, policy) as handle:
+        x = square()
+        loss_of(model(x)).backward()
+        loss_of(plain(x)).backward()
+        assert handle.stats().compressed_tensors == 0
+    assert [bits(each.grad) for each in model.parameters()] == [bits(each.grad) for each in plain.parameters()]

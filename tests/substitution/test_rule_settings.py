@@ -1,0 +1,76 @@
+"""What a rule says of kernels beside where they run: codes of 8 bits, and tiles of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import batch as batch_of
+from models import make
+from tiers import by_default
+
+import recompute
+from recompute.counters import step_memory
+from recompute.diagnostics.comparing_runs import COMPRESSION_TOLERANCE
+
+CODES = {"compress": True}
+TILES = {"tile": 32}
+LONG = {"rerun": "gemm", "price": 0, "tile": 32, "offload": True, "min_bytes": 0}
+
+
+def rules(**more: Any) -> dict[str, Any]:
+    return {"rules": [{"type": "block", "action": "recompute", "via": "kernel", **more}]}
+
+
+@pytest.mark.parametrize("family", by_default(["llama", "gemma", "phi3", "qwen3", "mistral"], "llama"))
+@pytest.mark.parametrize("settings", [CODES, TILES, LONG], ids=["codes", "tiles", "long"])
+def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
+    model, batch = make(family), batch_of(family, length=64, size=2)
+    found = recompute.verify(model, batch, policy=rules(**settings))
+    if settings is CODES:
+        assert found.compressed_tensors > 0
+        assert 0 < found.relative_error <= COMPRESSION_TOLERANCE
+    else:
+        assert found.relative_error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"), [(CODES, "residual_mlp, gate and up in 8 bits"), (TILES, "residual_mlp, 32 tokens at a time")]
+)
+def test_explain_says_what_kernels_are_told(settings: dict[str, Any], note: str) -> None:
+    with recompute.apply(make("llama"), rules(**settings)) as handle:
+        assert f"kernel: norm_linears, {note}" in handle.explain()
+
+
+def test_tiles_hold_less_and_their_peak_is_lower() -> None:
+    model, batch = make("llama"), batch_of("llama", length=256, size=2)
+
+    def measured(**settings: Any) -> Any:
+        with recompute.apply(model, rules(**settings)):
+            for _ in range(2):
+                model(**batch).loss.backward()
+            return step_memory(lambda: model(**batch).loss, torch.device("cpu"))
+
+    whole, tiled = measured(), measured(**TILES)
+    assert tiled.activation_bytes_held < 0.8 * whole.activation_bytes_held
+    assert tiled.peak_bytes < whole.peak_bytes
+
+
+@pytest.mark.parametrize(("settings", "held"), [(TILES, 0), (CODES, 1 + 4 / 128)], ids=["tiles", "codes"])
+def test_stats_count_what_is_held(settings: dict[str, Any], held: float) -> None:
+    """held: bytes of each number of gate and up."""
+    model, batch = make("llama"), batch_of("llama", length=64, size=2)
+
+    def kept(**settings: Any) -> int:
+        with recompute.apply(model, rules(**settings)) as handle:
+            for _ in range(2):
+                before = handle.stats()
+                model(**batch).loss.backward()
+            return (handle.stats() - before).kept_nbytes
+
+    layers, tokens, intermediate = model.config.num_hidden_layers, 2 * 64, model.config.intermediate_size
+    numbers = layers * tokens * 2 * intermediate
+    assert kept() - kept(**settings) == pytest.approx(
+        (4 - held) * numbers, rel=0.02
+    )  # of norms, tiles hold no statistics
