@@ -302,7 +302,7 @@ def quantize_blockwise_reference(
     finite = v.abs() < torch.inf
     absmax = torch.where(finite, v.abs(), 0.0).amax(1, keepdim=True)
     if codes.dtype is torch.int8:
-        s = (absmax / 127).clamp(2.0**-126, 2.6793883890187504e36)
+        s = (absmax / absmax.new_full((), 127)).clamp(2.0**-126, 2.6793883890187504e36)
         c = torch.where(finite, (v * (1 / s)).clamp(-127, 127).round(), -128).to(torch.int8)
     else:
         exponents = (absmax.view(torch.int32) + 0x1FFFFF) >> 23

@@ -265,7 +265,7 @@ def bits(value: Any) -> Any:
         return value
     dense = value.detach().resolve_conj().resolve_neg()
     dense = dense.to_dense() if dense.layout is not torch.strided else dense
-    content = dense.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    content = dense.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return dense.dtype, tuple(dense.shape), hashlib.sha256(content).hexdigest()[:16]
 
 

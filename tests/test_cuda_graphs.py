@@ -69,6 +69,26 @@ def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(
         model(torch.randn(4, WIDTH, requires_grad=True))
 
 
+def test_a_region_in_a_graph_runs_by_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To take its code, states of generators would be read. The next step outside of a graph does that."""
+    model, x = blocks("cpu"), torch.randn(4, WIDTH, requires_grad=True)
+
+    def captured() -> bool:
+        model(x).sum().backward()
+        return "2 of 2 run as captured code" in handle.explain()
+
+    with recompute.apply(model, DRAWS_NOTHING["hooks"]) as handle:
+        for _ in range(3):
+            assert not captured()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr(rng._CpuSource, "state", None)
+            for _ in range(4):
+                assert not captured()
+        assert any(captured() for _ in range(4))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", [*DRAWS_NOTHING.values(), rules(rule("Block"))], ids=[*DRAWS_NOTHING, "checkpoint"])
 def test_compiled_code_has_cuda_graphs_under_a_policy(policy: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from recompute.engine.numerics import Numerics
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import RegionStatistics, has_only_our_hooks, top_hooks
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import is_in_cuda_graph, local
 from recompute.errors import warn
 
 WARMUP_FRAMES = 3
@@ -257,7 +257,12 @@ class CapturedRegion:
             if self.fusion is not None:
                 return self._kernels_by_tape(cache, function, args, kwargs, variant)
             return self._checkpoint_by_tape(cache, function, args, kwargs)
-        if cache is None or self._recordings >= MAX_GRAPHS or not self._has_settled(self.tape.plan):
+        if (
+            cache is None
+            or self._recordings >= MAX_GRAPHS
+            or not self._has_settled(self.tape.plan)
+            or is_in_cuda_graph()
+        ):
             result = self.tape.run(function, args, kwargs, variant)
         else:
             result = self._by_recording_tape(cache, function, args, kwargs, variant)
@@ -365,5 +370,8 @@ def is_undisturbed() -> bool:
     ):
         return False
     return (
-        has_only_our_hooks(top_hooks()) and not torch.is_anomaly_enabled() and not torch._C._is_any_autocast_enabled()
+        has_only_our_hooks(top_hooks())
+        and not torch.is_anomaly_enabled()
+        and not torch._C._is_any_autocast_enabled()
+        and not is_in_cuda_graph()  # in which no state of a generator can be read
     )

@@ -68,3 +68,8 @@ def in_backward() -> bool:
 def is_fake() -> bool:
     """Whether tensors have no values here, nor random numbers."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_in_cuda_graph() -> bool:
+    """Whether a CUDA graph is being captured of what this thread launches."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

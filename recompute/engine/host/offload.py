@@ -42,7 +42,7 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.tape.op_arguments import parameter_of
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import is_in_cuda_graph, local
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Offloading
 
@@ -67,7 +67,7 @@ class OffloadRegion:
         """
         if local.active_frames or not has_only_our_hooks(top_hooks()):
             return function(*args, **kwargs)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_in_cuda_graph():
             raise UnsupportedError(
                 f"in {self.statistics.name}: a CUDA graph is being captured, and offloading copies to memory that is "
                 "another in each step. Leave the module out of the graph, or give it a rule that does not offload."
