@@ -49,8 +49,12 @@ class GraphCaller(Protocol):
     tape: TapeRegion
     statistics: RegionStatistics
     is_checkpoint: bool
-    fusion: Fusion | None
     recording: Recording | None
+
+    @property
+    def fusion(self) -> Fusion | None: ...
+    @property
+    def has_tape(self) -> bool: ...
 
     def can_run(self, program: Program) -> bool: ...
     def knows(self, plan: SavePlan) -> bool: ...
@@ -225,7 +229,7 @@ class CapturedGraph:
             numerics,
             region.count_replay,
             is_checkpoint=region.is_checkpoint,
-            has_plan=not region.is_checkpoint and region.fusion is None,
+            has_plan=region.has_tape,
         )
         return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
 

@@ -9,7 +9,7 @@ or that misses too often, is deoptimized: all its calls run as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -70,33 +70,46 @@ class CaptureCache:
         return self._graphs.setdefault(key, CachedGraphs()) if found is None else found
 
 
+class StandIn(NamedTuple):
+    """The kernels that compute what a region's function does."""
+
+    run: Callable[..., Any]
+    """``(function, args, kwargs) -> result``: runs the kernels in the place of ``function``."""
+    fusion: Fusion
+    """Makes of the function's graph one that calls these kernels."""
+    is_taped: bool
+    """Whether a tape around them decides what is held; else they save what they were written to save."""
+
+
 class CapturedRegion:
     """A region that runs by a tape until its frames are alike, and then as a captured graph.
 
-    Two kinds of region have no tape of their own. One frame of them runs by a tape, to be captured. A checkpoint runs
-    its function on that tape, and everything runs again. Where kernels stand in for the function, they run on it.
+    A checkpoint, and some regions in which kernels stand in for the function, have no tape of their own. One frame of
+    them runs by a tape, to be captured. On the tape of a checkpoint everything runs again.
     """
 
     def __init__(
         self,
         tape: TapeRegion,
         cache: CaptureCache | None,
-        untaped: Callable[..., Any] | None = None,
-        fusion: Fusion | None = None,
+        checkpoint: Callable[..., Any] | None = None,
+        stand_in: StandIn | None = None,
     ):
         """cache: what it shares with other regions under the same policy; None: it is never captured.
 
-        untaped: runs ``(function, args, kwargs)`` without a tape, as long as it is not captured: as a checkpoint, or if
-        there is a fusion, by the kernels that stand in for ``function``.
-        fusion: makes of the graph of ``function`` one that calls these kernels.
+        checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
+        stand_in: the kernels that compute what ``function`` does.
         """
         self.tape = tape
         self.statistics = tape.statistics
-        self.fusion = fusion
-        self.is_checkpoint = untaped is not None and fusion is None
-        if untaped is not None:  # the tape's own, which nobody asks for
-            tape.statistics = RegionStatistics(self.statistics.name)
-        self._untaped = untaped
+        self.is_checkpoint = checkpoint is not None
+        self._stand_in = stand_in
+        self._untaped = checkpoint
+        """Runs ``(function, args, kwargs)`` as long as it is not captured; None: the tape does."""
+        if stand_in is not None and not stand_in.is_taped:
+            self._untaped = stand_in.run
+        if self._untaped is not None:
+            tape.statistics = RegionStatistics(self.statistics.name)  # the tape's own, which nobody asks for
         self._frames = 0
         self.recording: Recording | None = None
         """The calls of the last frame's forward, if a graph is to be taken of the next one."""
@@ -148,9 +161,18 @@ class CapturedRegion:
 
     def _counts_of(self, plan: SavePlan) -> Counts:
         """What a frame counts, beside what its kernels do."""
-        if self.fusion is not None:
-            return Counts.of_dropped(plan)
-        return Counts.of_checkpoint(plan) if self.is_checkpoint else Counts.of(plan)
+        if self.is_checkpoint:
+            return Counts.of_checkpoint(plan)
+        return Counts.of(plan) if self._untaped is None else Counts.of_dropped(plan)
+
+    @property
+    def fusion(self) -> Fusion | None:
+        return None if self._stand_in is None else self._stand_in.fusion
+
+    @property
+    def has_tape(self) -> bool:
+        """Whether it runs by a tape as long as it is not captured."""
+        return self._untaped is None
 
     def can_run(self, program: Program) -> bool:
         """Whether a program does what frames of the region did, and its backward is mostly as recorded here."""
@@ -254,16 +276,16 @@ class CapturedRegion:
                 or not is_undisturbed()
             ):
                 return self._untaped(function, args, kwargs)
-            if self.fusion is not None:
-                return self._kernels_by_tape(cache, function, args, kwargs, variant)
-            return self._checkpoint_by_tape(cache, function, args, kwargs)
+            if self.is_checkpoint:
+                return self._checkpoint_by_tape(cache, function, args, kwargs)
+            return self._kernels_by_tape(cache, function, args, kwargs, variant)
         if (
             cache is None
             or self._recordings >= MAX_GRAPHS
             or not self._has_settled(self.tape.plan)
             or is_in_cuda_graph()
         ):
-            result = self.tape.run(function, args, kwargs, variant)
+            result = self.tape.run(*self._as_it_runs(function, args, kwargs), variant)
         else:
             result = self._by_recording_tape(cache, function, args, kwargs, variant)
         if (plan := self.tape.plan) is not None:
@@ -272,6 +294,12 @@ class CapturedRegion:
             if len(self._plans) > MAX_GRAPHS:
                 del self._plans[next(iter(self._plans))]
         return result
+
+    def _as_it_runs(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
+        """The call that a tape sees: of the function itself, or of the kernels in its place."""
+        if self._stand_in is None:
+            return function, args, kwargs
+        return self._stand_in.run, (function, args, kwargs), {}
 
     def _has_settled(self, plan: SavePlan | None) -> bool:
         """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
@@ -316,26 +344,23 @@ class CapturedRegion:
         reached = walk_references((function, *modules_in(function, args), *tree_leaves((args, kwargs))))
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
-        if self.fusion is None:
-            counting.pop(id(self.statistics), None)  # of which the plan knows all
         before = [Counts.so_far(each) for each in counting.values()]
         self._recorded_under = Numerics()
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
-            tapes.append(RecordingTape(region, variant, kernels_count=self.fusion is not None))
+            tapes.append(RecordingTape(region, variant, kernels_count=not self.has_tape))
             return tapes[0]
 
-        if self.fusion is None:
-            result = self.tape.run(function, args, kwargs, variant, start)
-        else:
-            assert self._untaped is not None
-            result = self.tape.run(self._untaped, (function, args, kwargs), {}, variant, start)
-        counted = [
-            (each, Counts.so_far(each).since(start)) for each, start in zip(counting.values(), before, strict=True)
-        ]
-        self._kernel_counts = [(each, counts) for each, counts in counted if any(counts)]
+        result = self.tape.run(*self._as_it_runs(function, args, kwargs), variant, start)
         plan = self.tape.plan
+        self._kernel_counts = []
+        for each, start_of in zip(counting.values(), before, strict=True):
+            counts = Counts.so_far(each).since(start_of)
+            if each is self.tape.statistics and plan is not None:
+                counts = counts.since(Counts.of(plan))  # the tape has counted that
+            if any(counts):
+                self._kernel_counts.append((each, counts))
         self._frame_counts.pop(id(plan), None)
         if tapes and plan is not None and (self._untaped is not None or self._has_settled(plan)):
             self.recording, self._not_recorded = tapes[0].recording, tapes[0].reason

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from recompute.compiled.captured_region import CaptureCache, CapturedRegion
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion, StandIn
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.op_policy import kernel_op_policy
@@ -225,6 +225,7 @@ class KernelLayerRunner(KernelRunner):
     parts: tuple[weakref.ref[nn.Module], ...]
     """The norms and the MLP that were recognized."""
     stands_in_for_parts = True
+    fusion = FUSION
     _linears: LearnedLinears = field(default_factory=LearnedLinears, init=False)
     _may_drop: bool = field(default=True, init=False)
     """Whether the last run recorded anything that the scope around could drop. The first run assumes that it does."""
@@ -250,7 +251,8 @@ class KernelLayerRunner(KernelRunner):
 
     def capture(self, cache: CaptureCache) -> None:
         tape = TapeRegion(self.statistics, kernel_op_policy(), cache.plan_cache)
-        self.region = CapturedRegion(tape, cache, self._run_forward, FUSION)
+        stand_in = StandIn(self._run_forward, FUSION, is_taped=False)
+        self.region = CapturedRegion(tape, cache, stand_in=stand_in)
 
     def _run_forward(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return self.run_kernel(forward.__self__, forward, args, kwargs)  # type: ignore[attr-defined]

@@ -122,6 +122,34 @@ def test_a_step_counts_what_it_counted_before(name: str) -> None:
     assert set(held) == {held[0]}
 
 
+TAPED: dict[str, dict[str, Any]] = {
+    "gemm": {"rerun": "gemm"},
+    "everything": {"rerun": ["gemm", "convolution", "attention"], "price": 0},
+    "nothing": {"price": 1e18},
+    "a kernel kept": {"rerun": "gemm", "keep": "recompute.glu_forward"},
+}
+
+
+@pytest.mark.parametrize("options", by_default(TAPED, "gemm"))
+def test_kernels_on_a_tape_are_captured_as_well(options: dict[str, Any]) -> None:
+    batch = models.batch("llama")
+    code, tape = models.make("llama"), models.make("llama")
+    handle, of_tape = recompute.apply(code, policy(**options)), recompute.apply(tape, policy(**options, capture=False))
+    captured(code, batch, handle)
+    for _ in range(4):
+        gradients(tape, batch)
+    before, before_of_tape = handle.stats(), of_tape.stats()
+    with runs_code() as count:
+        assert_same(gradients(code, batch), gradients(tape, batch))
+    assert count() == LAYERS
+    found, expected = handle.stats() - before, of_tape.stats() - before_of_tape
+    for name in ("frames", "eager_nbytes", "kept_nbytes", "dropped_tensors", "dropped_nbytes"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert {path: plan.kept_nbytes for path, plan in handle.plans().items()} == {
+        path: plan.kept_nbytes for path, plan in of_tape.plans().items()
+    }
+
+
 def test_explain_says_which_layers_are_captured() -> None:
     model = models.make("llama")
     handle = recompute.apply(model, policy())
