@@ -133,6 +133,7 @@ def narrow(parent: nn.Module, name: str) -> None:
 
 CHANGES: dict[str, Change] = {
     "an adapter on q": at("self_attn.q_proj", adapt),
+    "an adapter on v": at("self_attn.v_proj", adapt),
     "an adapter on down": at("mlp.down_proj", adapt),
     "another activation": at("mlp.act_fn", lambda parent, name: setattr(parent, name, nn.GELU())),
     "another first norm": at(

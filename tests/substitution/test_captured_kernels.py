@@ -51,6 +51,35 @@ def test_gradients_are_those_of_the_kernels_bit_for_bit(name: str, dtype: torch.
     assert_same(found, gradients(kernels, batch))
 
 
+def adapters(model: nn.Module) -> None:
+    """Train adapters of q and v alone."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for name in ("an adapter on q", "an adapter on v"):
+        CHANGES[name](model)
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        pytest.param(None, {"attention_dropout": 0.25}, id="dropout"),
+        pytest.param(None, {"attention_bias": True, "mlp_bias": True}, id="biases"),
+        pytest.param(adapters, {}, id="adapters"),
+        pytest.param(CHANGES["a hook on k"], {}, id="a hook on k"),
+    ],
+)
+def test_other_layers_are_captured_with_the_kernels_bits(change: Any, options: dict[str, Any]) -> None:
+    code, kernels = models.make("llama", **options), models.make("llama", **options)
+    for each in (code, kernels) if change is not None else ():
+        change(each)
+    batch = models.batch("llama")
+    captured(code, batch, recompute.apply(code, policy()))
+    recompute.apply(kernels, policy(capture=False))
+    for _ in range(2):
+        expected = gradients(kernels, batch)
+    assert_same(gradients(code, batch), expected)
+
+
 def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
     code, kernels = (models.make("llama", num_hidden_layers=1).to(device) for _ in range(2))
     batch = {key: value.to(device) for key, value in models.batch("llama").items()}
