@@ -1,9 +1,9 @@
 """Captured regions: how a region goes on as straight code once its tape has settled.
 
 A region runs by its tape, as a checkpoint or by kernels, until some frames were alike. One more frame by the tape
-records its calls. ``captured_graph`` then takes the graph of a call, which must make the same calls, and makes a program of it. A
-call that the graph's guards accept runs the program. Any other call runs as before. A region that cannot be captured,
-or that misses too often, is deoptimized: all its calls run as before.
+records its calls. ``captured_graph`` then takes the graph of a call, which must make the same calls, and makes a
+program of it. A call that the graph's guards accept runs the program. Any other call runs as before. A region that
+cannot be captured, or that misses too often, is deoptimized: all its calls run as before.
 """
 
 from __future__ import annotations

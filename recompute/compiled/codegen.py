@@ -121,8 +121,11 @@ class Code:
         return name
 
     def _function(self, op: torch._ops.OpOverload) -> str:
-        """The name of what calls an op. One of our kernels is called without the dispatcher, which takes longer than
-        the launch. Each call of a kernel has a plan of its own."""
+        """The name of what calls an op.
+
+        One of our kernels is called without the dispatcher, which takes longer than the launch. Each call of a kernel
+        has a plan of its own.
+        """
         name = f"{op._schema.name.replace('::', '_')}_{op._overloadname}"
         implementation = IMPLEMENTATIONS.get(op)
         if implementation is None:
