@@ -267,3 +267,11 @@ class CapturedFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         frame = ctx.frame
         return None, None, *frame.backward(ctx.saved_tensors, gradients)
+
+
+apply_captured: Callable[..., Any] = super(torch.autograd.Function, CapturedFunction).apply
+"""``CapturedFunction.apply``, without what it does to every argument for transforms of torch.func.
+
+The guards of a region's graph accept no tensor that such a transform has wrapped, and no region is captured inside of
+one.
+"""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from recompute.compiled.captured_function import CapturedFrame, CapturedFunction
+from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation
 from recompute.compiled.program import Program
@@ -231,7 +231,7 @@ class CapturedGraph:
             is_checkpoint=region.is_checkpoint,
             has_plan=region.has_tape,
         )
-        return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
+        return apply_captured(frame, program.fixed, *[given[position] for position in program.edges])
 
     def _known(self, region: GraphCaller, given: Sequence[Any], numerics: Numerics) -> Program | None:
         """The program that was made of the same graph in an equal region."""
