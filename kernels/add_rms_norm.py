@@ -23,6 +23,7 @@ from torch import Tensor
 from recompute.engine.recipe_book import record
 from recompute.errors import KernelError
 from recompute.kernels import launch
+from recompute.kernels.norm_kernels import launch_forward
 from recompute.kernels.rms_norm import (
     check_rms_norm,
     rms_norm_backward,
@@ -32,7 +33,6 @@ from recompute.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_regenerate,
 )
-from recompute.kernels.rms_norm_kernels import launch_forward
 
 
 def add_rms_norm(
@@ -117,7 +117,7 @@ def _forward(
         y, rstd = rms_norm_forward_reference(h, weight, eps, casting)
         return y, h, rstd
     y, h, rstd = _forward_outputs(x, residual, weight, eps, casting)
-    launch_forward(x, launch.dense(residual), weight, h, y, rstd, eps, casting)
+    launch_forward(x, launch.dense(residual), weight, None, h, y, None, rstd, eps, casting)
     return y, h, rstd
 
 

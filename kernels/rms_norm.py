@@ -18,8 +18,6 @@ registers are read twice. In forward the second read comes from L2; backward the
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +26,8 @@ from torch import Tensor
 from recompute.engine.recipe_book import record
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.rms_norm_kernels import launch_backward, launch_forward
+from recompute.kernels.norm_kernels import launch_backward, launch_forward
+from recompute.kernels.norm_layout import in_memory_order
 
 CASTINGS = ("llama", "gemma", "none")
 
@@ -97,65 +96,27 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def _in_memory_order(position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a function whose ``position``-th argument is x see leading dimensions in the order they have in memory."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def ordered(*arguments: Any) -> Any:
-            order = _memory_order(arguments[position])
-            if order is None:
-                return function(*arguments)
-            results = function(*(_permuted(argument, order) for argument in arguments))
-            back = sorted(order, key=order.__getitem__)
-            if isinstance(results, Tensor):
-                return _permuted(results, back)
-            return tuple(_permuted(result, back) for result in results)
-
-        return ordered
-
-    return decorate
-
-
-def _memory_order(x: Tensor) -> list[int] | None:
-    """The dimensions of x in the order they have in memory; None if that is their own order, or rows have gaps."""
-    if x.dim() < 3 or x.is_contiguous() or x.stride(-1) != 1:
-        return None
-    leading = range(x.dim() - 1)
-    if any(x.stride(dim) == 0 for dim in leading):  # expanded dimensions have no order in memory
-        return None
-    order = sorted(leading, key=x.stride, reverse=True)
-    return None if order == list(leading) else [*order, x.dim() - 1]
-
-
-def _permuted(value: Any, order: list[int]) -> Any:
-    """x, a tensor like it, or rstd, with dimensions permuted. The weight, which has one dimension, stays as it is."""
-    if isinstance(value, Tensor) and value.dim() > 1:
-        return value.permute(order[: value.dim()])
-    return value
-
-
-@_in_memory_order(0)
+@in_memory_order(0)
 def _forward(x: Tensor, weight: Tensor | None, eps: float, casting: str) -> tuple[Tensor, Tensor]:
     if not launch.uses_triton(x, weight):
         return rms_norm_forward_reference(x.contiguous(), weight, eps, casting)
     y, rstd = rms_norm_forward_outputs(x, weight, eps, casting)
-    launch_forward(x, None, weight, None, y, rstd, eps, casting)
+    launch_forward(x, None, weight, None, None, y, None, rstd, eps, casting)
     return y, rstd
 
 
-@_in_memory_order(0)
+@in_memory_order(0)
 def _regenerated(x: Tensor, weight: Tensor | None, rstd: Tensor, casting: str) -> Tensor:
     if not launch.uses_triton(x, weight):
         return _scaled(launch.widen(x.contiguous()) * rstd.unsqueeze(-1), x.dtype, weight, casting)
     y = _regenerated_outputs(x, weight, rstd, casting)
-    launch_forward(x, None, weight, None, y, launch.dense(rstd), None, casting)
+    launch_forward(x, None, weight, None, None, y, None, launch.dense(rstd), None, casting)
     return y
 
 
 # These nine parameters stand three times because torch.library calls an op, and what allocates its outputs, with the
 # flat arguments of the schema. Making an object of them would add about 0.4 µs to each call (torch 2.13, one CPU core).
-@_in_memory_order(1)
+@in_memory_order(1)
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -170,7 +131,7 @@ def _backward(
     if not launch.uses_triton(x, weight):
         return _backward_reference(dy, x, weight, rstd, casting, needs_dx, needs_dweight, dresidual, with_y)
     dx, dweight, y = _backward_outputs(dy, x, weight, rstd, casting, needs_dx, needs_dweight, dresidual, with_y)
-    launch_backward(dy, x, weight, rstd, dresidual, dx, dweight, y, casting)
+    launch_backward(dy, x, weight, None, rstd, dresidual, dx, dweight, None, y, casting)
     return dx, dweight, y
 
 
@@ -226,18 +187,18 @@ def _wide_gain(weight: Tensor, casting: str) -> Tensor:
     return 1.0 + launch.widen(weight) if casting == "gemma" else launch.widen(weight)
 
 
-@_in_memory_order(0)
+@in_memory_order(0)
 def rms_norm_forward_outputs(x: Tensor, weight: Tensor | None, eps: float, casting: str) -> tuple[Tensor, Tensor]:
     rstd_dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     return _like_y(x, weight, casting), x.new_empty(x.shape[:-1], dtype=rstd_dtype)
 
 
-@_in_memory_order(0)
+@in_memory_order(0)
 def _regenerated_outputs(x: Tensor, weight: Tensor | None, rstd: Tensor, casting: str) -> Tensor:
     return _like_y(x, weight, casting)
 
 
-@_in_memory_order(1)
+@in_memory_order(1)
 def _backward_outputs(
     dy: Tensor,
     x: Tensor,

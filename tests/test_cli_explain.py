@@ -196,7 +196,7 @@ def test_verify_exits_with_1_where_nothing_was_dropped(tiny: str, tmp_path: Path
     path.write_text("rules: [{match: lm_head, action: recompute, via: hook}]\n", encoding="utf-8")
     code, output = recompute("verify", path, "--model", tiny, "--seq-len", 8, "--device", "cpu")
     assert code == 1
-    assert "governs lm_head, which ran and neither dropped nor offloaded anything on this batch" in output
+    assert "governs lm_head, which ran and neither dropped, offloaded nor compressed anything on this batch" in output
 
 
 def test_verify_reports_and_exits_with_0(tiny: str) -> None:

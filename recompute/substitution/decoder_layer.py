@@ -5,6 +5,11 @@ A layer is recognized by its formula, and then by a trial in which stand-ins tak
 Attention runs its own code. It is given a ``LazyNorm``, so that ``kernels.norm_linears`` computes the norm and the
 Linears that read it together. After attention ``kernels.residual_mlp`` computes the sum, the second norm and the MLP.
 If the MLP is not a gated one, ``kernels.add_rms_norm`` computes the sum and the norm.
+
+That is for RMSNorms. In the place of LayerNorms ``kernels.add_layer_norm`` computes the norm with the sum in front, and
+in backward adds the gradient of the residual stream in the same pass. Such a layer is taken as a whole only if its MLP
+has a kernel of its own: of another MLP all would be held that autograd saves, where a tape of the layer drops the
+activation. Then the LayerNorms alone have kernels, on that tape.
 """
 
 from __future__ import annotations
@@ -35,7 +40,16 @@ from recompute.substitution.kernel_runner import KernelRunner, is_hooked
 from recompute.substitution.layer_fusion import FUSION
 from recompute.substitution.mlp import KernelMLP, find_kernel_mlp, how_it_holds
 from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
-from recompute.substitution.norm import LazyNorm, LearnedLinears, LinearOperands, Norm, find_norm
+from recompute.substitution.norm import (
+    KernelLayerNorm,
+    KernelNorm,
+    KernelRMSNorm,
+    LazyNorm,
+    LearnedLinears,
+    LinearOperands,
+    Operands,
+    find_norm,
+)
 
 _NOTHING = nullcontext()
 
@@ -220,7 +234,7 @@ def _are_same(values: Any, others: Any) -> bool:
 @dataclass
 class KernelLayerRunner(KernelRunner):
     layer: PreNormLayer
-    norms: tuple[Norm, Norm]
+    norms: tuple[KernelNorm, KernelNorm]
     mlp: KernelMLP | None
     parts: tuple[weakref.ref[nn.Module], ...]
     """The norms and the MLP that were recognized."""
@@ -242,8 +256,10 @@ class KernelLayerRunner(KernelRunner):
         norm, mlp_norm = map(find_norm, parts[:2])
         if norm is None or mlp_norm is None:
             return None
-        references = tuple(map(weakref.ref, parts))
-        return cls(statistics, fallback, layer, (norm, mlp_norm), find_kernel_mlp(parts[2]), references)
+        mlp = find_kernel_mlp(parts[2])
+        if mlp is None and isinstance(mlp_norm, KernelLayerNorm):
+            return None
+        return cls(statistics, fallback, layer, (norm, mlp_norm), mlp, tuple(map(weakref.ref, parts)))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -262,7 +278,12 @@ class KernelLayerRunner(KernelRunner):
         return self._linears.count
 
     def _what(self) -> str:
-        return "norm_linears, " + ("add_rms_norm" if self.mlp is None else f"residual_mlp{how_it_holds(self)}")
+        first = "norm_linears" if isinstance(self.norms[0], KernelRMSNorm) else "add_layer_norm"
+        if self.mlp is None:
+            return f"{first}, add_rms_norm"
+        residual_mlp = f"residual_mlp{how_it_holds(self)}"
+        second = residual_mlp if isinstance(self.norms[1], KernelRMSNorm) else "add_layer_norm"
+        return ", ".join(dict.fromkeys((first, second)))
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         book = open_book()
@@ -277,27 +298,42 @@ class KernelLayerRunner(KernelRunner):
 
     def _run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         x, attend = self.layer.split(args, kwargs)
-        weights = self._weights(module, x)
-        if weights is None:
+        operands = self._operands(module, x)
+        if operands is None:
             return forward(*args, **kwargs)
-        weight, mlp_weight = weights
-        # A checkpoint runs this twice, and both runs must save the same tensors: so neither uses what was learned.
-        linears = LearnedLinears() if is_inside_checkpoint() else self._linears
-        normed = self._normed(x, weight, linears)
-        attended = attend(_child(module, self.layer.attention), normed)
-        linears.learn(normed)
-        return self._after_attention(_child(module, self.layer.mlp), attended, normed.stream, mlp_weight)
+        norm, attention = self.norms[0], _child(module, self.layer.attention)
+        if isinstance(norm, KernelLayerNorm):
+            y, stream = self._normed_and_stream(norm, x, operands[0])
+            attended = attend(attention, y)
+        else:
+            # A checkpoint runs this twice, and both runs must save the same tensors: so neither uses what was learned.
+            linears = LearnedLinears() if is_inside_checkpoint() else self._linears
+            normed = self._normed(norm, x, operands[0], linears)
+            attended = attend(attention, normed)
+            linears.learn(normed)
+            stream = normed.stream
+        return self._after_attention(_child(module, self.layer.mlp), attended, stream, operands[1])
 
-    def _normed(self, x: Tensor, weight: Tensor | None, linears: LearnedLinears) -> LazyNorm:
-        """The norm's output, as a lazy tensor for attention."""
+    def _normed_and_stream(self, norm: KernelLayerNorm, x: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+        """The first norm's output, and x for the residual sum, whose gradient the norm's backward adds to its own."""
+
+        def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
+            return norm.add(x, None, *operands)
+
+        def as_written(x: Tensor) -> tuple[Tensor, Tensor]:
+            return self._as_written(0)(x), x
+
+        return self.compute(("stream", self._kinds[0]), (x,), operands, kernel, as_written, is_frame=False)
+
+    def _normed(self, norm: KernelRMSNorm, x: Tensor, operands: Operands, linears: LearnedLinears) -> LazyNorm:
+        """The first norm's output, as a lazy tensor for attention."""
         from recompute.kernels.norm_linears import norm_linears
-        from recompute.kernels.rms_norm import rms_norm
 
-        norm, kind = self.norms[0], self._kinds[:1]
+        (weight,), kind = operands, self._kinds[:1]
 
         def normalized() -> Tensor:
             def kernel(x: Tensor) -> Tensor:
-                return rms_norm(x, weight, norm.eps, norm.casting)
+                return norm.compute(x, weight)
 
             return self.compute(kind, (x,), [weight], kernel, self._as_written(0), is_frame=False)
 
@@ -316,9 +352,8 @@ class KernelLayerRunner(KernelRunner):
 
         return LazyNorm.of(x, weight, normalized, linears, together)
 
-    def _after_attention(self, mlp: nn.Module, attended: Tensor, stream: Tensor, weight: Tensor | None) -> Tensor:
+    def _after_attention(self, mlp: nn.Module, attended: Tensor, stream: Tensor, operands: Operands) -> Tensor:
         """The residual sum, the second norm and the MLP."""
-        from recompute.kernels.add_rms_norm import add_rms_norm
         from recompute.kernels.residual_mlp import residual_mlp
 
         norm, inputs = self.norms[1], (attended, stream)
@@ -327,14 +362,19 @@ class KernelLayerRunner(KernelRunner):
             h = x + stream
             return self._as_written(1)(h), h
 
-        if self.mlp is None or is_hooked(mlp) or (operands := self.mlp.operands(mlp)) is None:
+        if (
+            isinstance(norm, KernelLayerNorm)
+            or self.mlp is None
+            or is_hooked(mlp)
+            or (mlp_operands := self.mlp.operands(mlp)) is None
+        ):
 
             def sum_kernel(x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-                return add_rms_norm(x, stream, weight, norm.eps, norm.casting)
+                return norm.add(x, stream, *operands)
 
-            y, h = self.compute(("sum", self._kinds[1]), inputs, [weight], sum_kernel, sum_and_norm)
+            y, h = self.compute(("sum", self._kinds[1]), inputs, operands, sum_kernel, sum_and_norm)
             return h + mlp(y)
-        (weights, biases), activation = operands, self.mlp.activation
+        (weight,), (weights, biases), activation = operands, mlp_operands, self.mlp.activation
 
         def kernel(x: Tensor, stream: Tensor) -> Tensor:
             settings: dict[str, Any] = {**biases, "compress": self.compresses, "tile": self.tile}
@@ -354,20 +394,22 @@ class KernelLayerRunner(KernelRunner):
         assert module is not None, "it has just been looked at"
         return MethodType(base_of(module).forward, module)
 
-    def _weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
-        """The norms' weights; None where the layer has to run its own code."""
+    def _operands(self, module: nn.Module, x: Tensor) -> tuple[Operands, Operands] | None:
+        """What the norms' kernels read beside x; None where the layer has to run its own code."""
         if torch.compiler.is_compiling() or not self.layer.is_as_found(module):
             return None
         parts = self.layer.parts(module)
         if any(part() is not found for part, found in zip(self.parts, parts, strict=True)):
             return None
-        weights = []
+        found = []
         for part, norm in zip(parts, self.norms, strict=False):
-            weight = norm.weight_of(part)
-            if is_hooked(part) or (weight is not None and (weight.shape, weight.dtype) != (x.shape[-1:], x.dtype)):
+            operands = norm.operands(part, x)
+            if operands is None or is_hooked(part) or (isinstance(norm, KernelLayerNorm) and norm.casts(x)):
                 return None
-            weights.append(weight)
-        return weights[0], weights[1]
+            if any(each is not None and each.dtype is not x.dtype for each in operands):
+                return None
+            found.append(operands)
+        return found[0], found[1]
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:

@@ -106,17 +106,20 @@ _FUNCTIONS = {
     getattr: "getattr",
     operator.add: "add",
     operator.mul: "mul",
+    operator.sub: "sub",
     operator.getitem: "getitem",
     operator.pow: "pow",
     torch.add: "add",
     torch.mul: "mul",
+    torch.sub: "sub",
     torch.pow: "pow",
     torch.mean: "mean",
     torch.rsqrt: "rsqrt",
     F.silu: "silu",
     F.gelu: "gelu",
+    F.layer_norm: "layer_norm",
 }
-_METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "chunk"}
+_METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk"}
 
 
 class _FormulaBuilder:

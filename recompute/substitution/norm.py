@@ -1,8 +1,8 @@
-"""Root-mean-square norms: recognized by their formula, computed by ``kernels.rms_norm``.
+"""RMSNorms and LayerNorms: recognized by their formula, computed by ``kernels.rms_norm`` and ``kernels.layer_norm``.
 
-The kernel holds the norm's input and one number for each row. It also records how to make the output again, so that a
-scope around may drop the output wherever autograd saves it. In decoder layers ``LazyNorm`` goes further: the Linears
-that read a norm are computed together with it, by ``kernels.norm_linears``.
+A kernel holds the norm's input and one number for each row, or two. It also records how to make the output again, so
+that a scope around may drop the output wherever autograd saves it. In decoder layers ``LazyNorm`` goes further: the
+Linears that read an RMSNorm are computed together with it, by ``kernels.norm_linears``.
 """
 
 from __future__ import annotations
@@ -20,48 +20,160 @@ from torch.nn import functional as F
 
 from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.thread_state import local
 from recompute.substitution.kernel_runner import KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import LazyTensor, mode_of
 from recompute.substitution.module_formula import Formula, formula_of
 
+Operands = tuple[Tensor | None, ...]
+"""What a norm's kernel reads beside the input: a weight, and for a LayerNorm a bias."""
+
 
 @dataclass(frozen=True)
-class Norm:
+class KernelRMSNorm:
     """``rms_norm(x, weight, eps, casting)``, where ``weight`` is the name of an attribute, or None."""
 
     weight: str | None
     eps: float
     casting: str
 
-    def weight_of(self, module: nn.Module) -> Tensor | None:
-        return None if self.weight is None else getattr(module, self.weight)
+    def __str__(self) -> str:
+        return f"rms_norm ({self.casting} casting)"
+
+    def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
+        """The weight; None where ``module`` broadcasts it to ``x``, which the kernel does not do."""
+        weight = None if self.weight is None else getattr(module, self.weight)
+        return (weight,) if weight is None or weight.shape == x.shape[-1:] else None
+
+    def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        from recompute.kernels.rms_norm import rms_norm
+
+        return rms_norm(x, weight, self.eps, self.casting)
+
+    def add(self, x: Tensor, stream: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + stream``, and that sum."""
+        from recompute.kernels.add_rms_norm import add_rms_norm
+
+        return add_rms_norm(x, stream, weight, self.eps, self.casting)
 
 
-def find_norm(module: nn.Module) -> Norm | None:
-    """The root-mean-square norm that ``module`` computes, if that is all it does."""
+@dataclass(frozen=True)
+class KernelLayerNorm:
+    """``layer_norm(x, weight, bias, eps)``, where ``weight`` and ``bias`` are names of attributes, or None."""
+
+    weight: str | None
+    bias: str | None
+    eps: float
+    width: int | None
+    """How many columns the module takes; None: as many as the weight has."""
+    is_functional: bool
+    """Whether the module calls ``torch.nn.functional.layer_norm`` on what it is given. That wants parameters of the
+    input's dtype, and autocast casts all of them. Else the module itself computes in float32."""
+
+    def __str__(self) -> str:
+        return "layer_norm"
+
+    def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
+        """Weight and bias; None where the kernel does not take what the module takes, or takes what it refuses."""
+        operands = tuple([None if name is None else getattr(module, name) for name in (self.weight, self.bias)])
+        if self.width is not None and x.shape[-1:] != (self.width,):
+            return None
+        casts = not self.is_functional or _autocasts_layer_norm(x)
+        fit = [each is None or (each.shape == x.shape[-1:] and (casts or each.dtype is x.dtype)) for each in operands]
+        return operands if all(fit) else None
+
+    def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        from recompute.kernels.layer_norm import layer_norm
+
+        return layer_norm(self._cast(x), weight, bias, self.eps)
+
+    def add(
+        self, x: Tensor, stream: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + stream``, and that sum. Not for sums that autocast would cast."""
+        from recompute.kernels.add_layer_norm import add_layer_norm
+
+        return add_layer_norm(x, stream, weight, bias, self.eps)
+
+    def casts(self, x: Tensor) -> bool:
+        """Whether autocast makes the norm of ``x`` one of float32."""
+        return self.is_functional and x.dtype in (torch.bfloat16, torch.float16) and _autocasts_layer_norm(x)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.float() if self.casts(x) else x
+
+
+KernelNorm = KernelRMSNorm | KernelLayerNorm
+
+
+def _autocasts_layer_norm(x: Tensor) -> bool:
+    """Whether autocast runs PyTorch's layer_norm in float32 here. On the CPU it does not (torch 2.11 to 2.15)."""
+    device = x.device.type
+    return device != "meta" and (device != "cpu" or local.simulates_cuda) and torch.is_autocast_enabled(device)
+
+
+def find_norm(module: nn.Module) -> KernelNorm | None:
+    """The norm over the last dimension that ``module`` computes, if that is all it does."""
     if type(module) is nn.RMSNorm:
         if len(module.normalized_shape) != 1 or module.eps is None:
             return None
-        return Norm(None if module.weight is None else "weight", module.eps, "none")
+        return KernelRMSNorm(None if module.weight is None else "weight", module.eps, "none")
     formula = formula_of(module)
     if formula is None:
         return None
-    for pattern, casting in _patterns():
+    if (found := _functional_layer_norm(formula)) is not None:
+        return found
+    for pattern, make_norm in _patterns():
         if formula.tree == pattern.tree:
             numbers = dict(zip(pattern.numbers, formula.numbers, strict=True))
             eps = numbers.pop(_EPS)
             if all(expected == found for expected, found in numbers.items()):
-                return Norm(formula.names[0] if formula.names else None, eps, casting)
+                return make_norm(formula.names, eps)
     return None
+
+
+def _functional_layer_norm(formula: Formula) -> KernelLayerNorm | None:
+    """A call of ``torch.nn.functional.layer_norm``, or one on all in float32, whose result is cast back."""
+    x: Any = ("input", 0)
+    match formula.tree:
+        case ("layer_norm", given, shape, weight, bias, ("number", 0)) if given == x:
+            parameters, is_functional = (weight, bias), True
+        case ("to", ("layer_norm", ("to", given, torch.float32), shape, weight, bias, ("number", 0)), dtype) if (
+            given == x and dtype == ("dtype", x)
+        ):
+            parameters, is_functional = (weight, bias), False
+        case _:
+            return None
+    names: list[str | None] = []
+    for parameter in parameters:
+        match parameter:
+            case None:
+                names.append(None)
+            case ("attribute", int(index)) if is_functional:
+                names.append(formula.names[index])
+            case ("to", ("attribute", int(index)), torch.float32) if not is_functional:
+                names.append(formula.names[index])
+            case _:
+                return None
+    width: int | None = None
+    match shape:
+        case (int(width),):
+            pass
+        case ("getattr", ("attribute", int(index)), "shape") if formula.names[index] == names[0]:
+            pass
+        case _:
+            return None
+    return KernelLayerNorm(names[0], names[1], formula.numbers[0], width, is_functional)
 
 
 _EPS = 0.1234567  # stands for any epsilon in the patterns
 
 
 class _LlamaPattern(nn.Module):
-    def __init__(self, weight: bool) -> None:
+    def __init__(self, weight: bool = True, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1)) if weight else None
+        self.bias = nn.Parameter(torch.empty(1)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = x.to(torch.float32)
@@ -77,31 +189,58 @@ class _GemmaPattern(_LlamaPattern):
         return hidden.type_as(x) if self.weight is None else (hidden * (1.0 + self.weight.float())).type_as(x)
 
 
+class _CoherePattern(_LlamaPattern):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.float()
+        mean = hidden.mean(-1, keepdim=True)
+        variance = (hidden - mean).pow(2).mean(-1, keepdim=True)
+        hidden = (hidden - mean) * torch.rsqrt(variance + _EPS)
+        if self.weight is not None:
+            hidden = self.weight.float() * hidden
+        if self.bias is not None:
+            hidden = hidden + self.bias.float()
+        return hidden.type_as(x)
+
+
 @functools.cache
-def _patterns() -> tuple[tuple[Formula, str], ...]:
-    modules = [(_LlamaPattern(True), "llama"), (_GemmaPattern(True), "gemma"), (_LlamaPattern(False), "llama")]
-    return tuple((formula, casting) for module, casting in modules if (formula := formula_of(module)) is not None)
+def _patterns() -> tuple[tuple[Formula, Callable[[tuple[str, ...], float], KernelNorm]], ...]:
+    """Formulas, and what makes of the names of attributes and of an epsilon the norm that each computes."""
+
+    def rms_norm(casting: str) -> Callable[[tuple[str, ...], float], KernelNorm]:
+        return lambda names, eps: KernelRMSNorm(names[0] if names else None, eps, casting)
+
+    def layer_norm(names: tuple[str, ...], eps: float) -> KernelNorm:
+        weight, bias = (*names, None, None)[:2]
+        return KernelLayerNorm(weight, bias, eps, width=None, is_functional=False)
+
+    modules = [
+        (_LlamaPattern(), rms_norm("llama")),
+        (_GemmaPattern(), rms_norm("gemma")),
+        (_LlamaPattern(weight=False), rms_norm("llama")),
+        (_CoherePattern(), layer_norm),
+        (_CoherePattern(bias=True), layer_norm),
+        (_CoherePattern(weight=False), layer_norm),
+    ]
+    return tuple((formula, make_norm) for module, make_norm in modules if (formula := formula_of(module)) is not None)
 
 
 @dataclass
 class KernelNormRunner(KernelRunner):
-    norm: Norm
+    norm: KernelNorm
 
     def _what(self) -> str:
-        return f"rms_norm ({self.norm.casting} casting)"
+        return str(self.norm)
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.rms_norm import rms_norm
-
         x = only_argument(args, kwargs)
-        weight = self.norm.weight_of(module)
-        if weight is not None and weight.shape != x.shape[-1:]:
-            return forward(*args, **kwargs)  # the weight is broadcast, which the kernel does not do
+        operands = self.norm.operands(module, x)
+        if operands is None:
+            return forward(*args, **kwargs)
 
         def kernel(x: Tensor) -> Tensor:
-            return rms_norm(x, weight, self.norm.eps, self.norm.casting)
+            return self.norm.compute(x, *operands)
 
-        return self.compute((base_of(module),), (x,), [weight], kernel, forward)
+        return self.compute((base_of(module),), (x,), operands, kernel, forward)
 
 
 LinearOperands = tuple[Tensor, Tensor | None]

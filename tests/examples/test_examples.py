@@ -222,6 +222,16 @@ def test_compare_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md", "results.png"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_what_a_rank_has_may_be_held_in_8_bits(name: str, tmp_path: Path) -> None:
+    policy = tmp_path / "codes.yaml"
+    policy.write_text('rules: [{match: "**.layers.*", action: recompute, via: hook, compress: true}]\n')
+    result = run_distributed(name, "--policy", str(policy), "--tolerance", "5e-2")
+    assert result.returncode == 0, result.stderr
+    assert "losses (to 0.05) and collectives are equal on all ranks" in result.stdout
+
+
 def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Of four ranks, the slowest counts."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_testing import DTYPES, FLOAT32_ROUNDING, each_dtype, make, relative_error
+from norm_testing import INTERPRETERS_ROUNDING
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,8 +23,6 @@ OPS = torch.ops.recompute
 
 CASTINGS = ["llama", "gemma", "none"]
 EPS = 1e-6
-INTERPRETERS_ROUNDING = 2**-23
-"""NumPy adds rows one after the other, where the kernels that it interprets add them in a tree."""
 
 each_casting = pytest.mark.parametrize("casting", CASTINGS)
 each_residual = pytest.mark.parametrize("has_residual", [True, False], ids=["residual", "no residual"])

@@ -22,8 +22,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.kernels import launch
+from recompute.kernels.add_layer_norm import add_layer_norm
 from recompute.kernels.add_rms_norm import add_rms_norm
 from recompute.kernels.gated_mlp import gated_mlp
+from recompute.kernels.layer_norm import layer_norm
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
 from recompute.kernels.swiglu import geglu, swiglu
@@ -78,6 +80,10 @@ def rms_norm_case(casting: str) -> Case:
     )
 
 
+def eager_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
 def eager_residual_mlp(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     n = eager_rms_norm("llama")(x, norm)
     return x + F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down)
@@ -109,6 +115,47 @@ CASES = [
         ((M, H),),
         saved_elements=M * H,
         saved_float32=M,
+    ),
+    Case(
+        "layer_norm",
+        layer_norm,
+        eager_layer_norm,
+        ((M, H), (H,), (H,)),
+        saved_elements=M * H + 2 * H,
+        saved_float32=2 * M,
+    ),
+    Case(
+        "layer_norm-without-bias",
+        layer_norm,
+        eager_layer_norm,
+        ((M, H), (H,)),
+        saved_elements=M * H + H,
+        saved_float32=2 * M,
+    ),
+    Case(
+        "layer_norm-without-weight-and-bias",
+        layer_norm,
+        eager_layer_norm,
+        ((M, H),),
+        saved_elements=M * H,
+        saved_float32=2 * M,
+    ),
+    Case(
+        "add_layer_norm",
+        lambda x, residual, weight, bias: add_layer_norm(x, residual, weight, bias)[0],
+        lambda x, residual, weight, bias: eager_layer_norm(x + residual, weight, bias),
+        ((M, H), (M, H), (H,), (H,)),
+        saved_elements=M * H + 2 * H,
+        saved_float32=2 * M,
+        saves_a_sum=True,
+    ),
+    Case(
+        "add_layer_norm-without-residual",
+        lambda x, weight, bias: add_layer_norm(x, None, weight, bias)[0],
+        eager_layer_norm,
+        ((M, H), (H,), (H,)),
+        saved_elements=M * H + 2 * H,
+        saved_float32=2 * M,
     ),
     Case(
         "swiglu",
@@ -157,7 +204,8 @@ CASES = [
     ),
 ]
 
-_BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "swiglu", "swiglu-packed", "geglu", "gated_mlp", "residual_mlp")
+_BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "swiglu-packed", "geglu",
+               "gated_mlp", "residual_mlp")  # fmt: skip
 """Each op once; the others differ in a convention or an argument."""
 each_case = pytest.mark.parametrize("case", by_default({str(case): case for case in CASES}, *_BY_DEFAULT))
 
@@ -260,7 +308,8 @@ def test_gradients_of_gradients_are_as_good_as_eagers(case: Case, device: str):
         gradient = like_output(output).requires_grad_()
         first = torch.autograd.grad(output, inputs, gradient, create_graph=True)
         directions = [like_output(value, seed) for seed, value in enumerate(first, 2)]
-        return [*first, *torch.autograd.grad(first, [gradient, *inputs], directions)]
+        # No gradient depends on a bias: its second derivative is zeros.
+        return [*first, *torch.autograd.grad(first, [gradient, *inputs], directions, materialize_grads=True)]
 
     results = zip(twice(case.op, inputs), twice(case.eager, inputs), twice(case.eager, doubles), strict=True)
     for value, peer, truth in results:  # the same sums in another order: not the same bits
@@ -336,7 +385,7 @@ def test_recorded_recipes_give_the_outputs_own_bits(
     case: Case, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     recorded: list[tuple[Any, ...]] = []
-    for name in ("rms_norm", "add_rms_norm", "swiglu"):
+    for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu"):
         module = importlib.import_module(f"recompute.kernels.{name}")
         monkeypatch.setattr(module, "record", lambda *arguments: recorded.append(arguments))
     inputs = make_inputs(case, device, dtype)

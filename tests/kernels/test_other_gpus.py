@@ -22,10 +22,10 @@ COMPILE = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from recompute.kernels import blockwise_8bit, rms_norm_kernels, swiglu_from_codes
+from recompute.kernels import blockwise_8bit, norm_kernels, swiglu_from_codes
 
 capability, shared = int(sys.argv[1]), int(sys.argv[2])
-rms_norm_kernels._shared_memory = lambda device: shared
+norm_kernels._shared_memory = lambda device: shared
 device = torch.device("cpu")
 
 OPTIONS = "num_warps", "num_stages", "enable_fp_fusion"
@@ -46,15 +46,19 @@ def fits(kernel, arguments, constants):
 
 X, F = "*bf16", "*fp32"
 for hidden in (64, 128, 1024, 4096, 5120, 16384, 65536):
-    tiles = rms_norm_kernels._tiles(False, hidden, 6, device)
-    means = F if tiles.wide else None
-    fits(rms_norm_kernels._backward_kernel, [X, X, X, F, means, X, X, X, F, *["i32"] * 5],
-         {"CASTING": "llama", "ROWS": tiles.rows, **tiles.constants})
+    for mean in (None, F):
+        tiles = norm_kernels._tiles(False, hidden, 6, device, mean is not None)
+        dots, shifts = F if tiles.wide else None, mean if tiles.wide else None
+        y = X if mean is None else None
+        fits(norm_kernels._backward_kernel, [X, X, X, mean, F, dots, shifts, X, X, y, F, mean, *["i32"] * 5],
+             {"CASTING": "llama" if mean is None else "none", "ROWS": tiles.rows, **tiles.constants})
 for hidden in (128, 5120, 65536):
-    tiles = rms_norm_kernels._tiles(True, hidden, 4, device)
-    kernel = rms_norm_kernels._wide_forward_kernel if tiles.wide else rms_norm_kernels._forward_kernel
+    tiles = norm_kernels._tiles(True, hidden, 4, device)
+    kernel = norm_kernels._wide_forward_kernel if tiles.wide else norm_kernels._forward_kernel
     rows = {} if tiles.wide else {"ROWS": tiles.rows}
-    fits(kernel, [X, X, X, X, X, F, *["i32"] * 5, "fp32"], {"CASTING": "llama", **rows, **tiles.constants})
+    fits(kernel, [X, X, X, None, X, X, None, F, *["i32"] * 5, "fp32"],
+         {"CASTING": "llama", **rows, **tiles.constants})
+    fits(kernel, [X, X, X, X, X, X, F, F, *["i32"] * 5, "fp32"], {"CASTING": "none", **rows, **tiles.constants})
 CODES, BLOCKS = "*fp8e4nv" if capability >= 89 else "*i8", {"BLOCK": 128, "BLOCKS": 32}
 fits(blockwise_8bit._quantize_kernel, [X, CODES, F, F, "i64"],
      {"TOP": 254, **BLOCKS, **blockwise_8bit.QUANTIZE_SETTINGS})
@@ -89,4 +93,4 @@ def test_settings_fit_gpus_on_which_they_were_not_measured(name: str):
     command = [sys.executable, "-c", COMPILE, *map(str, GPUS[name])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("_kernel") == 13
+    assert result.stdout.count("_kernel") == 23

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from kernel_testing import FLOAT32_ROUNDING, each_dtype, make, relative_error
+from norm_testing import HEADS, INTERPRETERS_ROUNDING
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -16,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels import rms_norm_kernels as kernels
+from recompute.kernels import norm_kernels as kernels
 from recompute.kernels.rms_norm import (
     rms_norm,
     rms_norm_backward,
@@ -27,21 +28,7 @@ from recompute.kernels.rms_norm import (
 
 CASTINGS = ["llama", "gemma", "none"]
 EPS = 1e-6
-INTERPRETERS_ROUNDING = 2**-23
-"""NumPy adds rows one after the other, where the kernels that it interprets add them in a tree."""
 each_casting = pytest.mark.parametrize("casting", CASTINGS)
-
-
-@pytest.fixture(params=["rows", "columns"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Tiles of whole rows, or blocks of the columns of rows that are taken for wide ones."""
-    if request.param == "columns":
-        for name in ("FORWARD", "BACKWARD"):
-            monkeypatch.setattr(kernels, name, {kernels.WIDE: kernels.TileSettings(2, 4, 3, name == "BACKWARD")})
-        monkeypatch.setattr(kernels, "WIDE_BLOCK", 128)
-    kernels._tiles.cache_clear()
-    yield request.param
-    kernels._tiles.cache_clear()
 
 
 def run(function: Any, x: Tensor, weight: Tensor, casting: str, dy_dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -139,12 +126,6 @@ def test_infinities_and_nans_go_where_eagers_go_and_nowhere_else(casting: str, f
         assert torch.equal(value[untouched], expected[untouched])
 
 
-@pytest.fixture(params=[1, 8])
-def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: request.param)
-    return request.param
-
-
 def test_many_rows_a_program_and_many_programs(multiprocessors: int, form: str, device: str):
     x, weight = make(75, 300, device=device), make(300, device=device, seed=1)
     assert_as_good_as_the_formula(x, weight, "llama")
@@ -152,13 +133,13 @@ def test_many_rows_a_program_and_many_programs(multiprocessors: int, form: str, 
 
 @pytest.mark.parametrize("hidden", [1, 64, 1000, 16384, 131072])
 @pytest.mark.parametrize("nbytes", [2, 4, 8, 12])
-@pytest.mark.parametrize("is_forward", [False, True])
+@pytest.mark.parametrize(("is_forward", "is_layer_norm"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("kibibytes", [100, 164, 228], ids=["Ada", "Ampere", "Hopper"])
 def test_tiles_fit_into_shared_memory(
-    kibibytes: int, is_forward: bool, nbytes: int, hidden: int, monkeypatch: pytest.MonkeyPatch
+    kibibytes: int, is_forward: bool, is_layer_norm: bool, nbytes: int, hidden: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(kernels, "_shared_memory", lambda device: kibibytes * 1024)
-    tiles = kernels._tiles.__wrapped__(is_forward, hidden, nbytes, torch.device("cpu"))
+    tiles = kernels._tiles.__wrapped__(is_forward, hidden, nbytes, torch.device("cpu"), is_layer_norm)
     ahead = tiles.constants["STAGES"] - 1
     assert ahead >= 0
     assert ahead * tiles.rows * tiles.columns * nbytes * max(tiles.resident, 1) <= kibibytes * 1024
@@ -244,20 +225,6 @@ class Backwards(TorchDispatchMode):
         return results
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    """The kernels that were launched, and their arguments by name."""
-    launched: list[tuple[Any, dict[str, Any]]] = []
-    launch_kernel = launch.run
-
-    def spy(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
-        launched.append((kernel, dict(zip(kernel.arg_names, arguments, strict=False))))
-        launch_kernel(kernel, programs, *arguments, **settings)
-
-    monkeypatch.setattr(launch, "run", spy)
-    return launched
-
-
 @pytest.mark.parametrize(("x_trains", "weight_trains"), [(True, True), (True, False), (False, True), (True, None)])
 def test_frozen_inputs_cost_no_work(
     x_trains: bool, weight_trains: bool | None, form: str, device: str, launched: list[tuple[Any, dict[str, Any]]]
@@ -276,13 +243,14 @@ def test_frozen_inputs_cost_no_work(
     assert (dweight is not None) is bool(weight_trains)
     assert regenerated is None
     if uses_kernels:
-        means = [kernels._means_kernel] if form == "columns" and x_trains else []
+        dots = [kernels._dots_kernel] if form == "columns" and x_trains else []
         sums = [kernels._sum_kernel] if weight_trains else []
-        assert [kernel for kernel, _ in launched] == [*means, kernels._backward_kernel, *sums]
-        arguments = launched[len(means)][1]
+        assert [kernel for kernel, _ in launched] == [*dots, kernels._backward_kernel, *sums]
+        arguments = launched[len(dots)][1]
         assert (arguments["dx"] is not None) is x_trains
-        assert (arguments["partials"] is not None) is bool(weight_trains)
+        assert (arguments["weight_parts"] is not None) is bool(weight_trains)
         assert arguments["y"] is arguments["dresidual"] is None
+        assert arguments["mean"] is arguments["bias_parts"] is None
 
 
 @each_casting
@@ -322,15 +290,6 @@ def test_the_gradient_of_the_stream_is_added_before_rounding(dtype: torch.dtype,
     assert found.dtype is dtype
     # What one rounding leaves, of each element that it rounds, and of float32's own error beside it.
     assert ((found - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() + 1e-5).all()
-
-
-HEADS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda packed: packed[..., :4, :].contiguous().transpose(1, 2),
-    "sliced": lambda packed: packed[..., 1:5, :],
-    "sliced and transposed": lambda packed: packed[..., 1:5, :].transpose(1, 2),
-    "sequence first": lambda packed: packed[..., :4, :].contiguous().transpose(0, 1),
-    "shared": lambda packed: packed[:1].expand(packed.shape),
-}
 
 
 @each_dtype

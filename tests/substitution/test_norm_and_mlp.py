@@ -25,7 +25,7 @@ from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
 from recompute.substitution.decoder_layer import find_pre_norm_layer
 from recompute.substitution.mlp import GatedMLP, find_activation, find_gated_mlp
-from recompute.substitution.norm import Norm, find_norm
+from recompute.substitution.norm import KernelRMSNorm, find_norm
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 40
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,7 +64,7 @@ def make_norm(cls: type[nn.Module], eps: float = 1e-5, dtype: torch.dtype = torc
 @pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.3, 1.0])
 @pytest.mark.parametrize(("cls", "casting"), NORMS)
 def test_finds_the_norms_there_are(cls: type[nn.Module], casting: str, eps: float) -> None:
-    assert find_norm(make_norm(cls, eps)) == Norm("weight", eps, casting)
+    assert find_norm(make_norm(cls, eps)) == KernelRMSNorm("weight", eps, casting)
 
 
 @pytest.mark.parametrize(("cls", "config"), MLPS)
@@ -107,7 +107,7 @@ def test_a_kernel_gives_what_the_norm_it_stands_in_for_gives(
         assert error <= 1.05 * eagers + torch.finfo(dtype).eps * truth.norm() / 8
 
 
-def exact_norm(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+def exact_norm(x: Tensor, weight: Tensor, norm: KernelRMSNorm) -> Tensor:
     gain = 1 + weight if norm.casting == "gemma" else weight
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * gain
 
@@ -166,9 +166,9 @@ def without_weight(self: Any, x: Tensor) -> Tensor:
 
 
 def test_finds_norms_that_nobody_has_heard_of() -> None:
-    assert find_norm(norm_of(llama_like)) == Norm("weight", 1e-6, "llama")
-    assert find_norm(norm_of(same_in_other_words)) == Norm("weight", 1e-6, "llama")
-    assert find_norm(nn.RMSNorm(HIDDEN, eps=1e-3, elementwise_affine=False)) == Norm(None, 1e-3, "none")
+    assert find_norm(norm_of(llama_like)) == KernelRMSNorm("weight", 1e-6, "llama")
+    assert find_norm(norm_of(same_in_other_words)) == KernelRMSNorm("weight", 1e-6, "llama")
+    assert find_norm(nn.RMSNorm(HIDDEN, eps=1e-3, elementwise_affine=False)) == KernelRMSNorm(None, 1e-3, "none")
 
 
 def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:

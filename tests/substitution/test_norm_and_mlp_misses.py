@@ -214,7 +214,7 @@ def test_what_is_nearly_a_norm_is_none(forward: Callable[..., Any], training: bo
 @pytest.mark.parametrize(
     "module",
     [
-        nn.LayerNorm(HIDDEN),
+        nn.LayerNorm((2, HIDDEN)),
         nn.RMSNorm(HIDDEN),  # an eps that depends on the dtype
         nn.RMSNorm((2, HIDDEN), eps=1e-6),
         nn.GroupNorm(1, HIDDEN),

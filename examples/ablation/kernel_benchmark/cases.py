@@ -134,6 +134,14 @@ def draw_add_norm(generator: Generator, tokens: int, hidden: int) -> Tensors:
     return *leaves(normal(generator, tokens, hidden)), *draw_norm(generator, tokens, hidden)
 
 
+def draw_layer_norm(generator: Generator, tokens: int, hidden: int) -> Tensors:
+    return *draw_norm(generator, tokens, hidden), *leaves(normal(generator, hidden))
+
+
+def draw_add_layer_norm(generator: Generator, tokens: int, hidden: int) -> Tensors:
+    return *leaves(normal(generator, tokens, hidden)), *draw_layer_norm(generator, tokens, hidden)
+
+
 def draw_product(generator: Generator, tokens: int, intermediate: int) -> Tensors:
     return leaves(normal(generator, tokens, intermediate), normal(generator, tokens, intermediate))
 
@@ -240,6 +248,31 @@ BENCHMARKS = {
         ),
         sizes=((16384, 4096), (8192, 8192)),
         small=(64, 128),
+        compiled=((16384, 4096),),
+    ),
+    "layer_norm": Benchmark(
+        draw_layer_norm,
+        (
+            Measure("forward", ("y",), each(forward, "layer_norm"), elements=times(2)),
+            Measure("backward", ("dx", "dweight", "dbias"), each(backward, "layer_norm"), elements=times(3)),
+        ),
+        sizes=((32768, 768), (16384, 1024), (16384, 1600), (16384, 4096), (8192, 8192), (4096, 16384)),
+        small=(32, 128),  # on the CPU PyTorch sums the parameters' gradients in bfloat16
+        compiled=((16384, 4096),),
+    ),
+    "add_layer_norm": Benchmark(
+        draw_add_layer_norm,
+        (
+            Measure("forward", ("y", "sum"), each(forward, "add_layer_norm"), elements=times(4)),
+            Measure(
+                "backward",
+                ("dx", "dresidual", "dweight", "dbias"),
+                each(backward, "add_layer_norm"),
+                elements=times(4),
+            ),
+        ),
+        sizes=((32768, 768), (16384, 4096), (8192, 8192)),
+        small=(32, 128),
         compiled=((16384, 4096),),
     ),
     "swiglu": Benchmark(

@@ -43,6 +43,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, norm: Function = r
     return norm(h, weight), h
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """PyTorch's own, which Hugging Face's models use. It is one kernel."""
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, norm: Function = layer_norm) -> Tensors:
+    h = x + residual
+    return norm(h, weight, bias), h
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
@@ -131,6 +141,7 @@ def our_norm_linears() -> Function:
 
 LIGER_NORM = op("liger_kernel.ops", "LigerRMSNormFunction.apply", EPS)
 LIGER_ADD_NORM = op("liger_kernel.ops", "LigerFusedAddRMSNormFunction.apply", EPS)
+LIGER_LAYER_NORM = op("liger_kernel.ops", "LigerLayerNormFunction.apply", EPS)
 LIGER_SWIGLU = op("liger_kernel.ops", "LigerSiLUMulFunction.apply")
 LIGER_CROSS_ENTROPY = partial(op, "liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction.apply")
 # bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
@@ -153,6 +164,18 @@ WAYS: dict[str, dict[str, Load]] = {
         COMPILED: compiled(add_rms_norm),
         LIGER: LIGER_ADD_NORM,
         QUACK: quack_add_rms_norm,
+    },
+    "layer_norm": {
+        OURS: op("recompute.kernels.layer_norm", "layer_norm", EPS),
+        EAGER: formula(layer_norm),
+        COMPILED: compiled(layer_norm),
+        LIGER: LIGER_LAYER_NORM,
+    },
+    "add_layer_norm": {
+        OURS: op("recompute.kernels.add_layer_norm", "add_layer_norm", EPS),
+        EAGER: formula(add_layer_norm),
+        COMPILED: compiled(add_layer_norm),
+        LIGER: formula(add_layer_norm, norm=LIGER_LAYER_NORM),
     },
     "swiglu": {
         OURS: op("recompute.kernels.swiglu", "swiglu"),

@@ -1,8 +1,12 @@
-"""The Triton kernels of RMSNorm, with a residual or without, and how they are launched; rms_norm.py has the formulas.
+"""The Triton kernels of RMSNorm and LayerNorm, with a residual or without, and how they are launched.
+
+rms_norm.py and layer_norm.py have the formulas. A LayerNorm gives its kernels a tensor of means, and perhaps a bias; an
+RMSNorm gives None for these, and Triton compiles its kernels without them.
 
 Rows up to some width are held in registers; narrow rows share a tile. Persistent programs take tile after tile, and
-load the next ones while they compute. In backward each program sums a part of the weight's gradient in registers, and a
-second kernel adds up the parts, always in the same order. Wider rows are read twice, in blocks of columns.
+load the next ones while they compute. In backward each program sums a part of the gradients of weight and bias in
+registers, and a second kernel adds up the parts, always in the same order. Wider rows are read again for each quantity
+that is taken of a whole row, in blocks of columns.
 """
 
 from __future__ import annotations
@@ -22,8 +26,10 @@ def _forward_kernel(
     x,
     residual,
     weight,
+    bias,
     h,
     y,
+    mean,
     rstd,
     M,
     H,
@@ -41,7 +47,8 @@ def _forward_kernel(
     h is what is normalized: x itself, or if there is a residual, the tensor that x + residual is written to.
     """
     columns = tl.arange(0, BLOCK_H)[None, :]
-    gain = _gain(weight, columns, H, CASTING)
+    if mean is None:
+        gain = _gain(weight, columns, H, CASTING)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)
         mask = (rows < M)[:, None] & (columns < H)
@@ -52,11 +59,25 @@ def _forward_kernel(
             tl.store(h + offsets, values.to(h.dtype.element_ty), mask=mask)
         if eps is None:
             r = tl.load(rstd + rows, mask=rows < M, other=0.0)
+            if mean is not None:
+                values -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
         else:
-            r = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(values * values, axis=1) / H + eps))
+            if mean is None:
+                variance = tl.sum(values * values, axis=1) / H
+            else:
+                m = tl.sum(values, axis=1) / H
+                centered = tl.where(mask, values - m[:, None], 0.0)
+                error = tl.sum(centered, axis=1) / H
+                variance = tl.sum(centered * centered, axis=1) / H - error * error
+                m += error
+                tl.store(mean + rows, m, mask=rows < M)
+                values -= m[:, None]
+            r = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
             tl.store(rstd + rows, r, mask=rows < M)
+        if mean is not None:  # not earlier, beside two sums over a row: it would need more registers than an RMSNorm
+            gain = _gain(weight, columns, H, CASTING)
         normalized = _rounded(values * r[:, None], h.dtype.element_ty, CASTING)
-        tl.store(y + offsets, (normalized * gain).to(y.dtype.element_ty), mask=mask)
+        tl.store(y + offsets, _scaled(normalized, gain, bias, columns, H).to(y.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -64,8 +85,10 @@ def _wide_forward_kernel(
     x,
     residual,
     weight,
+    bias,
     h,
     y,
+    mean,
     rstd,
     M,
     H,
@@ -77,19 +100,41 @@ def _wide_forward_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Rows of any width, one a program, in two passes over its columns: the second finds them in L2."""
+    """Rows of any width, one a program, in two passes over its columns, or three for a LayerNorm.
+
+    All but the first find them in L2.
+    """
     row = tl.program_id(0)
     offset = row.to(tl.int64) * H
     start = _starts(row, inner, outer_stride, inner_stride)
+    m = 0.0
     if eps is None:
         r = tl.load(rstd + row)
+        if mean is not None:
+            m = tl.load(mean + row)
     else:
+        if mean is not None:
+            sums = tl.zeros((BLOCK_H,), tl.float32)
+            for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
+                columns = first + tl.arange(0, BLOCK_H)
+                sums += _stream(x, residual, h, start + columns, offset + columns, columns < H)
+            m = tl.sum(sums, axis=0) / H
+        errors = tl.zeros((BLOCK_H,), tl.float32)
         squares = tl.zeros((BLOCK_H,), tl.float32)
         for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
             columns = first + tl.arange(0, BLOCK_H)
             values = _stream(x, residual, h, start + columns, offset + columns, columns < H)
+            if mean is not None:
+                values = tl.where(columns < H, values - m, 0.0)
+                errors += values
             squares += values * values
-        r = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(squares, axis=0) / H + eps))
+        variance = tl.sum(squares, axis=0) / H
+        if mean is not None:
+            error = tl.sum(errors, axis=0) / H
+            variance -= error * error
+            m += error
+            tl.store(mean + row, m)
+        r = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
         tl.store(rstd + row, r)
     for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
         columns = first + tl.arange(0, BLOCK_H)
@@ -97,8 +142,10 @@ def _wide_forward_kernel(
         values = _stream(x, residual, h, start + columns, offset + columns, mask)
         if residual is not None:
             tl.store(h + offset + columns, values.to(h.dtype.element_ty), mask=mask)
+        if mean is not None:
+            values -= m
         normalized = _rounded(values * r, h.dtype.element_ty, CASTING)
-        scaled = normalized * _gain(weight, columns, H, CASTING)
+        scaled = _scaled(normalized, _gain(weight, columns, H, CASTING), bias, columns, H)
         tl.store(y + offset + columns, scaled.to(y.dtype.element_ty), mask=mask)
 
 
@@ -107,12 +154,15 @@ def _backward_kernel(
     dy,
     x,
     weight,
+    mean,
     rstd,
-    means,
+    dots,
+    shifts,
     dresidual,
     dx,
     y,
-    partials,
+    weight_parts,
+    bias_parts,
     M,
     H,
     inner,
@@ -123,9 +173,10 @@ def _backward_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program p of P takes the tiles p, p + P, p + 2P, … of rows, and sums their dy · h in registers.
+    """Program p of P takes the tiles p, p + P, p + 2P, … of rows, and sums their dy · h and dy in registers.
 
-    A tile has BLOCK_H columns: the whole row, or if ``means`` are given, one of several blocks, with P programs each.
+    A tile has BLOCK_H columns: the whole row, or one of several blocks, with P programs each. If there are several,
+    ``dots`` and ``shifts`` are given, which _dots_kernel has computed.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     program = tl.program_id(0) // blocks
@@ -133,39 +184,53 @@ def _backward_kernel(
     if STAGES > 1:
         gain = _gain(weight, columns, H, CASTING)
     sums = tl.zeros((ROWS, BLOCK_H), tl.float32)
+    bias_sums = tl.zeros((ROWS, BLOCK_H), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0) // blocks, num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)
         mask = (rows < M)[:, None] & (columns < H)
         offsets = rows.to(tl.int64)[:, None] * H + columns
         starts = _starts(rows, inner, outer_stride, inner_stride)[:, None]
         r = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
-        h = tl.load(x + starts + columns, mask=mask, other=0.0).to(tl.float32) * r
+        h = tl.load(x + starts + columns, mask=mask, other=0.0).to(tl.float32)
+        if mean is not None:
+            h -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+        h *= r
         if STAGES == 1:  # the widest rows: in registers for all tiles it would leave too few
             gain = _gain(weight, columns, H, CASTING)
         if y is not None:
             tl.store(y + offsets, (_rounded(h, x.dtype.element_ty, CASTING) * gain).to(y.dtype.element_ty), mask=mask)
         g = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
-        if partials is not None:
+        if weight_parts is not None:
             sums += g * h
+        if bias_parts is not None:
+            bias_sums += g
         if dx is not None:
             g *= gain
-            mean = tl.sum(g * h, axis=1) / H if means is None else tl.load(means + rows, mask=rows < M, other=0.0)
-            g = r * (g - h * mean[:, None])
+            dot = tl.sum(g * h, axis=1) / H if dots is None else tl.load(dots + rows, mask=rows < M, other=0.0)
+            if mean is not None:
+                shift = tl.sum(g, axis=1) / H if shifts is None else tl.load(shifts + rows, mask=rows < M, other=0.0)
+                g -= shift[:, None]
+            g = r * (g - h * dot[:, None])
             if dresidual is not None:
                 g += tl.load(dresidual + offsets, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx + offsets, g.to(dx.dtype.element_ty), mask=mask)
-    if partials is not None:
+    if weight_parts is not None:
         total = tl.sum(sums, axis=0)[None, :]
-        tl.store(partials + program.to(tl.int64) * H + columns, total, mask=columns < H)
+        tl.store(weight_parts + program.to(tl.int64) * H + columns, total, mask=columns < H)
+    if bias_parts is not None:
+        total = tl.sum(bias_sums, axis=0)[None, :]
+        tl.store(bias_parts + program.to(tl.int64) * H + columns, total, mask=columns < H)
 
 
 @jit
-def _means_kernel(
+def _dots_kernel(
     dy,
     x,
     weight,
+    mean,
     rstd,
-    means,
+    dots,
+    shifts,
     H,
     inner,
     outer_stride,
@@ -174,30 +239,47 @@ def _means_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """mean(dy · gain · h, over H) of rows of any width, one a program."""
+    """Of rows of any width, one a program: mean(dy · gain · h, over H), and for a LayerNorm mean(dy · gain, over H)."""
     row = tl.program_id(0)
     offset = row.to(tl.int64) * H
     start = _starts(row, inner, outer_stride, inner_stride)
     r = tl.load(rstd + row)
+    m = 0.0 if mean is None else tl.load(mean + row)
     sums = tl.zeros((BLOCK_H,), tl.float32)
+    shift_sums = tl.zeros((BLOCK_H,), tl.float32)
     for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
         columns = first + tl.arange(0, BLOCK_H)
         mask = columns < H
-        h = tl.load(x + start + columns, mask=mask, other=0.0).to(tl.float32) * r
+        h = tl.load(x + start + columns, mask=mask, other=0.0).to(tl.float32)
+        if mean is not None:
+            h -= m
+        h *= r
         g = tl.load(dy + offset + columns, mask=mask, other=0.0).to(tl.float32)
-        sums += g * _gain(weight, columns, H, CASTING) * h
-    tl.store(means + row, tl.sum(sums, axis=0) / H)
+        g *= _gain(weight, columns, H, CASTING)
+        sums += g * h
+        if shifts is not None:
+            shift_sums += g
+    tl.store(dots + row, tl.sum(sums, axis=0) / H)
+    if shifts is not None:
+        tl.store(shifts + row, tl.sum(shift_sums, axis=0) / H)
 
 
 @jit
-def _sum_kernel(total, partials, P, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """total[h] = sum over p of partials[p, h]: the second stage of the weight's gradient."""
+def _sum_kernel(total, parts, other_total, other_parts, P, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """total[h] = sum over p of parts[p, h]: the second stage of the gradient of weight or bias, or of both."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    _add_up(total, parts, columns, P, H, ROWS, COLUMNS)
+    if other_total is not None:
+        _add_up(other_total, other_parts, columns, P, H, ROWS, COLUMNS)
+
+
+@jit
+def _add_up(total, parts, columns, P, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, P, ROWS):
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows < P)[:, None] & (columns < H)[None, :]
-        sums += tl.load(partials + rows[:, None] * H + columns[None, :], mask=mask, other=0.0)
+        sums += tl.load(parts + rows[:, None] * H + columns[None, :], mask=mask, other=0.0)
     tl.store(total + columns, tl.sum(sums, axis=0).to(total.dtype.element_ty), mask=columns < H)
 
 
@@ -225,6 +307,16 @@ def _gain(weight, columns, H, CASTING: tl.constexpr):
         if CASTING == "gemma":
             gain += 1.0
     return gain
+
+
+@jit
+def _scaled(normalized, gain, bias, columns, H):
+    """normalized · gain + bias, rounded once, so that no compiler may choose between that and rounding twice."""
+    if bias is None:
+        scaled = normalized * gain
+    else:
+        scaled = tl.fma(normalized, gain, tl.load(bias + columns, mask=columns < H, other=0.0).to(tl.float32))
+    return scaled
 
 
 @jit
@@ -277,6 +369,9 @@ BACKWARD = {
     16384: TileSettings(1, 16, 1, 1),
     WIDE: TileSettings(1, 8, 3, 1),
 }
+# Not measured. With the sums of a bias's gradient the settings above spill no register on a Hopper GPU (ptxas 13.4) but
+# at 16384 columns, 368 bytes a thread. So such rows are wide ones.
+LAYER_NORM_BACKWARD = {width: settings for width, settings in BACKWARD.items() if width != 16384}
 SUM = {"ROWS": 512, "COLUMNS": 16, "num_warps": 8}
 
 
@@ -298,9 +393,9 @@ class _Tiles(NamedTuple):
 
 
 @functools.cache
-def _tiles(is_forward: bool, hidden: int, nbytes: int, device: torch.device) -> _Tiles:
+def _tiles(is_forward: bool, hidden: int, nbytes: int, device: torch.device, is_layer_norm: bool = False) -> _Tiles:
     """How to launch a kernel that loads ``nbytes`` for each of the ``hidden`` columns of a row."""
-    table = FORWARD if is_forward else BACKWARD
+    table = FORWARD if is_forward else LAYER_NORM_BACKWARD if is_layer_norm else BACKWARD
     width = next((width for width in table if hidden <= width), WIDE)
     rows, warps, stages, programs = table[width]
     columns = WIDE_BLOCK if width == WIDE else max(64, 1 << max(hidden - 1, 0).bit_length())
@@ -320,24 +415,30 @@ def launch_forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
+    bias: Tensor | None,
     h: Tensor | None,
     y: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     eps: float | None,
     casting: str,
 ) -> None:
-    """Write y and rstd, and if there is a residual, x + residual to h. If eps is None, rstd is read and not written.
+    """Write y and rstd, for a LayerNorm mean, and if there is a residual, x + residual to h.
 
-    x may have any strides, and the weight and rstd any alignment. All others are dense.
+    mean: None for an RMSNorm.
+    eps: if None, mean and rstd are read and not written.
+
+    x may have any strides, and weight, bias, mean and rstd any alignment. All others are dense.
     """
     hidden, M = x.shape[-1], rstd.numel()
     if hidden == 0:
         return
     x, *strides = _rows(x)
     weight = None if weight is None else launch.dense(weight)
+    bias = None if bias is None else launch.dense(bias)
     nbytes = x.element_size() + (0 if residual is None else residual.element_size())
     tiles = _tiles(True, hidden, nbytes, x.device)
-    arguments = (x, residual, weight, x if h is None else h, y, rstd, M, hidden, *strides, eps)
+    arguments = (x, residual, weight, bias, x if h is None else h, y, mean, rstd, M, hidden, *strides, eps)
     if tiles.wide:
         launch.run(_wide_forward_kernel, M, *arguments, CASTING=casting, **tiles.constants)
     else:
@@ -349,37 +450,45 @@ def launch_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
+    mean: Tensor | None,
     rstd: Tensor,
     dresidual: Tensor | None,
     dx: Tensor | None,
     dweight: Tensor | None,
+    dbias: Tensor | None,
     y: Tensor | None,
     casting: str,
 ) -> None:
-    """Write those of dx, dweight and y that are not None. dx is the norm's gradient + dresidual, rounded once.
+    """Write those of dx, dweight, dbias and y that are not None. dx is the norm's gradient + dresidual, rounded once.
 
-    x may have any strides, and the inputs any alignment. dx, dweight and y are dense.
+    mean: None for an RMSNorm.
+    y: for an RMSNorm alone.
+
+    x may have any strides, and the inputs any alignment. dx, dweight, dbias and y are dense.
     """
     hidden, M = x.shape[-1], rstd.numel()
     if hidden == 0:
         return
     x, *strides = _rows(x)
     dy, rstd = launch.dense(dy), launch.dense(rstd)
+    mean = None if mean is None else launch.dense(mean)
     weight = None if weight is None else launch.dense(weight)
     dresidual = None if dresidual is None else launch.dense(dresidual)
     nbytes = x.element_size() + dy.element_size() + (0 if dresidual is None else dresidual.element_size())
-    tiles = _tiles(False, hidden, nbytes, x.device)
-    means = None
+    tiles = _tiles(False, hidden, nbytes, x.device, mean is not None)
+    dots = shifts = None
     if tiles.wide and dx is not None:
-        means = torch.empty_like(rstd)
-        arguments = (dy, x, weight, rstd, means, hidden, *strides)
-        launch.run(_means_kernel, M, *arguments, CASTING=casting, **tiles.constants)
+        dots, shifts = torch.empty_like(rstd), None if mean is None else torch.empty_like(rstd)
+        arguments = (dy, x, weight, mean, rstd, dots, shifts, hidden, *strides)
+        launch.run(_dots_kernel, M, *arguments, CASTING=casting, **tiles.constants)
     each, programs = tiles.programs(max(M, 1), hidden)  # at least one program: without rows it writes a sum of zeros
-    partials = None if dweight is None else rstd.new_empty(each, hidden)
-    arguments = (dy, x, weight, rstd, means, dresidual, dx, y, partials, M, hidden, *strides)
-    launch.run(_backward_kernel, programs, *arguments, CASTING=casting, ROWS=tiles.rows, **tiles.constants)
-    if dweight is not None:
-        launch.run(_sum_kernel, -(-hidden // SUM["COLUMNS"]), dweight, partials, each, hidden, **SUM)
+    weight_parts = None if dweight is None else rstd.new_empty(each, hidden)
+    bias_parts = None if dbias is None else rstd.new_empty(each, hidden)
+    arguments = (dy, x, weight, mean, rstd, dots, shifts, dresidual, dx, y, weight_parts, bias_parts, M, hidden)
+    launch.run(_backward_kernel, programs, *arguments, *strides, CASTING=casting, ROWS=tiles.rows, **tiles.constants)
+    if dweight is not None or dbias is not None:
+        sums = (dweight, weight_parts, dbias, bias_parts) if dweight is not None else (dbias, bias_parts, None, None)
+        launch.run(_sum_kernel, -(-hidden // SUM["COLUMNS"]), *sums, each, hidden, **SUM)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

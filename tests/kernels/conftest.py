@@ -1,0 +1,43 @@
+"""How the tests of norms choose what a kernel's programs do, and see what is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from recompute.kernels import launch
+from recompute.kernels import norm_kernels as kernels
+
+
+@pytest.fixture(params=["rows", "columns"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Tiles of whole rows, or blocks of the columns of rows that are taken for wide ones."""
+    if request.param == "columns":
+        for name, programs in (("FORWARD", 0), ("BACKWARD", 1), ("LAYER_NORM_BACKWARD", 1)):
+            monkeypatch.setattr(kernels, name, {kernels.WIDE: kernels.TileSettings(2, 4, 3, programs)})
+        monkeypatch.setattr(kernels, "WIDE_BLOCK", 128)
+    kernels._tiles.cache_clear()
+    yield request.param
+    kernels._tiles.cache_clear()
+
+
+@pytest.fixture(params=[1, 8])
+def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: request.param)
+    return request.param
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """The kernels that were launched, and their arguments by name."""
+    launched: list[tuple[Any, dict[str, Any]]] = []
+    launch_kernel = launch.run
+
+    def spy(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
+        launched.append((kernel, dict(zip(kernel.arg_names, arguments, strict=False))))
+        launch_kernel(kernel, programs, *arguments, **settings)
+
+    monkeypatch.setattr(launch, "run", spy)
+    return launched

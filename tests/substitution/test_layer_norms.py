@@ -1,0 +1,437 @@
+"""LayerNorms by kernels: which modules are found, what stands in for them in models, what is held, and whole layers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import transformers
+from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
+from tiers import by_default, slow
+from tiny import counted_ops, gradients, rule, rules
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+
+import recompute
+from recompute.errors import PolicyWarning
+from recompute.estimation.cuda_semantics import as_on_cuda
+from recompute.substitution.norm import KernelLayerNorm, find_norm
+
+TOKENS = BATCH * LENGTH
+NORMS = rules(rule("*LayerNorm*", "recompute", via="kernel"))
+
+
+class WithForward(nn.LayerNorm):
+    """A LayerNorm whose forward is given."""
+
+    def __init__(self, forward: Callable[..., Tensor], **options: Any):
+        super().__init__(HIDDEN, **options)
+        self.run = forward
+        self.other = nn.Parameter(torch.ones(HIDDEN + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def of_its_weights_shape(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+def in_float32(self: Any, x: Tensor) -> Tensor:
+    weight = None if self.weight is None else self.weight.float()
+    bias = None if self.bias is None else self.bias.float()
+    return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).type_as(x)
+
+
+def written_out(self: Any, x: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    mean = torch.mean(wide, -1, keepdim=True)
+    scale = torch.rsqrt((wide - mean).pow(2).mean(-1, keepdim=True) + self.eps)
+    return torch.add(torch.mul(scale * torch.sub(wide, mean), self.weight.float()), self.bias.float()).to(x.dtype)
+
+
+FOUND: dict[str, tuple[nn.Module, KernelLayerNorm]] = {
+    "torch": (nn.LayerNorm(HIDDEN, 1e-3), KernelLayerNorm("weight", "bias", 1e-3, HIDDEN, True)),
+    "torch, no bias": (nn.LayerNorm(HIDDEN, bias=False), KernelLayerNorm("weight", None, 1e-5, HIDDEN, True)),
+    "torch, no affine": (
+        nn.LayerNorm(HIDDEN, elementwise_affine=False),
+        KernelLayerNorm(None, None, 1e-5, HIDDEN, True),
+    ),
+    "of its weight's shape": (
+        WithForward(of_its_weights_shape),
+        KernelLayerNorm("weight", "bias", 1e-5, None, True),
+    ),
+    "in float32": (WithForward(in_float32, eps=0.5), KernelLayerNorm("weight", "bias", 0.5, HIDDEN, False)),
+    "in float32, no bias": (
+        WithForward(in_float32, bias=False),
+        KernelLayerNorm("weight", None, 1e-5, HIDDEN, False),
+    ),
+    "written out": (WithForward(written_out), KernelLayerNorm("weight", "bias", 1e-5, None, False)),
+    "Cohere": (CohereLayerNorm(HIDDEN, 1e-3), KernelLayerNorm("weight", None, 1e-3, None, False)),
+    "Cohere 2": (Cohere2LayerNorm(HIDDEN), KernelLayerNorm("weight", None, 1e-5, None, False)),
+    "OLMo": (OlmoLayerNorm(HIDDEN), KernelLayerNorm(None, None, 1e-5, HIDDEN, False)),
+}
+each_found = pytest.mark.parametrize(("module", "norm"), FOUND.values(), ids=FOUND)
+
+
+@each_found
+def test_finds_the_norms_there_are(module: nn.Module, norm: KernelLayerNorm) -> None:
+    assert find_norm(module) == norm
+    assert find_norm(copy.deepcopy(module).eval()) == norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_found
+def test_the_kernel_gives_what_the_norm_gives(module: nn.Module, norm: KernelLayerNorm, dtype: torch.dtype) -> None:
+    module = copy.deepcopy(module).to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
+    stand_in = copy.deepcopy(module)
+    handle = recompute.apply(stand_in, rules(rule(type(module).__name__, "recompute", via="kernel")))
+    assert "kernel: layer_norm" in handle.explain()
+    x, dy = torch.randn(2, 5, 3, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def results(module: nn.Module, x: Tensor) -> list[Tensor]:
+        return gradients(lambda x: module(x) * dy, x)
+
+    exact = results(copy.deepcopy(module).double(), x.double())
+    for value, peer, truth in zip(results(stand_in, x), results(module, x), exact, strict=True):
+        assert value.dtype is peer.dtype
+        error, eagers = ((each.double() - truth).norm() for each in (value, peer))
+        # OLMo's and others' doubles are rounded to float32 on their way.
+        assert error <= 1.05 * eagers + 2**-20 * truth.norm()
+
+
+def mean_in_low_precision(self: Any, x: Tensor) -> Tensor:
+    return written_out(self, x - x.mean(-1, keepdim=True))
+
+
+def by_deviation(self: Any, x: Tensor) -> Tensor:
+    return self.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.bias
+
+
+def bias_after_rounding(self: Any, x: Tensor) -> Tensor:
+    return in_float32(self, x) + self.bias
+
+
+def weight_from_zero(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+def of_another_shape(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x, self.other.shape, self.weight, self.bias, self.eps)
+
+
+def over_two_dimensions(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x, (2, HIDDEN), None, None, self.eps)
+
+
+def of_something_else(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x * 2, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def in_double_precision(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x.double(), self.normalized_shape, None, None, self.eps).type_as(x)
+
+
+def cast_and_not_back(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x.float(), self.normalized_shape, None, None, self.eps)
+
+
+def parameters_as_they_are(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps).type_as(x)
+
+
+def difference_the_other_way(self: Any, x: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    mean = wide.mean(-1, keepdim=True)
+    h = (mean - wide) * torch.rsqrt((wide - mean).pow(2).mean(-1, keepdim=True) + self.eps)
+    return (h * self.weight.float()).to(x.dtype)
+
+
+def uncentered_variance(self: Any, x: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    h = (wide - wide.mean(-1, keepdim=True)) * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+    return (h * self.weight.float()).to(x.dtype)
+
+
+MISSES = [
+    mean_in_low_precision,
+    by_deviation,
+    bias_after_rounding,
+    weight_from_zero,
+    of_another_shape,
+    over_two_dimensions,
+    of_something_else,
+    in_double_precision,
+    cast_and_not_back,
+    parameters_as_they_are,
+    difference_the_other_way,
+    uncentered_variance,
+]
+
+
+@pytest.mark.parametrize("forward", MISSES)
+def test_what_is_nearly_a_layer_norm_is_none(forward: Callable[..., Tensor]) -> None:
+    assert find_norm(WithForward(forward)) is None
+
+
+def test_a_norm_that_computes_more_is_none() -> None:
+    assert find_norm(NemotronLayerNorm1P(HIDDEN)) is None
+    assert find_norm(nn.LayerNorm((2, HIDDEN))) is None
+
+
+def stood_in(module: nn.Module) -> nn.Module:
+    found = copy.deepcopy(module)
+    recompute.apply(found, rules(rule(type(module).__name__, "recompute", via="kernel")))
+    return found
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_an_input_that_the_module_refuses_is_refused(affine: bool) -> None:
+    module = nn.LayerNorm(HIDDEN, elementwise_affine=affine)
+    for x in (torch.randn(5, HIDDEN + 1), torch.tensor(1.0)):
+        for each in (module, stood_in(module)):
+            with pytest.raises(RuntimeError, match=r"normalized_shape=\[32\]"):
+                each(x)
+
+
+def test_parameters_of_another_dtype_are_the_modules_own_business() -> None:
+    module = nn.LayerNorm(HIDDEN)
+    x = torch.randn(5, HIDDEN).bfloat16()
+    with counted_ops() as ops:
+        found = gradients(stood_in(module), x)
+    assert ops["aten.native_layer_norm"] == 1  # which takes float32 beside bfloat16 on the CPU, and not on CUDA
+    assert all(map(torch.equal, found, gradients(module, x)))
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        stood_in(module.bfloat16())(x.float())
+
+
+def test_a_weight_for_each_head_is_broadcast_by_the_module() -> None:
+    module = CohereLayerNorm((4, HIDDEN))
+    x = torch.randn(5, 4, HIDDEN)
+    assert all(map(torch.equal, gradients(stood_in(module), x), gradients(module, x)))
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["torch", "in float32", "Cohere", "OLMo"])
+def test_dtypes_under_the_autocast_of_cuda(kind: str, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    module = copy.deepcopy(FOUND[kind][0]).to(dtype)
+    stand_in = stood_in(module)
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda(autocast=torch.bfloat16):
+        x = torch.empty(5, HIDDEN, dtype=x_dtype)
+        with counted_ops() as ops:
+            found = stand_in(x)
+        assert found.dtype is module(x).dtype
+    assert ops["recompute.layer_norm_forward"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["torch", "in float32", "Cohere", "OLMo"])
+def test_autocast_casts_as_it_does_without_a_policy(kind: str, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    module = copy.deepcopy(FOUND[kind][0]).to("cuda", dtype)
+    x = torch.randn(5, HIDDEN, device="cuda", dtype=x_dtype)
+    with torch.autocast("cuda", torch.bfloat16):
+        found, expected = gradients(stood_in(module), x), gradients(module, x)
+    assert [value.dtype for value in found] == [value.dtype for value in expected]
+    torch.testing.assert_close(found, expected)
+
+
+def outcome(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+FAMILIES = {"gpt2": 5, "bert": 6, "vit": 5, "whisper": 12, "gpt_neox": 5, "cohere": 3, "olmo": 5}
+"""How many LayerNorms run in each model's forward."""
+
+
+def make(name: str, **options: Any) -> nn.Module:
+    if name in models.FAMILIES:
+        return models.make(name, **options)
+    torch.manual_seed(0)
+    kind = {"gpt_neox": "GPTNeoX", "cohere": "Cohere", "olmo": "Olmo", "stablelm": "StableLm"}[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **options})
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def batch_of(name: str) -> dict[str, Tensor]:
+    return models.batch(name if name in models.FAMILIES else "llama")
+
+
+def float64_error(found: list[Tensor], exact: list[Tensor]) -> float:
+    pairs = zip(found, exact, strict=True)
+    return max(((one.double() - other).norm() / other.norm().clamp_min(1e-6)).item() for one, other in pairs)
+
+
+@pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt2", "whisper", "cohere", "olmo"))
+def test_kernels_stand_in_for_every_norm_of_a_model(name: str) -> None:
+    model, plain, exact, batch = make(name), make(name), make(name).double(), batch_of(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PolicyWarning)  # no class is left to hooks
+        recompute.apply(model, NORMS)
+    wide = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    with counted_ops() as ops:
+        found = outcome(model, batch)
+    assert ops["recompute.layer_norm_forward"] >= FAMILIES[name]
+    assert ops["recompute.layer_norm_backward"] == FAMILIES[name]
+    assert "aten.native_layer_norm" not in ops
+    without, truth = outcome(plain, batch), outcome(exact, wide)
+    assert float64_error(found, truth) <= 2 * float64_error(without, truth)
+
+
+def test_a_norms_output_that_a_linear_saves_is_dropped() -> None:
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+    plain = copy.deepcopy(model)
+    x = torch.randn(TOKENS, HIDDEN)
+    assert held(plain, lambda: plain(x)) == 3 * x.nbytes + 2 * TOKENS * 4  # x, and the norm's input and output
+    handle = recompute.apply(model, NORMS)
+    assert held(model, lambda: model(x)) == 2 * x.nbytes + 2 * TOKENS * 4
+    assert handle.stats().dropped_nbytes == x.nbytes
+    torch.testing.assert_close(gradients(model, x), gradients(plain, x))
+
+
+def test_a_block_on_a_tape_has_its_norms_computed_by_kernels() -> None:
+    """And holds what it holds by hooks. The layers of GPT-2 are not taken as a whole: their MLP has no kernel."""
+    batch, counts, kept, outcomes = batch_of("gpt2"), {}, {}, {}
+    for name, options in {"hook": {}, "kernel": {}, "tape": {"capture": False}}.items():
+        via = "hook" if name == "hook" else "kernel"
+        model = make("gpt2")
+        handle = recompute.apply(model, rules(rule(["GPT2Block", "LayerNorm"], "recompute", via=via, **options)))
+        for _ in range(4):
+            outcome(model, batch)
+        with counted_ops() as ops:
+            outcome(model, batch)
+        counts[name], kept[name] = Counter(ops), handle.plans()["transformer.h.0"].kept_nbytes
+        outcomes[name] = outcome(model, batch)
+        assert ("kernel: layer_norm" in handle.explain()) is (via == "kernel")
+        assert ("transformer.h.*: 2 of 2 run as captured code" in handle.explain()) is (name != "tape")
+    assert counts["kernel"]["recompute.layer_norm_backward"] == counts["hook"]["aten.native_layer_norm_backward"] == 5
+    assert "aten.native_layer_norm" not in counts["kernel"]
+    assert kept["kernel"] == kept["tape"] == kept["hook"]
+    assert all(map(torch.equal, outcomes["kernel"], outcomes["tape"]))
+    torch.testing.assert_close(outcomes["kernel"], outcomes["hook"])
+
+
+LAYERS = ["olmo", "stablelm"]
+LAYER_RULES = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_whose_mlp_has_a_kernel_is_taken_as_a_whole(name: str) -> None:
+    model, plain = make(name), make(name)
+    handle = recompute.apply(model, LAYER_RULES)
+    assert "kernel: add_layer_norm" in handle.explain()
+    with counted_ops() as ops:
+        found = outcome(model, batch_of(name))
+    layers = models.LAYERS
+    assert ops["recompute.add_layer_norm_forward"] == layers
+    assert ops["recompute.layer_norm_backward"] == 2 * layers + 1
+    assert ops["recompute.glu_backward_"] == layers
+    torch.testing.assert_close(found, outcome(plain, batch_of(name)))
+
+
+def test_such_a_layer_holds_these_bytes_a_token() -> None:
+    model = make("olmo").model
+    recompute.apply(model, LAYER_RULES)
+    embeddings = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
+
+    def run() -> Tensor:
+        return model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+
+    run()
+    kv = SHAPE["num_key_value_heads"] * HIDDEN // SHAPE["num_attention_heads"]
+    # The layer's input, q, attention's output and the stream after it; k and v; gate and up. A logarithm a head, and
+    # a mean and a root a norm.
+    layer = (4 * HIDDEN + 2 * kv + 2 * INTERMEDIATE) * 4 + SHAPE["num_attention_heads"] * 4 + 2 * 2 * 4
+    last_norm = HIDDEN * 4 + 2 * 4
+    angles = held(model, run) - models.LAYERS * TOKENS * layer - TOKENS * last_norm
+    assert 0 < angles <= 2 * LENGTH * HIDDEN // SHAPE["num_attention_heads"] * 4
+
+
+def adapt(layer: nn.Module) -> None:
+    layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj, nn.Linear(HIDDEN, HIDDEN))
+
+
+def hook(layer: nn.Module) -> None:
+    layer.post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def rms(layer: nn.Module) -> None:
+    layer.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
+
+
+@pytest.mark.parametrize("change", [adapt, hook, rms])
+def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], None]) -> None:
+    model, plain = make("olmo"), make("olmo")
+    recompute.apply(model, LAYER_RULES)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        for layer in each.model.layers:
+            change(layer)
+    for _ in range(2):
+        torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
+
+
+def test_autocast_casts_layers_as_it_does_without_a_policy() -> None:
+    model, plain = make("stablelm"), make("stablelm")
+    recompute.apply(model, LAYER_RULES)
+    outcomes = []
+    for each in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(**batch_of("stablelm")).loss
+        loss.backward()
+        outcomes.append([loss.detach(), *(p.grad for p in each.parameters())])
+    found, expected = outcomes
+    assert [value.dtype for value in found] == [value.dtype for value in expected]
+    for value, other in zip(found, expected, strict=True):
+        assert (value - other).norm() <= 0.05 * other.norm() + 1e-6
+
+
+@pytest.mark.parametrize("name", [*LAYERS[:1], *slow(*LAYERS[1:])])
+def test_a_tape_around_gives_the_bits_of_the_kernels_alone(name: str) -> None:
+    outcomes = []
+    for options in ({}, {"rerun": ["gemm", "attention"], "price": 0}):
+        model = make(name)
+        given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", **options))
+        handle = recompute.apply(model, given)
+        outcomes.append([outcome(model, batch_of(name)) for _ in range(3)])
+    assert handle.plans()["model.layers.0"].dropped_nbytes > 0
+    for found, expected in zip(*outcomes, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_the_mlp_of_a_whole_layer_runs_over_some_tokens_at_a_time_if_a_rule_says_so() -> None:
+    model, plain = make("olmo"), make("olmo")
+    given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", tile=8))
+    handle = recompute.apply(model, given)
+    assert "kernel: gated_mlp (silu), 8 tokens at a time" in handle.explain()
+    torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
+
+
+@pytest.mark.slow
+def test_a_layer_compiles_with_kernels_in_its_place() -> None:
+    model, plain = make("olmo"), make("olmo")
+    recompute.apply(model, LAYER_RULES)
+    hidden = torch.randn(BATCH, LENGTH, HIDDEN)
+    positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+    layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
+    expected = plain.model.layers[0](hidden, position_embeddings=positions)
+    torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
