@@ -1,9 +1,9 @@
 """Fuses, in the graph of a decoder layer's own forward, what ``KernelLayerRunner`` computes by fewer kernels.
 
-In the graph norms and MLPs are calls of their own kernels. Where all that reads a norm are Linears, ``norm_linears``
-takes their places. ``residual_mlp``, or ``add_rms_norm``, takes those of what comes after attention. These are the
-kernels that the runner itself calls. Captured code compares each op, so a graph in which something else is fused than
-the runner fuses is never run.
+In the graph norms and MLPs are calls of their own kernels. Where all that reads an RMSNorm are Linears,
+``norm_linears`` takes their places; ``residual_mlp``, ``add_rms_norm`` or ``add_layer_norm`` those of what comes after
+attention. These are the kernels that the runner itself calls. Captured code compares each op, so a graph in which
+something else is fused than the runner fuses is never run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 from recompute.compiled.captured_graph import Fusion
+from recompute.kernels.add_layer_norm import add_layer_norm
 from recompute.kernels.add_rms_norm import add_rms_norm
 from recompute.kernels.gated_mlp import gated_mlp
+from recompute.kernels.layer_norm import layer_norm
 from recompute.kernels.norm_linears import norm_linears
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
@@ -31,10 +33,12 @@ def _fuse(graph: Graph) -> None:
         if _drops_nothing(node):
             node.replace_all_uses_with(_arguments(node)[0])
             graph.erase_node(node)
-    for norm in _calls(graph, rms_norm):
+    for norm in _calls(graph, *_WITH_SUM):
         _fuse_with_sum(graph, norm)
     for norm in _calls(graph, rms_norm):
         _fuse_with_linears(graph, norm)
+    for norm in _calls(graph, layer_norm):
+        _fuse_with_stream(graph, norm)
 
 
 def _calls(graph: Graph, *functions: Any) -> list[Node]:
@@ -42,6 +46,8 @@ def _calls(graph: Graph, *functions: Any) -> list[Node]:
 
 
 _ADDITIONS = (operator.add, operator.iadd)
+_WITH_SUM: dict[Any, Any] = {rms_norm: add_rms_norm, layer_norm: add_layer_norm}
+"""The norms, and the kernels that compute the sum in front as well."""
 
 
 def _fuse_with_sum(graph: Graph, norm: Node) -> None:
@@ -53,7 +59,7 @@ def _fuse_with_sum(graph: Graph, norm: Node) -> None:
     if not _is_given(x):
         return
     mlp: Any = _only(norm.users)
-    total: Any = _only(mlp.users) if _is_call(mlp, gated_mlp) else None
+    total: Any = _only(mlp.users) if norm.target is rms_norm and _is_call(mlp, gated_mlp) else None
     if _is_call(total, *_ADDITIONS) and set(total.args) == {h, mlp} and set(h.users) == {norm, total}:
         _, *weights, activation = mlp.args
         weight, *others = settings
@@ -63,7 +69,7 @@ def _fuse_with_sum(graph: Graph, norm: Node) -> None:
             graph.erase_node(node)
         return
     with graph.inserting_before(h):
-        both = graph.call_function(add_rms_norm, (attended, x, *settings))
+        both = graph.call_function(_WITH_SUM[norm.target], (attended, x, *settings))
     _replace(graph, norm, operator.getitem, (both, 0))
     _replace(graph, h, operator.getitem, (both, 1))
 
@@ -84,7 +90,24 @@ def _fuse_with_linears(graph: Graph, norm: Node) -> None:
     for index, linear in enumerate(linears):
         _replace(graph, linear, operator.getitem, (outputs, index))
     graph.erase_node(norm)
-    x.replace_all_uses_with(stream, lambda user: user.target in (residual_mlp, add_rms_norm, *_ADDITIONS))
+    _use_as_stream(x, stream)
+
+
+def _fuse_with_stream(graph: Graph, norm: Node) -> None:
+    """The LayerNorm of a layer's input, whose backward adds the gradient of the input in the sum."""
+    x, *settings = _arguments(norm)
+    if not _is_given(x):
+        return
+    with graph.inserting_before(norm):
+        both = graph.call_function(add_layer_norm, (x, None, *settings))
+        stream = graph.call_function(operator.getitem, (both, 1))
+    _replace(graph, norm, operator.getitem, (both, 0))
+    _use_as_stream(x, stream)
+
+
+def _use_as_stream(x: Node, stream: Node) -> None:
+    sums = residual_mlp, *_WITH_SUM.values(), *_ADDITIONS
+    x.replace_all_uses_with(stream, lambda user: user.target in sums and user is not stream.args[0])
 
 
 def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = None) -> None:
@@ -118,5 +141,5 @@ def _drops_nothing(node: Node) -> bool:
     return False
 
 
-FUSION = Fusion((rms_norm, gated_mlp), _fuse)
+FUSION = Fusion((rms_norm, layer_norm, gated_mlp), _fuse)
 """Of a decoder layer for which kernels stand in."""

@@ -10,6 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import transformers
 from capture_kernels_testing import CHANGES, captured, gradients, policy, runs_code
 from models import BATCH, HIDDEN, LAYERS, LENGTH, held
 from tiers import by_default
@@ -49,6 +50,20 @@ def test_gradients_are_those_of_the_kernels_bit_for_bit(name: str, dtype: torch.
         found = gradients(code, batch)
     assert count() == LAYERS
     assert_same(found, gradients(kernels, batch))
+
+
+def test_layers_with_layer_norms_are_captured_with_the_kernels_bits() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.StableLmConfig(**models.SHAPE)
+        return transformers.AutoModelForCausalLM.from_config(config).train()
+
+    code, kernels, batch = make(), make(), models.batch("llama")
+    handle = recompute.apply(code, policy())
+    captured(code, batch, handle)
+    assert "add_layer_norm" in handle.explain()
+    recompute.apply(kernels, policy(capture=False))
+    assert_same(gradients(code, batch), gradients(kernels, batch))
 
 
 def adapters(model: nn.Module) -> None:
