@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError
@@ -55,12 +57,15 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
         return
     device = arguments[0].device
     if device.type != "cuda":
-        kernel[(programs,)](*arguments, **settings)
+        with _NOTHING if _notes.launches is None else _disable_current_modes():  # the interpreter runs ops
+            kernel[(programs,)](*arguments, **settings)
+        _note(kernel, programs, arguments, settings)
         return
     _tell_settings(device)
     with _on(device):
         if not _RELAUNCHES or _has_hooks():
             kernel[(programs,)](*arguments, **settings)
+            _note(kernel, programs, arguments, settings)
             return
         key = (id(kernel), device.index, *settings.values(), *map(_specialized, arguments))
         known = _compiled.get(key)
@@ -68,8 +73,10 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
             compiled = kernel[(programs,)](*arguments, **settings)
             constants = tuple([settings[name] for name in kernel.arg_names[len(arguments) :]])
             _compiled[key] = compiled, constants
+            _note(kernel, programs, arguments, settings, compiled, constants)
             return
         compiled, constants = known
+        _note(kernel, programs, arguments, settings, compiled, constants)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         compiled.run(
             programs,
@@ -84,6 +91,48 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
             *arguments,
             *constants,
         )
+
+
+class Launch(NamedTuple):
+    """What ``run`` has launched."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    settings: dict[str, Any]
+    compiled: Any
+    """What Triton compiled for it; None where Triton looks that up for each launch."""
+    constants: tuple[Any, ...]
+    """The constants among the settings, in the order of the kernel's parameters."""
+
+
+class _Notes(threading.local):
+    launches: list[Launch] | None = None
+
+
+_notes = _Notes()
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Launch]]:
+    """The span in which the launches of this thread are added to the list that this gives."""
+    before, _notes.launches = _notes.launches, []
+    try:
+        yield _notes.launches
+    finally:
+        _notes.launches = before
+
+
+def _note(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    settings: dict[str, Any],
+    compiled: Any = None,
+    constants: tuple[Any, ...] = (),
+) -> None:
+    if _notes.launches is not None:
+        _notes.launches.append(Launch(kernel, programs, arguments, settings, compiled, constants))
 
 
 @functools.cache

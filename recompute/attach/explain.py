@@ -159,7 +159,8 @@ def _captures(attachments: Iterable[Attachment]) -> list[str]:
         captured = sum(region.is_captured for region in alike)
         line = f"{pattern}: {captured:,} of {len(alike):,} run as captured code"
         if failures := dict.fromkeys(region.failure for region in alike if not region.is_captured):
-            line += f"; the others stay on the tape: {'; '.join(failures)}"
+            others = "stay on the tape" if alike[0].has_tape or alike[0].is_checkpoint else "go on by their kernels"
+            line += f"; the others {others}: {'; '.join(failures)}"
         lines.append(line)
     return ["\n".join(lines)] if lines else []
 

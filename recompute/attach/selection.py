@@ -64,6 +64,8 @@ def _runners(
             kernel = _find_named_kernel(statistics, module, fallback, meaning)
             if kernel is not None:
                 kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
+                if meaning.capture:
+                    kernel.capture(cache)
             runner = kernel or tape
         yield path, module, runner
         if kernel is None or kernel.stands_in_for_parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +11,9 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from recompute.compiled.codegen import Versioned
 from recompute.compiled.fallback import Given, State, contributions_of
-from recompute.compiled.program import Counts, Program
+from recompute.compiled.program import Program
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
@@ -30,13 +30,9 @@ from recompute.engine.saved_tensors import (
     pack_through,
     top_hooks,
 )
-from recompute.engine.tape.op_arguments import copied
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-
-Versioned = tuple[Tensor, int]
-"""A tensor, and its version when it was held."""
 
 
 class CapturedFrame:
@@ -46,6 +42,7 @@ class CapturedFrame:
         "_are_packed",
         "_given",
         "_graph",
+        "_has_plan",
         "_held",
         "_is_checkpoint",
         "_kept",
@@ -70,13 +67,16 @@ class CapturedFrame:
         on_replay: Callable[[Program, bool], None],
         *,
         is_checkpoint: bool = False,
+        has_plan: bool = True,
     ):
         """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
         on_replay: called when it does, with the program, and whether backward is differentiated in its turn.
-        is_checkpoint: whether the statistics count this as a checkpoint.
+        is_checkpoint: whether the statistics count a backward as one of a checkpoint.
+        has_plan: whether the program's plan is to be seen in the statistics.
         """
         self._is_checkpoint = is_checkpoint
+        self._has_plan = has_plan
         self._on_replay = on_replay
         self._program = program
         self._graph = graph
@@ -97,29 +97,12 @@ class CapturedFrame:
         self._are_packed = bool(self._kept) and not are_held_as_they_are(hooks := top_hooks())
         if self._are_packed:
             self._kept = [pack_through(hooks, tensor.detach(), statistics.name) for tensor in self._kept]
-        held: list[Versioned | None] = []
-        for position, how in program.held:
-            tensor = given[position]
-            if how == "saved":
-                self.saved.append(tensor)
-                held.append(None)
-                continue
-            # The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
-            if how == "memory":
-                tensor = tensor.detach()
-            elif how == "copy":
-                tensor = copied(tensor)
-            held.append((tensor, tensor._version))
-        self._held = held
-        self._others: list[tuple[Any, State]] = [
-            (tensor if lives else weakref.ref(tensor), (tensor._version, tensor.data_ptr()))  # ``state_of``, inlined
-            for position, lives in program.others
-            for tensor in (given[position],)
-        ]
+        self._held: list[Versioned | None]
+        self._others: list[tuple[Any, State]]
+        self.saved, self._held, self._others = program.hold(*given)
         self._given = ()
         plan = program.plan
-        Counts.of(plan, is_checkpoint=self._is_checkpoint).add_to(statistics)
-        statistics.plan = None if self._is_checkpoint else plan
+        statistics.plan = plan if self._has_plan else None
         if program.outputs and (book := open_book()) is not None:
             recipe = _Outputs(self, given)
             for slot, (position, value) in enumerate(program.outputs):
@@ -284,3 +267,11 @@ class CapturedFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         frame = ctx.frame
         return None, None, *frame.backward(ctx.saved_tensors, gradients)
+
+
+apply_captured: Callable[..., Any] = super(torch.autograd.Function, CapturedFunction).apply
+"""``CapturedFunction.apply``, without what it does to every argument for transforms of torch.func.
+
+The guards of a region's graph accept no tensor that such a transform has wrapped, and no region is captured inside of
+one.
+"""

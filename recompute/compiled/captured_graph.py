@@ -11,12 +11,12 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from recompute.compiled.captured_function import CapturedFrame, CapturedFunction
+from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation
 from recompute.compiled.program import Program
@@ -34,6 +34,15 @@ MAX_FAILURES = 3
 """How many calls of equal regions torch's frontend may fail on, and frames of one graph may be observed in vain."""
 
 
+class Fusion(NamedTuple):
+    """How to make, of the graph of a module's own forward, one that calls the kernels that stand in for it."""
+
+    parts: tuple[Callable[..., Any], ...]
+    """Functions that the graph calls without the frontend tracing into them."""
+    fuse: Callable[[torch.fx.Graph], None]
+    """Puts kernels in the places of several of these calls, and of ops between them."""
+
+
 class GraphCaller(Protocol):
     """What a graph needs of the region that calls it."""
 
@@ -42,10 +51,15 @@ class GraphCaller(Protocol):
     is_checkpoint: bool
     recording: Recording | None
 
+    @property
+    def fusion(self) -> Fusion | None: ...
+    @property
+    def has_tape(self) -> bool: ...
+
     def can_run(self, program: Program) -> bool: ...
     def knows(self, plan: SavePlan) -> bool: ...
     def count(self, plan: SavePlan | None) -> None: ...
-    def count_kernels(self) -> None: ...
+    def count_frame(self, plan: SavePlan) -> None: ...
     def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
 
 
@@ -100,7 +114,9 @@ class GuardedGraphs:
             }
             self._traces += 1
         try:
-            return self._calls.trace(function, args, kwargs, self._substitutes)
+            fusion = _fusion()
+            whole = [*self._substitutes, *(() if fusion is None else fusion.parts)]
+            return self._calls.trace(function, args, kwargs, whole)
         finally:
             self._traces -= 1
 
@@ -132,6 +148,8 @@ class GuardedGraphs:
         for node in module.graph.nodes:
             if node.op == "call_function":
                 node.target = self._substitutes.get(node.target, node.target)
+        if (fusion := _fusion()) is not None:
+            fusion.fuse(module.graph)
         module.recompile()
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
         graph = CapturedGraph(self._cached, module, unfit or "")
@@ -147,6 +165,10 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+def _fusion() -> Fusion | None:
+    return None if _running.region is None else _running.region.fusion
 
 
 def waits_for_another() -> bool:
@@ -187,14 +209,18 @@ class CapturedGraph:
             program = self._known(region, given, numerics)
             if program is None:
                 return self._observe(region, given, region.recording)
-        if program is None or any(map(is_shared, given)):
-            _running.waits = program is None and self._is_observed()
+        if program is None:
+            _running.waits = self._is_observed()
             raise Refusal
+        for position in program.plain:
+            if is_shared(given[position]):
+                _running.waits = False
+                raise Refusal
         for position, offset in program.offsets:
             if given[position].storage_offset() != offset:
                 raise Refusal
         _running.has_begun = True
-        region.count_kernels()
+        region.count_frame(program.plan)
         frame = CapturedFrame(
             program,
             self._graph,
@@ -203,8 +229,9 @@ class CapturedGraph:
             numerics,
             region.count_replay,
             is_checkpoint=region.is_checkpoint,
+            has_plan=region.has_tape,
         )
-        return CapturedFunction.apply(frame, program.fixed, *[given[position] for position in program.edges])
+        return apply_captured(frame, program.fixed, *[given[position] for position in program.edges])
 
     def _known(self, region: GraphCaller, given: Sequence[Any], numerics: Numerics) -> Program | None:
         """The program that was made of the same graph in an equal region."""
@@ -313,7 +340,10 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
 
 def _fitting(programs: Iterable[Program], region: GraphCaller, numerics: Numerics) -> Program | None:
     """The program that does what the region's own frames do, and that was made under the same settings of torch."""
-    return next((each for each in programs if region.can_run(each) and numerics.are(each.numerics)), None)
+    for program in programs:
+        if region.can_run(program) and numerics.are(program.numerics):
+            return program
+    return None
 
 
 def _kind(value: Any) -> Hashable:

@@ -1,15 +1,15 @@
 """Captured regions: how a region goes on as straight code once its tape has settled.
 
-A region runs by its tape, or as a checkpoint, until some frames were alike. One more frame by the tape records its
-calls. ``captured_graph`` then takes the graph of a call, which must make the same calls, and makes a program of it. A
-call that the graph's guards accept runs the program. Any other call runs as before. A region that cannot be captured,
-or that misses too often, is deoptimized: all its calls run as before.
+A region runs by its tape, as a checkpoint or by kernels, until some frames were alike. One more frame by the tape
+records its calls. ``captured_graph`` then takes the graph of a call, which must make the same calls, and makes a
+program of it. A call that the graph's guards accept runs the program. Any other call runs as before. A region that
+cannot be captured, or that misses too often, is deoptimized: all its calls run as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -19,6 +19,7 @@ from recompute.compiled.captured_graph import (
     MAX_FAILURES,
     CachedGraphs,
     CapturedGraph,
+    Fusion,
     GuardedGraphs,
     modules_in,
     runners_in,
@@ -69,23 +70,46 @@ class CaptureCache:
         return self._graphs.setdefault(key, CachedGraphs()) if found is None else found
 
 
+class StandIn(NamedTuple):
+    """The kernels that compute what a region's function does."""
+
+    run: Callable[..., Any]
+    """``(function, args, kwargs) -> result``: runs the kernels in the place of ``function``."""
+    fusion: Fusion
+    """Makes of the function's graph one that calls these kernels."""
+    is_taped: bool
+    """Whether a tape around them decides what is held; else they save what they were written to save."""
+
+
 class CapturedRegion:
     """A region that runs by a tape until its frames are alike, and then as a captured graph.
 
-    A checkpoint has no tape of its own. One frame of it runs by a tape on which everything runs again, to be captured.
+    A checkpoint, and some regions in which kernels stand in for the function, have no tape of their own. One frame of
+    them runs by a tape, to be captured. On the tape of a checkpoint everything runs again.
     """
 
-    def __init__(self, tape: TapeRegion, cache: CaptureCache | None, checkpoint: Callable[..., Any] | None = None):
+    def __init__(
+        self,
+        tape: TapeRegion,
+        cache: CaptureCache | None,
+        checkpoint: Callable[..., Any] | None = None,
+        stand_in: StandIn | None = None,
+    ):
         """cache: what it shares with other regions under the same policy; None: it is never captured.
 
         checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
+        stand_in: the kernels that compute what ``function`` does.
         """
         self.tape = tape
         self.statistics = tape.statistics
         self.is_checkpoint = checkpoint is not None
-        if checkpoint is not None:
+        self._stand_in = stand_in
+        self._untaped = checkpoint
+        """Runs ``(function, args, kwargs)`` as long as it is not captured; None: the tape does."""
+        if stand_in is not None and not stand_in.is_taped:
+            self._untaped = stand_in.run
+        if self._untaped is not None:
             tape.statistics = RegionStatistics(self.statistics.name)  # the tape's own, which nobody asks for
-        self._checkpoint = checkpoint
         self._frames = 0
         self.recording: Recording | None = None
         """The calls of the last frame's forward, if a graph is to be taken of the next one."""
@@ -113,21 +137,42 @@ class CapturedRegion:
         """Programs with such backwards: in which frame that happened first, and how often it has."""
         self._replayed: set[Program] = set()
         """Programs whose backward is mostly not as recorded. They fit an equal region, but not this one."""
-        self._kernel_nbytes: list[tuple[RegionStatistics, int]] = []
-        """For each kernel inside, the bytes that it counts in a frame beside what the tape counts."""
+        self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
+        """For each kernel, what it has counted in the last frame that was recorded, beside what the tape counts."""
+        self._frame_counts: dict[int, list[tuple[RegionStatistics, Counts]]] = {}
+        """What each captured frame counts, by the ``id`` of its plan."""
 
     def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""
-        self.count_kernels()
-        if not self.is_checkpoint:
+        for statistics, counts in self._kernel_counts:
+            counts.add_to(statistics)
+        if self._untaped is None:
             self.statistics.frames += 1
         elif plan is not None:
-            Counts.of(plan, is_checkpoint=True).add_to(self.statistics)
+            self._counts_of(plan).add_to(self.statistics)
 
-    def count_kernels(self) -> None:
-        """Count what the kernels inside hold in a frame: in captured code their runners do not run, and cannot."""
-        for statistics, nbytes in self._kernel_nbytes:
-            statistics.eager_nbytes += nbytes
+    def count_frame(self, plan: SavePlan) -> None:
+        """A captured frame runs. This counts what its kernels hold, too: their own runners do not run, and cannot."""
+        counted = self._frame_counts.get(id(plan))
+        if counted is None:
+            counted = self._frame_counts[id(plan)] = [*self._kernel_counts, (self.statistics, self._counts_of(plan))]
+        for statistics, counts in counted:
+            counts.add_to(statistics)
+
+    def _counts_of(self, plan: SavePlan) -> Counts:
+        """What a frame counts, beside what its kernels do."""
+        if self.is_checkpoint:
+            return Counts.of_checkpoint(plan)
+        return Counts.of(plan) if self._untaped is None else Counts.of_dropped(plan)
+
+    @property
+    def fusion(self) -> Fusion | None:
+        return None if self._stand_in is None else self._stand_in.fusion
+
+    @property
+    def has_tape(self) -> bool:
+        """Whether it runs by a tape as long as it is not captured."""
+        return self._untaped is None
 
     def can_run(self, program: Program) -> bool:
         """Whether a program does what frames of the region did, and its backward is mostly as recorded here."""
@@ -222,7 +267,7 @@ class CapturedRegion:
     def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable) -> Any:
         self.recording = None
         cache = self._cache
-        if self._checkpoint is not None:
+        if self._untaped is not None:
             self._frames += 1
             if (
                 cache is None
@@ -230,15 +275,17 @@ class CapturedRegion:
                 or self._recordings >= MAX_FAILURES
                 or not is_undisturbed()
             ):
-                return self._checkpoint(function, args, kwargs)
-            return self._checkpoint_by_tape(cache, function, args, kwargs)
+                return self._untaped(function, args, kwargs)
+            if self.is_checkpoint:
+                return self._checkpoint_by_tape(cache, function, args, kwargs)
+            return self._kernels_by_tape(cache, function, args, kwargs, variant)
         if (
             cache is None
             or self._recordings >= MAX_GRAPHS
             or not self._has_settled(self.tape.plan)
             or is_in_cuda_graph()
         ):
-            result = self.tape.run(function, args, kwargs, variant)
+            result = self.tape.run(*self._as_it_runs(function, args, kwargs), variant)
         else:
             result = self._by_recording_tape(cache, function, args, kwargs, variant)
         if (plan := self.tape.plan) is not None:
@@ -248,16 +295,22 @@ class CapturedRegion:
                 del self._plans[next(iter(self._plans))]
         return result
 
+    def _as_it_runs(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
+        """The call that a tape sees: of the function itself, or of the kernels in its place."""
+        if self._stand_in is None:
+            return function, args, kwargs
+        return self._stand_in.run, (function, args, kwargs), {}
+
     def _has_settled(self, plan: SavePlan | None) -> bool:
         """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
         counts = [count for known, count in self._plans.values() if plan is None or known is plan]
         return max(counts, default=0) >= WARMUP_FRAMES - 1
 
     def _checkpoint_by_tape(self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        assert self._checkpoint is not None
+        assert self._untaped is not None
         if any(runner.statistics is not self.statistics for runner in runners_in(function, args)):
             self._refusal, self._recordings = "modules inside of it have rules of their own", MAX_FAILURES
-            return self._checkpoint(function, args, kwargs)
+            return self._untaped(function, args, kwargs)
         result = self._by_recording_tape(cache, function, args, kwargs, None)
         if (plan := self.tape.plan) is not None:
             self.count(plan)
@@ -267,6 +320,15 @@ class CapturedRegion:
                 reasons = [plan.steps[known.step].reason for known in made if known.step is not None]
                 self._refusal = f"a checkpoint holds less: {next(filter(None, reasons), 'some ops do not run again')}"
                 self.recording, self._recordings = None, MAX_FAILURES
+        return result
+
+    def _kernels_by_tape(
+        self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
+    ) -> Any:
+        result = self._by_recording_tape(cache, function, args, kwargs, variant)
+        if (plan := self.tape.plan) is not None:
+            self._counts_of(plan).add_to(self.statistics)
+            self._plans[id(plan)] = plan, 1
         return result
 
     def _by_recording_tape(
@@ -281,20 +343,26 @@ class CapturedRegion:
         self._recordings += 1
         reached = walk_references((function, *modules_in(function, args), *tree_leaves((args, kwargs))))
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
-        inner = [runner.statistics for runner in runners_in(function, args)]
-        before = [each.eager_nbytes for each in inner]
+        counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
+        before = [Counts.so_far(each) for each in counting.values()]
         self._recorded_under = Numerics()
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
-            tapes.append(RecordingTape(region, variant))
+            tapes.append(RecordingTape(region, variant, kernels_count=not self.has_tape))
             return tapes[0]
 
-        result = self.tape.run(function, args, kwargs, variant, start)
-        counted = [(each, each.eager_nbytes - start) for each, start in zip(inner, before, strict=True)]
-        self._kernel_nbytes = [(each, nbytes) for each, nbytes in counted if nbytes and each is not self.statistics]
+        result = self.tape.run(*self._as_it_runs(function, args, kwargs), variant, start)
         plan = self.tape.plan
-        if tapes and plan is not None and (self.is_checkpoint or self._has_settled(plan)):
+        self._kernel_counts = []
+        for each, start_of in zip(counting.values(), before, strict=True):
+            counts = Counts.so_far(each).since(start_of)
+            if each is self.tape.statistics and plan is not None:
+                counts = counts.since(Counts.of(plan))  # the tape has counted that
+            if any(counts):
+                self._kernel_counts.append((each, counts))
+        self._frame_counts.pop(id(plan), None)
+        if tapes and plan is not None and (self._untaped is not None or self._has_settled(plan)):
             self.recording, self._not_recorded = tapes[0].recording, tapes[0].reason
             if (drawn := generators.drawn()) is not None and drawn.is_beyond_torch():
                 self.recording, self._not_recorded = None, _DRAWS
@@ -303,7 +371,7 @@ class CapturedRegion:
                 return result
             if self._shared_graphs is None:
                 function = getattr(function, "__func__", function)
-                self._shared_graphs = cache.graphs_of(function, self.tape.op_policy)
+                self._shared_graphs = cache.graphs_of(function, (self.tape.op_policy, self.fusion))
         return result
 
 

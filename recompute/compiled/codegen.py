@@ -6,6 +6,7 @@ A variable is deleted right after the last call that reads it, so that memory is
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.compiled.fallback import State
 from recompute.compiled.recording import Call, Recording, Use, uses_in
 from recompute.engine.cut.layout import Layout
 from recompute.engine.saved_tensors import seen_as
-from recompute.engine.tape.op_arguments import capture
+from recompute.engine.tape.op_arguments import capture, copied
 from recompute.kernels.launch import IMPLEMENTATIONS
+from recompute.kernels.launch_plan import PlannedCall
 
 
 @dataclass
@@ -77,7 +80,7 @@ class Code:
         if not again:
             for before, after in call.written:
                 self.tensors[after] = self.tensors[before]
-        text = f"{self.named(call.op)}({', '.join(arguments)})"
+        text = f"{self._function(call.op)}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
         self._write(text, reads, makes, again)
@@ -113,12 +116,23 @@ class Code:
 
     def named(self, value: Any) -> str:
         """A name in the code for a value that has no literal."""
-        kind = "op" if isinstance(value, torch._ops.OpOverload) else "c"
-        name = f"{kind}{len(self.names)}"
-        if kind == "op":
-            name = f"{value._schema.name.replace('::', '_')}_{value._overloadname}"
-            value = _function_of(value)
-        self.names.setdefault(name, value)
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def _function(self, op: torch._ops.OpOverload) -> str:
+        """The name of what calls an op.
+
+        One of our kernels is called without the dispatcher, which takes longer than the launch. Each call of a kernel
+        has a plan of its own.
+        """
+        name = f"{op._schema.name.replace('::', '_')}_{op._overloadname}"
+        implementation = IMPLEMENTATIONS.get(op)
+        if implementation is None:
+            self.names.setdefault(name, op._op)
+        else:
+            name = f"{name}_{len(self.names)}"
+            self.names[name] = PlannedCall(implementation)
         return name
 
     def _value(self, value: Any, reads: list[str], again: bool) -> str:
@@ -194,12 +208,6 @@ class Code:
         return function
 
 
-def _function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What calls an op. One of our kernels is called directly: the dispatcher takes longer than the launch."""
-    implementation = IMPLEMENTATIONS.get(op)
-    return op._op if implementation is None or op._schema.is_mutable else implementation
-
-
 def _moved(value: Any, moved: dict[int, int]) -> Any:
     """``value`` with some buffers replaced, as ``moved`` says."""
     if type(value) is Use:
@@ -219,6 +227,42 @@ def _apart(tensor: Tensor, layout: Layout) -> Tensor:
     """A tensor of ``layout`` in the memory of ``tensor`` that autograd does not take for a view of it."""
     whole = torch.empty(0, dtype=layout.dtype, device=tensor.device)
     return whole.set_(tensor.untyped_storage(), layout.offset, layout.shape, layout.stride)
+
+
+Versioned = tuple[Tensor, int]
+"""A tensor, and its version when it was held."""
+
+
+def code_that_holds(
+    count: int, held: Sequence[tuple[int, str]], others: Sequence[tuple[int, bool]]
+) -> Callable[..., tuple[list[Tensor], list[Versioned | None], list[tuple[Any, State]]]]:
+    """The function that takes the ``count`` inputs of a program, and gives what a frame keeps of these for backward.
+
+    These are what autograd is to save, what is held, and what is only looked at; held, others: as ``Program`` has them.
+    It is code because it runs in every frame.
+    """
+    saved = [f"t{position}" for position, how in held if how == "saved"]
+    # The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
+    ways = {
+        "saved": "None",
+        "itself": "(t{0}, t{0}._version)",
+        "memory": "versioned(t{0}.detach())",
+        "copy": "versioned(copied(t{0}))",
+    }
+    kept = [ways[how].format(position) for position, how in held]
+    seen = [
+        f"({f't{position}' if lives else f'weak(t{position})'}, (t{position}._version, address(t{position})))"
+        for position, lives in others
+    ]
+    listed = ", ".join([f"t{position}" for position in range(count)])
+    source = f"def hold({listed}): return [{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
+    names = {"versioned": _versioned, "copied": copied, "weak": weakref.ref, "address": torch._C.TensorBase.data_ptr}
+    exec(compile(source, "<what a captured region holds>", "exec"), names)
+    return names["hold"]  # type: ignore[return-value]
+
+
+def _versioned(tensor: Tensor) -> Versioned:
+    return tensor, tensor._version
 
 
 _HELPERS: dict[str, Any] = {"seen_as": seen_as, "capture": capture, "apart": _apart}

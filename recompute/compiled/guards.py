@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from recompute.compiled.recording import NotCapturable
+from recompute.engine.thread_state import local
 
 
 class _Local(threading.local):
@@ -184,6 +185,7 @@ def _tracing(whole: Iterable[Any]) -> Iterator[None]:
     """The span in which the frontend traces a region."""
     before, _local.is_tracing = _local.is_tracing, True
     _local.asks = False
+    local.books.append(None)  # what runs on tensors without values makes no recipes
     try:
         with (
             _called_as_they_are(whole),
@@ -199,4 +201,5 @@ def _tracing(whole: Iterable[Any]) -> Iterator[None]:
             warnings.simplefilter("ignore")  # if it cannot trace something, ``explain`` says so
             yield
     finally:
+        local.books.pop()
         _local.is_tracing = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tag
 
-from recompute.compiled.codegen import Code
+from recompute.compiled.codegen import Code, code_that_holds
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
@@ -21,22 +22,38 @@ from recompute.engine.saved_tensors import RegionStatistics
 class Counts(NamedTuple):
     """What a frame adds to the totals of its region; see ``RegionStatistics``."""
 
+    frames: int
     dropped_tensors: int
     dropped_nbytes: int
     kept_nbytes: int
     eager_nbytes: int
 
     @staticmethod
-    def of(plan: SavePlan, *, is_checkpoint: bool) -> Counts:
-        """is_checkpoint: whether to count as a checkpoint does, for which a region's inputs never count."""
-        if not is_checkpoint:
-            return Counts(len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
+    def of(plan: SavePlan) -> Counts:
+        return Counts(1, len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
+
+    @staticmethod
+    def of_checkpoint(plan: SavePlan) -> Counts:
+        """As a checkpoint counts, for which a region's inputs never count."""
         made = [number for number in plan.demanded if plan.facts[number].step is not None]
         nbytes = sum(plan.facts[number].nbytes for number in made)
-        return Counts(len(made), nbytes, 0, nbytes)
+        return Counts(1, len(made), nbytes, 0, nbytes)
+
+    @staticmethod
+    def of_dropped(plan: SavePlan) -> Counts:
+        """What is dropped alone: the frame, and what is kept, are counted by others."""
+        return Counts(0, len(plan.dropped), plan.dropped_nbytes, 0, plan.dropped_nbytes)
+
+    @staticmethod
+    def so_far(statistics: RegionStatistics) -> Counts:
+        """The totals themselves."""
+        return Counts(*[getattr(statistics, name) for name in Counts._fields])
+
+    def since(self, earlier: Counts) -> Counts:
+        return Counts(*map(operator.sub, self, earlier))
 
     def add_to(self, statistics: RegionStatistics) -> None:
-        statistics.frames += 1
+        statistics.frames += self.frames
         statistics.dropped_tensors += self.dropped_tensors
         statistics.dropped_nbytes += self.dropped_nbytes
         statistics.kept_nbytes += self.kept_nbytes
@@ -75,6 +92,10 @@ class Program:
     A parameter is held "itself", or the "memory" that it has now. Of another input a "copy" is held, or autograd has
     "saved" it.
     """
+    hold: Callable[..., Any]
+    """``(*given) -> (saved, held, others)``: what a frame keeps of the inputs."""
+    plain: tuple[int, ...]
+    """The positions of the inputs that are no parameters."""
     others: tuple[tuple[int, bool], ...]
     """The positions of all parameters, and of other inputs that are not held. The bool says if it is a parameter."""
     offsets: tuple[tuple[int, int], ...]
@@ -138,6 +159,9 @@ class ProgramWriter:
         head += ["held.clear()", "kept.clear()", "gradients.clear()"]
         result = f"({', '.join(names)},)"
         regenerate, of_held, of_kept = self._regeneration(again, held, kept, drawn)
+        ways = tuple([(position, how) for position, how, _ in how])
+        others = self._others({position for position, _ in ways})
+        positions = [buffer.given for buffer in buffers if buffer.given is not None]
         return Program(
             plan=self.plan,
             forward=forward,
@@ -156,8 +180,10 @@ class ProgramWriter:
             regenerate_nbytes=0 if again is None else self._nbytes(again[0].reruns),
             outputs=outputs,
             edges=tuple([given for given, _ in self.contributions]),
-            held=tuple([(position, how) for position, how, _ in how]),
-            others=self._others({position for position, _, _ in how}),
+            held=ways,
+            hold=code_that_holds(len(positions), ways, others),
+            plain=tuple([position for position in positions if position not in self.parameters]),
+            others=others,
             offsets=self._offsets(),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
             numerics=self.numerics,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from recompute.compiled.captured_graph import Fusion
 from recompute.compiled.under_torch_compile import is_compiling_training
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import is_recording
@@ -24,6 +25,8 @@ class Runner:
     statistics: RegionStatistics
     note: str
     """What it does, for ``explain``."""
+    fusion: Fusion | None = None
+    """How the graph of a module's own forward comes to call what this runs; None if it is not known."""
 
     @property
     def variant(self) -> Hashable:

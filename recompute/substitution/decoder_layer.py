@@ -28,12 +28,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion, StandIn
 from recompute.compiled.runner import Forward, Runner
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.cut.op_policy import kernel_op_policy
 from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import BypassScope
+from recompute.engine.tape.recorder import TapeRegion
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
+from recompute.substitution.layer_fusion import FUSION
 from recompute.substitution.mlp import KernelMLP, find_kernel_mlp, how_it_holds
 from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
 from recompute.substitution.norm import (
@@ -235,6 +239,7 @@ class KernelLayerRunner(KernelRunner):
     parts: tuple[weakref.ref[nn.Module], ...]
     """The norms and the MLP that were recognized."""
     stands_in_for_parts = True
+    fusion = FUSION
     _linears: LearnedLinears = field(default_factory=LearnedLinears, init=False)
     _may_drop: bool = field(default=True, init=False)
     """Whether the last run recorded anything that the scope around could drop. The first run assumes that it does."""
@@ -259,6 +264,14 @@ class KernelLayerRunner(KernelRunner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._kinds = tuple([base_of(part) for reference in self.parts if (part := reference()) is not None])
+
+    def capture(self, cache: CaptureCache) -> None:
+        tape = TapeRegion(self.statistics, kernel_op_policy(), cache.plan_cache)
+        stand_in = StandIn(self._run_forward, FUSION, is_taped=False)
+        self.region = CapturedRegion(tape, cache, stand_in=stand_in)
+
+    def _run_forward(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return self.run_kernel(forward.__self__, forward, args, kwargs)  # type: ignore[attr-defined]
 
     @property
     def variant(self) -> Hashable:

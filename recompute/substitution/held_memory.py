@@ -95,7 +95,7 @@ class HeldMemoryCounter:
 
     def count_run(self) -> None:
         """Count a run of kernels that hold what the module's own code would."""
-        if _is_counted() and not local.active_frames:
+        if _is_counted() and not _is_counted_around():
             self._statistics.frames += 1
 
     def count_known(self, x: Tensor, kernels: HeldMemory, eager: HeldMemory) -> None:
@@ -111,7 +111,7 @@ class HeldMemoryCounter:
             nbytes = 0  # the region whose recipe regenerates x counts it
         kept_nbytes = held.kernels.nbytes(rows, nbytes)
         self._statistics.eager_nbytes += held.eager.nbytes(rows, nbytes)
-        if local.active_frames:  # a tape or a checkpoint around counts what the kernels save, as kept and as eager
+        if _is_counted_around():  # a tape or a checkpoint around counts what the kernels save, as kept and as eager
             self._statistics.eager_nbytes -= kept_nbytes
         else:
             self._statistics.kept_nbytes += kept_nbytes
@@ -128,6 +128,11 @@ def _is_counted() -> bool:
     if torch.compiler.is_compiling() or not is_recording() or local.regenerating:
         return False
     return bool(local.active_frames) or not is_inside_checkpoint()  # torch's checkpoint does not say which run it is
+
+
+def _is_counted_around() -> bool:
+    """Whether a tape or a checkpoint around counts what is saved here."""
+    return bool(local.active_frames) and not getattr(local.active_frames[-1], "kernels_count", False)
 
 
 _measurements: dict[Hashable, KernelAndEager | None] = {}

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import CompiledRegion
 from recompute.engine.checkpoint.module_state import base_of
@@ -37,6 +39,8 @@ class KernelRunner(Runner, ABC):
     held: HeldMemoryCounter = field(init=False)
     compiled_region: CompiledRegion | None = field(default=None, init=False)
     """Applies the rule in compiled code; None where a runner around this one does."""
+    region: CapturedRegion | None = field(default=None, init=False)
+    """Runs what has run alike for some steps as straight code; None where nothing does."""
     compresses: bool = field(default=False, init=False)
     """Whether the kernels hold as codes of 8 bits what bears it."""
     tile: int | None = field(default=None, init=False)
@@ -61,6 +65,9 @@ class KernelRunner(Runner, ABC):
     def _what(self) -> str:
         """The names of the kernels, for explanations."""
 
+    def capture(self, cache: CaptureCache) -> None:
+        """Go on as straight code after some steps that were alike, if these kernels can. cache: that of the policy."""
+
     @abstractmethod
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """Compute ``forward(*args, **kwargs)`` by the kernels, or call it where they do not fit the arguments."""
@@ -76,6 +83,8 @@ class KernelRunner(Runner, ABC):
         if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
             return self.fallback.run(module, forward, args, kwargs)
         self.statistics.dropped_outputs = []
+        if self.region is not None and isinstance(forward, MethodType):
+            return self.region.run(forward, args, kwargs, self.variant)
         return self.run_kernel(module, forward, args, kwargs)
 
     def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -163,7 +172,8 @@ def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its class's forward does."""
     return bool(
-        "forward" in vars(module)
+        not callable(module.forward)  # torch's frontend makes a guard of this, and none of what ``vars`` has
+        or "forward" in vars(module)
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

@@ -1,0 +1,145 @@
+"""Fuses, in the graph of a decoder layer's own forward, what ``KernelLayerRunner`` computes by fewer kernels.
+
+In the graph norms and MLPs are calls of their own kernels. Where all that reads an RMSNorm are Linears,
+``norm_linears`` takes their places; ``residual_mlp``, ``add_rms_norm`` or ``add_layer_norm`` those of what comes after
+attention. These are the kernels that the runner itself calls. Captured code compares each op, so a graph in which
+something else is fused than the runner fuses is never run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.nn import functional as F
+
+from recompute.compiled.captured_graph import Fusion
+from recompute.kernels.add_layer_norm import add_layer_norm
+from recompute.kernels.add_rms_norm import add_rms_norm
+from recompute.kernels.gated_mlp import gated_mlp
+from recompute.kernels.layer_norm import layer_norm
+from recompute.kernels.norm_linears import norm_linears
+from recompute.kernels.residual_mlp import residual_mlp
+from recompute.kernels.rms_norm import rms_norm
+
+
+def _fuse(graph: Graph) -> None:
+    for node in _calls(graph, getattr):  # of what a runner asked of a tensor, as its device
+        if not node.users:
+            graph.erase_node(node)
+    for node in _calls(graph, F.dropout):
+        if _drops_nothing(node):
+            node.replace_all_uses_with(_arguments(node)[0])
+            graph.erase_node(node)
+    for norm in _calls(graph, *_WITH_SUM):
+        _fuse_with_sum(graph, norm)
+    for norm in _calls(graph, rms_norm):
+        _fuse_with_linears(graph, norm)
+    for norm in _calls(graph, layer_norm):
+        _fuse_with_stream(graph, norm)
+
+
+def _calls(graph: Graph, *functions: Any) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in functions]
+
+
+_ADDITIONS = (operator.add, operator.iadd)
+_WITH_SUM: dict[Any, Any] = {rms_norm: add_rms_norm, layer_norm: add_layer_norm}
+"""The norms, and the kernels that compute the sum in front as well."""
+
+
+def _fuse_with_sum(graph: Graph, norm: Node) -> None:
+    """``h = attended + x``, and the norm of ``h``; with the MLP of that and the sum of both, if there are these."""
+    h, *settings = _arguments(norm)
+    if not _is_call(h, *_ADDITIONS):
+        return
+    x, attended = h.args if _is_given(h.args[0]) else h.args[::-1]
+    if not _is_given(x):
+        return
+    mlp: Any = _only(norm.users)
+    total: Any = _only(mlp.users) if norm.target is rms_norm and _is_call(mlp, gated_mlp) else None
+    if _is_call(total, *_ADDITIONS) and set(total.args) == {h, mlp} and set(h.users) == {norm, total}:
+        _, *weights, activation = mlp.args
+        weight, *others = settings
+        arguments = (attended, x, weight, *weights, *others, activation)
+        _replace(graph, total, residual_mlp, arguments, mlp.kwargs)
+        for node in (mlp, norm, h):
+            graph.erase_node(node)
+        return
+    with graph.inserting_before(h):
+        both = graph.call_function(_WITH_SUM[norm.target], (attended, x, *settings))
+    _replace(graph, norm, operator.getitem, (both, 0))
+    _replace(graph, h, operator.getitem, (both, 1))
+
+
+def _fuse_with_linears(graph: Graph, norm: Node) -> None:
+    """The norm of a layer's input, the Linears that read it, and the sum of the input and what attention gives."""
+    x, weight, *settings = _arguments(norm)
+    linears = list(norm.users)
+    if not _is_given(x) or not linears or not all(_is_call(each, F.linear) for each in linears):
+        return
+    if any(each.kwargs or len(each.args) != 3 or each.args[0] is not norm for each in linears):
+        return  # as nn.Linear does not call it
+    weights, biases = zip(*[each.args[1:] for each in linears], strict=True)
+    with graph.inserting_before(norm):
+        both = graph.call_function(norm_linears, (x, weight, weights, biases, *settings))
+        outputs = graph.call_function(operator.getitem, (both, 0))
+        stream = graph.call_function(operator.getitem, (both, 1))
+    for index, linear in enumerate(linears):
+        _replace(graph, linear, operator.getitem, (outputs, index))
+    graph.erase_node(norm)
+    _use_as_stream(x, stream)
+
+
+def _fuse_with_stream(graph: Graph, norm: Node) -> None:
+    """The LayerNorm of a layer's input, whose backward adds the gradient of the input in the sum."""
+    x, *settings = _arguments(norm)
+    if not _is_given(x):
+        return
+    with graph.inserting_before(norm):
+        both = graph.call_function(add_layer_norm, (x, None, *settings))
+        stream = graph.call_function(operator.getitem, (both, 1))
+    _replace(graph, norm, operator.getitem, (both, 0))
+    _use_as_stream(x, stream)
+
+
+def _use_as_stream(x: Node, stream: Node) -> None:
+    sums = residual_mlp, *_WITH_SUM.values(), *_ADDITIONS
+    x.replace_all_uses_with(stream, lambda user: user.target in sums and user is not stream.args[0])
+
+
+def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = None) -> None:
+    with graph.inserting_before(node):
+        node.replace_all_uses_with(graph.call_function(target, args, kwargs))
+    graph.erase_node(node)
+
+
+def _arguments(node: Node) -> Any:
+    return node.args
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a value is an input of the graph."""
+    return isinstance(value, Node) and value.op == "placeholder"
+
+
+def _is_call(node: Any, *functions: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in functions
+
+
+def _only(users: Iterable[Node]) -> Node | None:
+    found = list(users)
+    return found[0] if len(found) == 1 else None
+
+
+def _drops_nothing(node: Node) -> bool:
+    match (node.args, node.kwargs):  # as nn.Dropout calls it
+        case ((_, p, _, False), {}):
+            return bool(p == 0)
+    return False
+
+
+FUSION = Fusion((rms_norm, layer_norm, gated_mlp), _fuse)
+"""Of a decoder layer for which kernels stand in."""
