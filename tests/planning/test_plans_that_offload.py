@@ -288,6 +288,7 @@ def test_a_plan_that_offloads_runs_and_its_peak_is_as_predicted(linked: Linked) 
     recompute.verify(linked.model, IDS, policy=found.policy, loss=loss)
 
 
+@pytest.mark.slow
 def test_the_peaks_of_mixed_plans_that_offload_are_right_to_the_byte(linked: Linked) -> None:
     profile = with_offloading(linked.profile)
     ways = profile.regions[1].choices

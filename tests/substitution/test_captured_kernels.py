@@ -210,7 +210,19 @@ def test_capture_false_leaves_a_layer_to_its_kernels() -> None:
     assert count() == 0
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    by_default(
+        CHANGES,
+        "another first norm",
+        "a hook on gate",
+        "an adapter on q",
+        "a forward of its own on down",
+        "a frozen gate",
+        "another activation",
+        "another scale of attention",
+    ),
+)
 def test_what_changes_after_the_capture_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
     (code, _), plain = twins(), models.make("llama")
     batch = models.batch("llama")
@@ -245,7 +257,7 @@ def _expanded(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in model.model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("surrounding", SURROUNDINGS.values(), ids=SURROUNDINGS)
+@pytest.mark.parametrize("surrounding", by_default(SURROUNDINGS, "autocast", "other lengths"))
 def test_other_surroundings_give_the_bits_of_the_kernels(
     surrounding: Callable[[nn.Module, Mapping[str, Tensor]], list[Tensor]],
 ) -> None:
