@@ -11,7 +11,7 @@ import torch
 import transformers
 from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, SHAPE, VOCABULARY, held
 from models import LAYERS_BY_KERNELS as POLICY
-from tiers import slow
+from tiers import by_default, slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -173,7 +173,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", by_default(CHANGES, "an adapter on q", "another activation", "a hook on gate"))
 def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
     model, plain = make(), make()
     recompute.apply(model, POLICY)
