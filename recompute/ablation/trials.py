@@ -34,7 +34,7 @@ from recompute.diagnostics.comparing_runs import (
     same_bits,
 )
 from recompute.policy.loading import load_policy
-from recompute.policy.meaning import meaning_of
+from recompute.policy.meaning import Meaning, meaning_of
 
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
@@ -275,15 +275,18 @@ def _is_exact(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
         return False
     if policy not in policies and is_peer(policy):
         return policy in ("torch-checkpoint", "torch-selective", "torch-save-on-cpu")
-    rules = load_policy(policies.get(policy, policy)).rules
-    return all(meaning_of(rule).is_exact for rule in rules)
+    return all(meaning.is_exact for meaning in _meanings(policy, policies))
 
 
 def _compresses(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
-    name = policy.removesuffix(COMPILED)
-    if name not in policies and is_peer(name):
-        return False
-    return any(meaning_of(rule).compresses for rule in load_policy(policies.get(name, name)).rules)
+    return any(meaning.compresses for meaning in _meanings(policy.removesuffix(COMPILED), policies))
+
+
+def _meanings(policy: str, policies: Mapping[str, PolicyLike]) -> list[Meaning]:
+    """Those of the policy's rules; a peer has none."""
+    if policy not in policies and is_peer(policy):
+        return []
+    return [meaning_of(rule) for rule in load_policy(policies.get(policy, policy)).rules]
 
 
 def _gradient(model: nn.Module) -> tuple[Tensor, ...]:

@@ -80,7 +80,7 @@ def _find_named_kernel(
         return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"))
     kernel = find_kernel(statistics, module, fallback)
     if kernel is not None:
-        kernel.settle(compresses=meaning.compresses, tile=meaning.tile)
+        kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
     return kernel
 
 
@@ -99,7 +99,7 @@ def _kernels_inside(
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
         kernel = find_inner_kernel(statistics, child, module, _instead_of_kernel(statistics, meaning))
         if kernel is not None:
-            kernel.settle(compresses=meaning.compresses, tile=meaning.tile)
+            kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(child_path, child, meaning, governed)

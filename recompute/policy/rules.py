@@ -341,6 +341,13 @@ class Rule(BaseModel):
             raise ValueError(f"expected no {key!r} here: it belongs to action 'offload', or beside 'offload: true'")
         return value
 
+    @field_validator("tile")
+    @classmethod
+    def _of_a_kernel(cls, tile: int | None, info: ValidationInfo) -> int | None:
+        if tile is not None and info.data.get("via") == "hook":
+            raise ValueError("expected no 'tile' beside 'via: hook', by which a module runs as it is written")
+        return tile
+
     @field_validator("path")
     @classmethod
     def _of_a_disk(cls, path: str | None, info: ValidationInfo) -> str | None:
@@ -360,8 +367,6 @@ class Rule(BaseModel):
     def _selects_something(self) -> Rule:
         if not self.match and not self.type and self.layers is None:
             raise ValueError("expected at least one of match, type and layers")
-        if self.tile is not None and self.via == "hook":
-            raise ValueError("expected via: kernel or auto beside 'tile': hooks run a module as it is written")
         if self.to == "disk" and self.path is None:
             raise ValueError("expected a 'path' beside 'to: disk': the directory whose files are to hold the tensors")
         return self

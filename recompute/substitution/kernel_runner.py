@@ -56,7 +56,7 @@ class KernelRunner(Runner, ABC):
         note = f"kernel: {self._what()}"
         return note if self.fallback is None else f"{note} on CUDA, else {self.fallback.note}"
 
-    def settle(self, *, compresses: bool, tile: int | None) -> None:
+    def configure(self, *, compresses: bool, tile: int | None) -> None:
         """Have the kernels do what a rule says beside which modules they are for."""
         self.compresses, self.tile = compresses, tile
         self.note = self._note()

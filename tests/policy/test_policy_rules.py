@@ -250,8 +250,8 @@ def test_tiles_are_of_tokens_and_need_a_kernel():
     assert refusal_of(Rule, match="a", action="checkpoint", tile=8) == (
         "Rule: tile: expected no 'tile' beside action 'checkpoint': it belongs to action 'recompute'; found 8"
     )
-    assert "expected via: kernel or auto beside 'tile'" in refusal_of(
-        Rule, match="a", action="recompute", via="hook", tile=8
+    assert refusal_of(Rule, match="a", action="recompute", via="hook", tile=8) == (
+        "Rule: tile: expected no 'tile' beside 'via: hook', by which a module runs as it is written; found 8"
     )
 
 
