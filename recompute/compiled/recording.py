@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
+from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.op_arguments import LISTS, at, is_plain, tensors_in
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -164,6 +165,8 @@ class Recording:
             return None
         if not isinstance(op, OpOverload):
             raise NotCapturable(f"{op} is no op of the dispatcher")
+        if (known.casts_inside or torch.is_inference_mode_enabled()) and left_out():
+            raise NotCapturable(f"autocast applies inside of {known.name}")
         if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
             raise NotCapturable(f"{known.name} depends on data")
         written = tensors_in(at(known.writes, args, kwargs))
