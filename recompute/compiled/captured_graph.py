@@ -51,6 +51,7 @@ class GraphCaller(Protocol):
     statistics: RegionStatistics
     is_checkpoint: bool
     recording: Recording | None
+    recorded_variant: Hashable
 
     @property
     def fusion(self) -> Fusion | None: ...
@@ -93,6 +94,8 @@ class GuardedGraphs:
         """How many traces are going on."""
         self._substitutes: dict[Any, Any] = {}
         """For functions that kernels stand in for, what the graph calls in their place."""
+        self._fusions: list[Fusion] = []
+        """Of the kernels that stand in for the module, and of those that do for modules inside of it."""
         self.graphs: list[CapturedGraph] = []
 
     def trace(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -108,15 +111,16 @@ class GuardedGraphs:
         with self._lock:
             if self._calls is None:
                 self._calls = GuardedCalls(self._compile)
+            runners = list(runners_in(function, args))
             self._substitutes = {
-                original: ours
-                for runner in runners_in(function, args)
-                for original, ours in getattr(runner, "substitutes", {}).items()
+                original: ours for runner in runners for original, ours in getattr(runner, "substitutes", {}).items()
             }
+            own = None if _running.region is None else _running.region.fusion
+            found = own, *[runner.fusion_around for runner in runners]
+            self._fusions = [fusion for fusion in dict.fromkeys(found) if fusion is not None]
             self._traces += 1
         try:
-            fusion = _fusion()
-            whole = [*self._substitutes, *(() if fusion is None else fusion.parts)]
+            whole = [*self._substitutes, *[part for fusion in self._fusions for part in fusion.parts]]
             return self._calls.trace(function, args, kwargs, whole)
         finally:
             self._traces -= 1
@@ -149,7 +153,7 @@ class GuardedGraphs:
         for node in module.graph.nodes:
             if node.op == "call_function":
                 node.target = self._substitutes.get(node.target, node.target)
-        if (fusion := _fusion()) is not None:
+        for fusion in self._fusions:
             fusion.fuse(module.graph)
         module.recompile()
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
@@ -166,10 +170,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-
-
-def _fusion() -> Fusion | None:
-    return None if _running.region is None else _running.region.fusion
 
 
 def waits_for_another() -> bool:
@@ -271,7 +271,7 @@ class CapturedGraph:
                 raise Departure("its graph is given what is no tensor")
             seen = Observation(given, expected, autocast, learn)
             self._observed = weakref.ref(seen)
-            tape = GraphTape(region.tape, None, seen)
+            tape = GraphTape(region.tape, region.recorded_variant, seen)
             with tape:
                 outputs = self._graph(*given)
                 seen.end_forward()

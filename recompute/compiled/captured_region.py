@@ -116,6 +116,8 @@ class CapturedRegion:
         """The calls of the last frame's forward, if a graph is to be taken of the next one."""
         self._recorded_under: tuple[Numerics, Autocast | None] | None = None
         """torch's settings in that frame."""
+        self.recorded_variant: Hashable = None
+        """The variant of that frame."""
         self._cache = cache
         self._shared_graphs: CachedGraphs | None = None
         self._own_graphs: GuardedGraphs | None = None
@@ -348,7 +350,7 @@ class CapturedRegion:
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
         before = [Counts.so_far(each) for each in counting.values()]
-        self._recorded_under = Numerics(), autocast_in_force()
+        self._recorded_under, self.recorded_variant = (Numerics(), autocast_in_force()), variant
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
