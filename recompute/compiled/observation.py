@@ -205,6 +205,8 @@ class Observation:
             self._results = [self._recording.use(tensor) for tensor in outputs]
             if len({use.buffer for use in self._results}) < len(outputs):
                 raise NotCapturable("two of its outputs share memory")
+            if any(use.is_conjugate for use in self._results):
+                raise NotCapturable("it gives conjugates that are not computed yet")
             self._gradients = [None] * len(outputs)
             self._fixed = {position for position, tensor in enumerate(outputs) if not tensor.requires_grad}
             return self._walk([*given, *self._find_casts(given)], outputs)
