@@ -45,11 +45,13 @@ def saved(out: Path) -> dict[str, Any]:
     return json.loads((out / "results.json").read_text(encoding="utf-8"))
 
 
-def test_ablate_prints_a_table_and_writes_three_files(config: Path, tmp_path: Path) -> None:
+def test_ablate_prints_a_table_and_writes_all_files(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     code, output = recompute("ablate", config, "--out", out)
     assert code == 0, output
-    assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md", "results.png"]
+    files = ["results.json", "results.md", "results.csv", "results.png", "memory.png", "times.png", "report.html"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(files)
+    assert f"{', '.join(files[:-1])} and {files[-1]} are in {out}" in output
     table = (out / "results.md").read_text(encoding="utf-8")
     for policy in ("none", "full", "hook"):
         assert f"{policy}, sequence 64: " in output

@@ -24,8 +24,9 @@ from tabulate import tabulate
 from torch.optim import AdamW
 
 from recompute import counters
-from recompute.ablation.llama_ablation import AblationConfig, build_model, default_config, load_text, sample_batches
+from recompute.ablation.ablation_config import AblationConfig, default_config
 from recompute.ablation.peers import under
+from recompute.ablation.subjects import build_model, load_text, sample_batches
 from recompute.ablation.trials import seeded
 from recompute.policy.document import load_document
 

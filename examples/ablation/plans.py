@@ -30,8 +30,9 @@ from transformers import LlamaForCausalLM
 
 import recompute
 from recompute import counters
-from recompute.ablation.llama_ablation import AblationConfig, build_model, load_text, sample_batches
+from recompute.ablation.ablation_config import AblationConfig
 from recompute.ablation.peers import under
+from recompute.ablation.subjects import build_model, load_text, sample_batches
 from recompute.counters import resolve_device
 from recompute.errors import BudgetError
 from recompute.policy.document import load_document

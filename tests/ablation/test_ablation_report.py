@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recompute.ablation import ablation_report
+from recompute.ablation import ablation_plots, ablation_report
 
 MIB = 2**20
 BITWISE = {
@@ -186,7 +186,7 @@ def test_line_says_what_was_measured_or_what_is_wrong() -> None:
 def test_plot_labels_each_policy_once_inside_and_no_label_covers_another() -> None:
     near = [row(f"policy-{index}", peak=10 * MIB + index, seconds=0.1 + index * 1e-6) for index in range(6)]
     last = row("the-last-one-to-the-right", seconds=0.14)
-    figure = ablation_report.plot([NONE, FULL, BROKEN, *near, last])
+    figure = ablation_plots.memory_against_time([NONE, FULL, BROKEN, *near, last])
     labels = figure.axes[0].texts
     names = ["none", "full", *(row["policy"] for row in near), "the-last-one-to-the-right"]
     assert [label.get_text() for label in labels] == names
@@ -202,7 +202,7 @@ def test_plot_goes_from_held_to_peak(scale: int, unit: str) -> None:
         {**row, "activation_bytes_held": held * scale * MIB, "peak_bytes": peak * scale * MIB}
         for row, held, peak in ((NONE, 8, 10), (FULL, 2, 4))
     ]
-    axes = ablation_report.plot(rows).axes[0]
+    axes = ablation_plots.memory_against_time(rows).axes[0]
     bars = [line.get_xydata().tolist() for line in axes.lines if len(line.get_xdata()) == 2]
     assert bars == [[[100, 8], [100, 10]], [[130, 2], [130, 4]]]
     assert axes.get_ylabel() == f"{unit} above static memory"
