@@ -71,7 +71,7 @@ class AblateRequest:
             "steps": self.steps,
         }
         changes = {key: value for key, value in given.items() if value}
-        return validate(AblationConfig, {**base.model_dump(exclude_unset=True), **changes}, label="command line")
+        return validate(AblationConfig, {**base.as_given(), **changes}, label="command line")
 
     def run(
         self, *, command: str, progress: Progress, tell: Callable[[str], None], tell_left: TellLeft

@@ -87,6 +87,10 @@ class LongestSequence(BaseModel):
         return self
 
 
+_ONE_AND_SEVERAL = {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}
+"""The keys of one of something, and those that stand in their places where there are several."""
+
+
 class AblationConfig(BaseModel):
     """What to train and how long. The defaults suit two CPU cores; `default_config` knows a GPU's.
 
@@ -131,7 +135,7 @@ class AblationConfig(BaseModel):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> AblationConfig:
-        for one, several in (("model", "models"), ("batch_size", "batch_sizes"), ("dtype", "dtypes")):
+        for one, several in _ONE_AND_SEVERAL.items():
             if getattr(self, several) and one in self.model_fields_set:
                 raise ValueError(f"expected {one} or {several}; found both")
         if self.cell_timeout_seconds is not None and not self.isolate:
@@ -146,6 +150,11 @@ class AblationConfig(BaseModel):
                 key = "step: layers" if self.step == "layers" else "longest_sequence"
                 raise ValueError(f"{key}: expected models of transformers; found models.{name}, the factory {source}")
         return self
+
+    def as_given(self) -> dict[str, Any]:
+        """The keys that were given, as JSON can hold them. Another configuration is read from these."""
+        replaced = {one for one, several in _ONE_AND_SEVERAL.items() if getattr(self, several)}
+        return self.model_dump(mode="json", exclude_unset=True, exclude=replaced)
 
     def treatments(self) -> tuple[str, ...]:
         """What each model is trained under, beginning with the baseline."""

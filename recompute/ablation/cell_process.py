@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -73,7 +73,7 @@ class IsolatedExperiment(AbstractContextManager["IsolatedExperiment"]):
     def _answer(self, task: str, policy: str, length: int | None = None) -> tuple[Any, str | None]:
         config = self._comparison.config
         job = {
-            "config": config.model_dump(mode="json", exclude_unset=True),
+            "config": config.as_given(),
             "comparison": config.comparisons().index(self._comparison),
             "task": task,
             "policy": policy,
@@ -82,17 +82,19 @@ class IsolatedExperiment(AbstractContextManager["IsolatedExperiment"]):
         }
         (self._folder / _ANSWER).unlink(missing_ok=True)
         (self._folder / _JOB).write_text(json.dumps(job), encoding="utf-8")
-        error = _run(self._folder, self._progress, config.cell_timeout_seconds)
+        command = [sys.executable, "-m", __name__, str(self._folder)]
+        error = run_job(command, self._folder, self._progress, config.cell_timeout_seconds)
         if error is not None:
             return None, error
         answer = json.loads((self._folder / _ANSWER).read_text(encoding="utf-8"))
         return answer["result"], answer["error"]
 
 
-def _run(folder: Path, progress: Progress, timeout_seconds: float | None) -> str | None:
-    """Run the job in the folder. Returns None where it was answered, else what ended its process."""
+def run_job(
+    command: Sequence[str], folder: Path, progress: Progress, timeout_seconds: float | None = None
+) -> str | None:
+    """Run the command, which is to answer the job in the folder. Returns None if it did, else what ended it."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # a factory may be on a path of the parent's own
-    command = [sys.executable, "-m", __name__, str(folder)]
     is_late = threading.Event()
     with (folder / _LOG).open("w", encoding="utf-8") as log:
         process = subprocess.Popen(

@@ -17,6 +17,8 @@ Results = dict[str, Any]
 
 NAME = "results.json"
 DATE = "date"
+ABSENT = "absent"
+"""Stands for the value of a key that is not there."""
 
 
 def package_version() -> str | None:
@@ -74,7 +76,8 @@ def differences(one: Any, other: Any, key: str = "") -> Iterator[tuple[str, Any,
     """The dotted keys whose values differ, with both of them."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for name in dict.fromkeys((*one, *other)):
-            yield from differences(one.get(name), other.get(name), f"{key}.{name}" if key else str(name))
+            dotted = f"{key}.{name}" if key else str(name)
+            yield from differences(one.get(name, ABSENT), other.get(name, ABSENT), dotted)
     elif one != other:
         yield key, one, other
 

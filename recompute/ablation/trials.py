@@ -52,9 +52,9 @@ class AblationRow:
     caller's own.
 
     Bytes are those of tensors. ``activation_bytes_held`` are alive between forward and backward, and
-    ``logits_bytes_held`` is the part of them that came after the decoder: head and loss. ``peak_bytes`` is the most
-    alive at once in forward and backward. None of these count what is alive before the step: ``parameter_bytes``,
-    ``gradient_bytes`` and ``optimizer_bytes``, its states.
+    ``logits_bytes_held`` is the part of them that came after the decoder, from head and loss; it is not known under
+    autocast. ``peak_bytes`` is the most alive at once in forward and backward. None of these count what is alive before
+    the step: ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes``, its states.
 
     Times are medians over the timed steps of all repeats; their ``_quartiles`` are the first and the third. On CUDA
     ``step_seconds`` ends when the device has finished, and its parts are by the device's clock. ``forward_cpu_seconds``
@@ -278,7 +278,7 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
         **experiment.facts,
         exact=exact,
         activation_bytes_held=held,
-        logits_bytes_held=None if memory.bytes_held_after_inner is None else held - memory.bytes_held_after_inner,
+        logits_bytes_held=_after_decoder(experiment, memory),
         peak_bytes=memory.peak_bytes,
         **_static_bytes(model, optimizer),
         bytes_per_token_layer_hidden=None if elements is None else held / elements,
@@ -299,6 +299,12 @@ def _step_peak(experiment: Experiment, policy: str) -> int:
             return counted[1]
         memory = counters.step_memory(partial(experiment.forward, model, experiment.batches[0]), device)
     return memory.peak_bytes + sum(_static_bytes(model, optimizer).values())
+
+
+def _after_decoder(experiment: Experiment, memory: counters.StepMemory) -> int | None:
+    if memory.bytes_held_after_inner is None or experiment.autocast is not None:
+        return None  # autocast's copies of the weights live until forward has ended, not until the decoder has
+    return memory.activation_bytes_held - memory.bytes_held_after_inner
 
 
 def _decoder_in(model: nn.Module) -> nn.Module | None:

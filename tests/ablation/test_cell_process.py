@@ -1,0 +1,141 @@
+"""A training in a process of its own: whatever ends the process is an error, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recompute.ablation import run_ablation
+from recompute.ablation.ablation_config import AblationConfig
+from recompute.ablation.cell_process import IsolatedExperiment, run_job
+from recompute.estimation.llama import ModelShape
+
+ANSWER = "import sys; open(sys.argv[1] + '/answer.json', 'w').write('{}')"
+FAILURES = [
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"ProcessEnded: signal SIGSEGV$"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"ProcessEnded: signal SIGKILL$"),
+    ("import sys; sys.exit(3)", r"ProcessEnded: exit code 3$"),
+    ("raise MemoryError('no room')", r"exit code 1; it printed last: .*MemoryError: no room$"),
+    ("pass", r"ProcessEnded: exit code 0$"),
+]
+
+
+def job(script: str, folder: Path, seen: list[Any] | None = None, timeout_seconds: float | None = None) -> str | None:
+    progress = (lambda *_: None) if seen is None else (lambda *step: seen.append(step))
+    return run_job([sys.executable, "-c", script, str(folder)], folder, progress, timeout_seconds)
+
+
+@pytest.mark.parametrize(("script", "error"), FAILURES, ids=lambda text: str(text)[-12:])
+def test_what_ends_a_process_is_told(tmp_path: Path, script: str, error: str) -> None:
+    assert re.search(error, job(script, tmp_path) or "")
+
+
+def test_an_answer_counts_whatever_came_after_it(tmp_path: Path) -> None:
+    assert job(ANSWER, tmp_path) is None
+    assert job(f"{ANSWER}; sys.exit(1)", tmp_path) is None
+
+
+def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    """The child's child holds the pipe open, too: the call returns only because both are ended."""
+    script = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])"
+    error = job(f"{script}; time.sleep(3600)", tmp_path, timeout_seconds=1.5)
+    assert error == "TimeoutError: it took longer than cell_timeout_seconds: 1.5"
+
+
+def test_progress_comes_through_the_pipe(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    assert job(f"print('[\"none\", 1, 2]'); {ANSWER}", tmp_path, seen) is None
+    assert seen == [("none", 1, 2)]
+
+
+CONFIG = AblationConfig(
+    model=ModelShape(hidden_size=32, intermediate_size=48, layers=1, heads=2, kv_heads=1),
+    policies=("elementwise", "kernel"), peers=(), sequence_lengths=(16,), batch_size=1, steps=2, device="cpu",
+)  # fmt: skip
+
+
+def test_what_is_handed_on_is_removed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def interrupted() -> None:
+        with IsolatedExperiment(CONFIG.comparisons()[0], lambda *_: None):
+            assert len(list(tmp_path.iterdir())) == 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def run(config: AblationConfig, out: Path) -> dict[Any, Any]:
+    rows = run_ablation.run(config, out, command="recompute ablate", progress=lambda *_: None)
+    return {(row.model, row.policy): row for row in rows}
+
+
+@pytest.mark.slow
+def test_rows_of_processes_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    together = run(CONFIG, tmp_path)
+    apart = run(CONFIG.model_copy(update={"isolate": True, "repeats": 2}), tmp_path)
+    assert list(apart) == list(together)
+    for key, row in apart.items():
+        assert row.error is None
+        for name in ("losses", "grads_match", "grad_error", "grad_error_last", "activation_bytes_held", "peak_bytes"):
+            assert getattr(row, name) == getattr(together[key], name), (key, name)
+        assert len(row.timings) == 2
+    assert apart["llama", "kernel"].grad_tolerance == together["llama", "kernel"].grad_tolerance
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+CRASHING = """
+import os, signal, time, torch
+from torch import nn
+
+def fine():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
+
+def crashing():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def hanging():
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "a_crashing_model.py").write_text(CRASHING, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("a_crashing_model", None)
+
+
+@pytest.mark.slow
+def test_a_crash_and_a_timeout_are_rows_and_the_others_go_on(crashing: Path) -> None:
+    models = {name: f"a_crashing_model:{name}" for name in ("crashing", "hanging", "fine")}
+    changes = {"models": models, "isolate": True, "cell_timeout_seconds": 30.0, "policies": ()}
+    rows = run(CONFIG.model_copy(update=changes), crashing / "out")
+    assert rows["crashing", "none"].error.startswith("ProcessEnded: signal SIGSEGV")
+    assert rows["hanging", "none"].error == "TimeoutError: it took longer than cell_timeout_seconds: 30"
+    assert rows["fine", "none"].error is None
+    saved = json.loads((crashing / "out" / "results.json").read_text(encoding="utf-8"))
+    assert saved["complete"]
+    assert [row["model"] for row in saved["rows"]] == ["crashing", "hanging", "fine"]
+
+
+def test_the_command_that_is_started_answers_with_a_row(tmp_path: Path) -> None:
+    """One process, so that the default tier has seen the real command once."""
+    with IsolatedExperiment(CONFIG.comparisons()[0], lambda *_: None) as isolated:
+        row = isolated.row("none")
+        assert isolated.has_baseline
+    assert row.error is None
+    assert len(row.losses or ()) == 2
