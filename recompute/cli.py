@@ -181,12 +181,15 @@ def ablate(
             progress.update(task, description=what, completed=done, total=total)
 
         def show_left(done: int, total: int, seconds: float | None) -> None:
-            left = "" if seconds is None else f", about {_duration(seconds)} left"
+            left = f", about {_duration(seconds)} left" if seconds else ""
             progress.update(cells, description=f"{done} of {total} done{left}", completed=done, total=total)
 
-        outcome = request.run(
-            command=shlex.join(["recompute", *sys.argv[1:]]), progress=show, tell=stderr.print, tell_left=show_left
-        )
+        def tell(line: str) -> None:
+            left = "" if stderr.is_terminal else progress.tasks[cells].description  # where no bar can show it
+            stderr.print(f"{line} ({left})" if left else line)
+
+        command = shlex.join(["recompute", *sys.argv[1:]])
+        outcome = request.run(command=command, progress=show, tell=tell, tell_left=show_left)
     Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(outcome.table)
     typer.echo(f"{', '.join(outcome.files[:-1])} and {outcome.files[-1]} are in {out}")
     for problem in outcome.problems:

@@ -28,6 +28,7 @@ from recompute.ablation.peers import BASELINE
 from recompute.ablation.results_file import row_from
 from recompute.ablation.subjects import experiment_of, load_text
 from recompute.ablation.trials import AblationRow, Experiment, Progress, Timings, Training, attempted
+from recompute.errors import AblationError
 from recompute.policy.document import validate
 
 _JOB, _ANSWER, _LOG, _BASELINE, _TOLERANCE = "job.json", "answer.json", "log.txt", "baseline.pt", "tolerance.json"
@@ -67,7 +68,8 @@ class IsolatedExperiment(AbstractContextManager["IsolatedExperiment"]):
     def machine(self) -> dict[str, Any]:
         """The description of the machine, without making a context on the device in this process."""
         found, error = self._answer("machine", BASELINE)
-        assert found is not None, error
+        if found is None:
+            raise AblationError(f"isolate: a process of its own cannot look at the device: {error}")
         return found
 
     def _answer(self, task: str, policy: str, length: int | None = None) -> tuple[Any, str | None]:

@@ -15,7 +15,7 @@ from recompute.ablation.row_places import place
 from recompute.ablation.trials import AblationRow, Timings
 
 TellLeft = Callable[[int, int, float | None], None]
-"""Called before each cell with the number done, the number of all, and the seconds that those left may take."""
+"""Called with how many cells are done, how many there are, and the seconds that the rest may take (None: not known)."""
 
 
 class Trainer(Protocol):
@@ -119,13 +119,14 @@ class RowRecorder:
 
     @contextmanager
     def _cell(self) -> Iterator[None]:
-        left = self._total - self._done
-        mean = sum(self._spent) / len(self._spent) if self._spent else None
-        self._tell_left(self._done, self._total, None if mean is None else mean * left)
+        if not self._spent:
+            self._tell_left(self._done, self._total, None)
         start = counters.host_seconds()
         yield
         self._spent.append(counters.host_seconds() - start)
         self._done += 1
+        mean = sum(self._spent) / len(self._spent)
+        self._tell_left(self._done, self._total, mean * (self._total - self._done))
 
     def _put(self, row: AblationRow) -> AblationRow:
         key = self._key(asdict(row), row.policy)

@@ -143,7 +143,7 @@ def test_what_is_left_is_told_by_the_mean_of_what_was_done(monkeypatch: pytest.M
     told: list[tuple[int, int, float | None]] = []
     recorder = recorded(total=6, tell_left=lambda *left: told.append(left))
     list(recorder.train(Trainer(), ("none", "a", "b"), FACTS))
-    assert told == [(0, 6, None), (1, 6, 50.0), (2, 6, 80.0)]
+    assert told == [(0, 6, None), (1, 6, 50.0), (2, 6, 80.0), (3, 6, 60.0)]
 
 
 TINY = AblationConfig(
