@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def run_job(
     with (folder / _LOG).open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # which ends when this process does, however that comes about
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -141,11 +142,20 @@ def _end(process: subprocess.Popen[str]) -> None:
         with suppress(ProcessLookupError):  # it has ended by now
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _end_with_parent(folder: Path) -> None:
+    """Once the parent is gone, remove the folder in its place, and end."""
+    sys.stdin.read()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _main(folder: Path) -> None:
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever is printed goes to the log
     job = json.loads((folder / _JOB).read_text(encoding="utf-8"))

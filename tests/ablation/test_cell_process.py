@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +142,39 @@ def test_the_command_that_is_started_answers_with_a_row(tmp_path: Path) -> None:
         assert isolated.has_baseline
     assert row.error is None
     assert len(row.losses or ()) == 2
+
+
+ABANDONED = """
+import sys
+from pathlib import Path
+from recompute.ablation.ablation_config import AblationConfig
+from recompute.ablation.cell_process import IsolatedExperiment
+
+config = AblationConfig(models={"hanging": "a_crashing_model:hanging"}, isolate=True, device="cpu")
+with IsolatedExperiment(config.comparisons()[0], lambda *_: None) as isolated:
+    print(isolated._folder, flush=True)
+    isolated.row("none")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_parent_is_killed_removes_what_was_handed_on_and_ends(
+    crashing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(each for each in sys.path if each))
+    parent = subprocess.Popen([sys.executable, "-c", ABANDONED], stdout=subprocess.PIPE, text=True, cwd=crashing)
+    assert parent.stdout is not None
+    folder = Path(parent.stdout.readline().strip())
+    wait_until((folder / "log.txt").exists)  # the child has been started
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not folder.exists())
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    for _ in range(2400):
+        if happens():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not happen within two minutes")
