@@ -160,7 +160,7 @@ def _unit_of_memory(rows: Sequence[RowDict]) -> tuple[str, float]:
 
 def _memory_parts(row: RowDict, base: RowDict) -> Parts:
     """Bytes between forward and backward; the optimizer's states are there from the second step on."""
-    held, logits = row["activation_bytes_held"], row.get("logits_bytes_held") or 0
+    held, logits = row["activation_bytes_held"], max(0, row.get("logits_bytes_held") or 0)
     static = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
     return {name: row.get(key) or 0 for name, key in static.items()} | {
         "activations": held - logits,

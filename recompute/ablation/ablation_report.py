@@ -14,6 +14,7 @@ from recompute.ablation import ablation_plots
 from recompute.ablation.html_report import Section, page
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.row_places import AXES, place, place_of, varied
+from recompute.estimation.factories import names_factory
 from recompute.units import humanize
 
 RowDict = Mapping[str, Any]
@@ -132,6 +133,9 @@ def describe(results: Mapping[str, Any]) -> str:
         return f"{shape}; {config['steps']} steps. {where}"
     of_layers = " of all but head, loss and optimizer" if config.get("step") == "layers" else ""
     repeats = f", each {config['repeats']} times" if config.get("repeats", 1) > 1 else ""
+    models = config.get("models") or {}
+    if models and all(isinstance(source, str) and names_factory(source) for source in models.values()):
+        return f"{_models(config)}; {_listed(config, 'dtype')}, {config['steps']} steps{repeats}. {where}"
     return (
         f"{_models(config)}; batch {_listed(config, 'batch_size')}, "
         f"sequence {', '.join(map(str, config['sequence_lengths']))}, {_listed(config, 'dtype')}, {config['steps']} "

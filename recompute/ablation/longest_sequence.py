@@ -14,6 +14,8 @@ from recompute.units import parse_budget
 _OUT_OF_MEMORY = (
     torch.OutOfMemoryError.__name__,
     MemoryError.__name__,
+    "out of memory",  # CUDA's own error
+    "CUBLAS_STATUS_ALLOC_FAILED",
     "can't allocate memory",  # torch's allocator of the CPU
     signal.SIGKILL.name,  # the kernel's way to end what takes all memory
 )

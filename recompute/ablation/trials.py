@@ -52,9 +52,10 @@ class AblationRow:
     caller's own.
 
     Bytes are those of tensors. ``activation_bytes_held`` are alive between forward and backward, and
-    ``logits_bytes_held`` is the part of them that came after the decoder, from head and loss; it is not known under
-    autocast. ``peak_bytes`` is the most alive at once in forward and backward. None of these count what is alive before
-    the step: ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes``, its states.
+    ``logits_bytes_held`` is by how many these are more than when the decoder returned: what head and loss hold, less
+    the decoder's output where a policy drops it. It is not known under autocast. ``peak_bytes`` is the most alive at
+    once in forward and backward. None of these count what is alive before the step: ``parameter_bytes``,
+    ``gradient_bytes`` and ``optimizer_bytes``, its states.
 
     Times are medians over the timed steps of all repeats; their ``_quartiles`` are the first and the third. On CUDA
     ``step_seconds`` ends when the device has finished, and its parts are by the device's clock. ``forward_cpu_seconds``

@@ -287,6 +287,12 @@ def test_a_matrix_is_described_with_its_models() -> None:
     assert "batch 1, 2, sequence 64, float32, autocast, 8 steps on bytes of: a text, each 3 times. a CPU" in text
 
 
+def test_of_factories_no_sizes_are_told_that_are_their_own() -> None:
+    found = results(NONE)
+    found["config"] |= {"models": {"a": "m:a", "b": "m:b"}}
+    assert ablation_report.describe(found).startswith("a: m:a; b: m:b; float32, 8 steps. a CPU")
+
+
 def test_csv_has_a_line_for_each_row_and_a_column_for_each_number(tmp_path: Path) -> None:
     ablation_report.write(results(timed("none"), BROKEN), tmp_path)
     with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as stream:

@@ -51,6 +51,9 @@ def test_it_doubles_and_then_halves_the_range() -> None:
     [
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
         ("MemoryError: no room", True),
+        ("HostMemoryError: a rule may offload 1 GiB", True),
+        ("AcceleratorError: CUDA error: out of memory", True),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", True),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory", True),
         ("ProcessEnded: signal SIGKILL", True),
         ("ProcessEnded: signal SIGSEGV", False),
