@@ -74,7 +74,9 @@ def peak_of(model: nn.Module, policy: Any) -> int:
     return timeline.peak_nbytes
 
 
-@pytest.mark.parametrize(("policy", "helps"), [(None, {"layers.*", "layers.*.mlp"}), *slow(("hook", {"layers.*"}))])
+@pytest.mark.parametrize(
+    ("policy", "helps"), [(None, {"layers.*", "layers.*.mlp"}), *slow(("hook", {"layers.*.self_attn"}))]
+)
 def test_it_says_who_holds_what_and_what_each_rule_frees(
     policy: str | None, helps: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
