@@ -198,6 +198,7 @@ def _legend(lengths: Sequence[int]) -> list[Line2D]:
         Line2D([], [], color="black", marker="o", linestyle="", markerfacecolor=face, label=label)
         for label, face in kinds
     ]
+    markers.append(Line2D([], [], color="gray", linestyle="dashed", label="Pareto frontier"))
     named = [(i, length) for i, length in enumerate(lengths) if length is not None]
     return markers + [Line2D([], [], color=f"C{i}", label=f"sequence {length}") for i, length in named]
 
