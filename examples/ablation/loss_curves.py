@@ -66,7 +66,7 @@ def configuration(path: Path | None, steps: int) -> AblationConfig:
     config = default_config() if path is None else load_document(AblationConfig, path, kind="configuration")
     if path is None and counters.resolve_device(config.device).type == "cuda":
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 8})})
-    return config.model_copy(update={"steps": steps, "sequence_lengths": config.sequence_lengths[:1]})
+    return config.single().model_copy(update={"steps": steps, "sequence_lengths": config.sequence_lengths[:1]})
 
 
 def train(config: AblationConfig, policy: str, text: bytes, advance: Any) -> list[float]:
@@ -80,7 +80,8 @@ def train(config: AblationConfig, policy: str, text: bytes, advance: Any) -> lis
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, fused=True)
         for batch in batches:
             optimizer.zero_grad()
-            loss = model(input_ids=batch, labels=batch).loss
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "autocast"):
+                loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

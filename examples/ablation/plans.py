@@ -94,7 +94,9 @@ class Trainer:
 
 
 def main(config_path: Path, out: Path, count: int, peers: bool, profile_path: Path | None) -> None:
-    config = load_document(AblationConfig, config_path, kind="configuration")
+    config = load_document(AblationConfig, config_path, kind="configuration").single()
+    if config.dtype == "autocast":
+        raise SystemExit(f"{config_path}: dtype: expected float32 or bfloat16; found autocast")
     device = resolve_device(config.device)
     _, text = load_text(config.text)
     batch = sample_batches(config, text, config.sequence_lengths[0])[0].to(device)

@@ -22,7 +22,7 @@ from pydantic import (
 
 from recompute.ablation.peers import BASELINE, Peer, treatments
 from recompute.counters import resolve_device
-from recompute.errors import BudgetError
+from recompute.errors import AblationError, BudgetError
 from recompute.estimation.factories import names_factory
 from recompute.estimation.llama import ModelShape
 from recompute.units import parse_budget
@@ -149,6 +149,13 @@ class AblationConfig(BaseModel):
             if _is_factory(source) and (self.step == "layers" or self.longest_sequence):
                 key = "step: layers" if self.step == "layers" else "longest_sequence"
                 raise ValueError(f"{key}: expected models of transformers; found models.{name}, the factory {source}")
+        return self
+
+    def single(self) -> AblationConfig:
+        """The same configuration. Raises ``AblationError`` if it has several models, batch sizes or dtypes."""
+        for one, several in _ONE_AND_SEVERAL.items():
+            if getattr(self, several):
+                raise AblationError(f"expected a configuration with one {one}; found {several}")
         return self
 
     def as_given(self) -> dict[str, Any]:

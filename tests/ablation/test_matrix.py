@@ -92,6 +92,13 @@ def test_a_configuration_of_one_model_is_one_comparison_for_each_length() -> Non
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("key", ["models: {a: b.c:d}", "batch_sizes: [1]", "dtypes: [float32]"])
+def test_a_script_for_one_model_refuses_several(key: str) -> None:
+    assert configured("steps: 3\n").single().steps == 3
+    with pytest.raises(AblationError, match=f"one (model|batch_size|dtype); found {key.partition(':')[0]}"):
+        configured(f"{key}\n").single()
+
+
 def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(own: Path) -> None:
     rows = run(configured(sequence_lengths=(16,), batch_sizes=(2,)), own / "out")
     assert [(row.model, row.dtype, row.policy) for row in rows] == [
