@@ -38,7 +38,9 @@ def budget_nbytes(asked: LongestSequence, device: torch.device) -> int | None:
                 "for a CUDA device"
             )
         return None
-    capacity = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    # To look at a device takes some of its memory.
+    is_share = isinstance(asked.budget, str) and "%" in asked.budget
+    capacity = torch.cuda.mem_get_info(device)[1] if is_share and device.type == "cuda" else None
     try:
         return parse_budget(asked.budget, capacity)
     except BudgetError as error:

@@ -20,7 +20,7 @@ from recompute.ablation.ablation_config import AblationConfig, Comparison, Huggi
 from recompute.ablation.row_places import place_of, varied
 from recompute.ablation.trials import Experiment, Progress, seeded
 from recompute.errors import AblationError, ModelError
-from recompute.estimation.build_model import build
+from recompute.estimation.build_model import build, refusals_named
 from recompute.estimation.check_paths import check_source
 from recompute.estimation.factories import (
     Factory,
@@ -35,6 +35,7 @@ from recompute.estimation.factories import (
     placed,
 )
 from recompute.estimation.llama import ModelShape, build_llama
+from recompute.policy.document import nearest
 
 _TEXT_NBYTES = 4 << 20  # of the standard library: more than a run's batches can visit
 
@@ -108,20 +109,25 @@ def hugging_face_source(comparison: Comparison) -> str | PretrainedConfig:
     """What ``build`` makes the model of. Raises ``ModelError`` where transformers knows no such model."""
     source, where = comparison.source, f"models.{comparison.model}"
     if isinstance(source, HuggingFaceFields):
-        try:
-            return AutoConfig.for_model(**source.model_dump())
-        except (ValueError, TypeError, KeyError) as error:
-            told = str(error).partition("\n")[0][:200]
-            raise ModelError(
-                f"{where}: expected fields of a configuration that transformers knows; found {source.model_dump()}: "
-                f"{told}"
-            ) from error
+        return _configuration(source.model_dump(), where)
     assert isinstance(source, str), "a Llama's shape is built by build_llama"
     try:
         check_source(source)
     except ModelError as error:
         raise ModelError(f"{where}: {error}; or package.module:factory, or a mapping with a model_type") from error
     return source
+
+
+def _configuration(fields: dict[str, Any], where: str) -> PretrainedConfig:
+    """The configuration of these fields. transformers itself takes a misspelled one for an attribute, and is silent."""
+    with refusals_named(where):
+        found = AutoConfig.for_model(**fields)
+        default = type(found)()
+    for name in fields:
+        guess = "" if hasattr(default, name) else nearest(name, vars(default))
+        if guess:  # without one it may be an attribute that a model asks for, though no configuration lists it
+            raise ModelError(f"{where}.{name}: {type(found).__name__} has no such field{guess}")
+    return found
 
 
 def _batch_like(

@@ -138,7 +138,7 @@ def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, posi
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with device, _refusals_named(source):
+        with device, refusals_named(source):
             return make(config).train()
     finally:
         torch.set_default_dtype(before)
@@ -146,12 +146,12 @@ def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, posi
 
 def _read(source: str) -> transformers.PretrainedConfig:
     check_source(source)
-    with _refusals_named(source):
+    with refusals_named(source):
         return transformers.AutoConfig.from_pretrained(source)
 
 
 @contextmanager
-def _refusals_named(source: Source) -> Iterator[None]:
+def refusals_named(source: Source) -> Iterator[None]:
     """Raise ``ModelError`` with the configuration's name and a line for whatever transformers raises."""
     try:
         yield

@@ -58,6 +58,20 @@ def test_progress_comes_through_the_pipe(tmp_path: Path) -> None:
     assert seen == [("none", 1, 2)]
 
 
+def test_ctrl_c_ends_the_process(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def interrupt(pid: int, done: int, total: int) -> None:
+        pids.append(pid)
+        raise KeyboardInterrupt
+
+    script = "import os, time; print([os.getpid(), 1, 2], flush=True); time.sleep(3600)"
+    with pytest.raises(KeyboardInterrupt):
+        run_job([sys.executable, "-c", script], tmp_path, interrupt)  # type: ignore[arg-type]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
 CONFIG = AblationConfig(
     model=ModelShape(hidden_size=32, intermediate_size=48, layers=1, heads=2, kv_heads=1),
     policies=("elementwise", "kernel"), peers=(), sequence_lengths=(16,), batch_size=1, steps=2, device="cpu",

@@ -73,6 +73,15 @@ def test_a_budget_is_bytes_and_on_the_cpu_nothing_else() -> None:
             budget_nbytes(asked(budget=budget), CPU)
 
 
+def test_only_a_share_of_a_gpu_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: looked.append(device) or (1, 1000))
+    cuda = torch.device("cuda")
+    assert [budget_nbytes(asked(budget=budget), cuda) for budget in ("2GiB", 4096, "device")] == [2 << 30, 4096, None]
+    assert looked == []
+    assert budget_nbytes(asked(budget="80%"), cuda) == 800
+
+
 SHAPE = ModelShape(hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1)
 CONFIG = AblationConfig(
     model=SHAPE, policies=("none", "full"), peers=("liger",), sequence_lengths=(16, 32), batch_size=2, steps=1,

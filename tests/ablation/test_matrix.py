@@ -210,7 +210,15 @@ def test_a_mistake_in_a_model_is_told_with_its_name(model: str, message: str) ->
     [
         ("./gone", r"models\.wrong: \./gone: cannot be read .*; or package\.module:factory"),
         ("nowhere:make", "nowhere:make: there is no module nowhere"),
-        ("{model_type: lama}", r"models\.wrong: expected fields of a configuration that transformers knows; found"),
+        (
+            "{model_type: gpt2, n_embed: 8}",
+            r"models\.wrong\.n_embed: GPT2Config has no such field \(did you mean 'n_embd'\?\)",
+        ),
+        (
+            "{model_type: llama, hidden_size: 8, num_attention_heads: 3}",
+            r"models\.wrong: .* refuses this one: .*hidden size \(8\) is not a multiple",
+        ),
+        ("{model_type: lama}", r"models\.wrong: .* transformers .* refuses this one: .*lama"),
     ],
 )
 def test_a_model_that_there_is_not_is_told_before_anything_is_trained(tmp_path: Path, model: str, message: str) -> None:
