@@ -174,7 +174,7 @@ def ablate(
     request = AblateRequest(config=config, text=text, model=model, out=out, resume=resume, **given)
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        cells = progress.add_task("", total=None)
+        cells = progress.add_task("", total=None, visible=False)
         task = progress.add_task("", total=None)
 
         def show(what: str, done: int, total: int) -> None:
@@ -182,7 +182,9 @@ def ablate(
 
         def show_left(done: int, total: int, seconds: float | None) -> None:
             left = f", about {_duration(seconds)} left" if seconds else ""
-            progress.update(cells, description=f"{done} of {total} done{left}", completed=done, total=total)
+            progress.update(
+                cells, description=f"{done} of {total} done{left}", completed=done, total=total, visible=True
+            )
 
         def tell(line: str) -> None:
             left = "" if stderr.is_terminal else progress.tasks[cells].description  # where no bar can show it
