@@ -34,7 +34,6 @@ from recompute.policy.document import validate
 
 _JOB, _ANSWER, _LOG, _BASELINE, _TOLERANCE = "job.json", "answer.json", "log.txt", "baseline.pt", "tolerance.json"
 _LAST_LINES = 3  # of what a process printed before it ended
-TIMEOUT = "TimeoutError"
 
 
 class IsolatedExperiment(AbstractContextManager["IsolatedExperiment"]):
@@ -126,10 +125,13 @@ def run_job(
             if timer:
                 timer.cancel()
             _end(process)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
     if (folder / _ANSWER).exists():
         return None
     if is_late.is_set():
-        return f"{TIMEOUT}: it took longer than cell_timeout_seconds: {timeout_seconds:g}"
+        return f"TimeoutError: it took longer than cell_timeout_seconds: {timeout_seconds:g}"
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     last = [line for line in (folder / _LOG).read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     said = "; it printed last: " + " | ".join(last[-_LAST_LINES:]) if last else ""
@@ -142,9 +144,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         with suppress(ProcessLookupError):  # it has ended by now
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
 
 
 def _end_with_parent(folder: Path) -> None:
