@@ -25,6 +25,10 @@ NAMES = ("results.png", "memory.png", "times.png", "longest.png")
 """The files, in order. Only the first is drawn of every run."""
 
 
+_CROWDED = 30
+"""Points in one frame whose names can still be read."""
+
+
 def pictures(rows: Sequence[RowDict]) -> dict[str, bytes]:
     """The plots that there are numbers for, as PNG files by their names."""
     figures = {"results.png": memory_against_time(rows)}
@@ -49,10 +53,13 @@ def memory_against_time(rows: Sequence[RowDict]) -> Figure:
 
     A point is a bar from what is held after forward (open marker) up to the peak (filled); the baseline's are
     square. A color is a sequence length. Its line is the Pareto frontier: no other row takes both less time and a lower
-    peak than a point on it. Each model, batch size and dtype has axes of its own.
+    peak than a point on it. Each model, batch size and dtype has axes of its own; so has each length, where the points
+    would be too many.
     """
     measured = [row for row in rows if row["error"] is None]
     groups = _groups(measured, [axis for axis in AXES if axis != "sequence_length"]) or [("", [])]
+    if max(len(group) for _, group in groups) > _CROWDED:
+        groups = _groups(measured, AXES)
     figure, frames = _frames(len(groups), width=8, height=5)
     labels = [_draw_points(axes, title, group) for axes, (title, group) in zip(frames, groups, strict=True)]
     figure.canvas.draw()

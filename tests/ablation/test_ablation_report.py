@@ -358,6 +358,18 @@ def test_each_model_has_axes_of_its_own() -> None:
     assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [["none"], ["none", "full"]]
 
 
+def test_lengths_have_axes_of_their_own_where_points_are_too_many() -> None:
+    def titles(count: int) -> list[str]:
+        names = ["none", *(f"policy-{number}" for number in range(count - 1))]
+        rows = [
+            row(name, peak=number, sequence_length=length) for length in (64, 128) for number, name in enumerate(names)
+        ]
+        return [axes.get_title() for axes in ablation_plots.memory_against_time(rows).axes]
+
+    assert titles(15) == [""]
+    assert titles(16) == ["sequence 64", "sequence 128"]
+
+
 def test_bars_add_up_to_what_was_measured() -> None:
     rows = [timed("none"), timed("full", 0.12, 0.07), timed("kernel", 0.08, 0.04)]
     none = rows[0]
