@@ -348,9 +348,8 @@ def _train(experiment: Experiment, model: nn.Module, optimizer: Optimizer, polic
     with seeded(experiment.seed, device):
         for step, batch in enumerate(experiment.batches):
             optimizer.zero_grad()
-            start = counters.wall_seconds(device)
-            with counters.clock(device) as clock:
-                cpu_start = counters.thread_seconds()
+            with counters.clock(device) as clock:  # the device is idle now
+                start, cpu_start = counters.host_seconds(), counters.thread_seconds()
                 loss = experiment.forward(model, batch)
                 seconds["forward_cpu"].append(counters.thread_seconds() - cpu_start)
                 clock.mark("forward")
@@ -359,7 +358,7 @@ def _train(experiment: Experiment, model: nn.Module, optimizer: Optimizer, polic
                 if experiment.updates:
                     optimizer.step()
                     clock.mark("optimizer")
-            seconds["step"].append(counters.wall_seconds(device) - start)
+                seconds["step"].append(counters.wall_seconds(device) - start)
             for name, spent in clock.seconds.items():
                 seconds[name].append(spent)
             losses.append(loss.item())
