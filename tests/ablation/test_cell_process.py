@@ -189,3 +189,16 @@ def wait_until(happens: Callable[[], bool]) -> None:
             return
         time.sleep(0.05)
     pytest.fail("it did not happen within two minutes")
+
+
+@pytest.mark.gpu
+def test_on_cuda_processes_measure_what_one_process_does(tmp_path: Path) -> None:
+    together = run(CONFIG.model_copy(update={"device": "cuda"}), tmp_path)
+    apart = run(CONFIG.model_copy(update={"device": "cuda", "isolate": True}), tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["machine"]["gpu"]
+    for key, row in apart.items():
+        assert row.error is None
+        assert row.losses == together[key].losses
+        assert row.grads_match
+        assert row.activation_bytes_held == together[key].activation_bytes_held
+        assert None not in (row.forward_seconds, row.backward_seconds, row.optimizer_seconds, row.forward_cpu_seconds)
