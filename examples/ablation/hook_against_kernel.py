@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +221,10 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"`{results['command']}` on {machine['gpu'] or machine['cpu']}, torch {machine['torch']}, "
         f"{machine['date'][:10]}, {results['dtype']}, {results['steps']} steps."
     ]
-    for op in dict.fromkeys(row.op for row in rows):
-        of_op = [row for row in rows if row.op == op]
+    for op, width in dict.fromkeys((row.op, row.width) for row in rows):
+        of_op = [row for row in rows if (row.op, row.width) == (op, width)]
         parts.append(
-            f"## {op}\n\n"
+            f"## {op}, width {width:,}\n\n"
             f"The kernel is faster than hooks {first_faster(of_op, 'kernel', 'hook')}, and than eager code "
             f"{first_faster(of_op, 'kernel', 'eager')}. Hooks are faster than eager code "
             f"{first_faster(of_op, 'hook', 'eager')}."
@@ -253,20 +254,21 @@ def markdown(results: Mapping[str, Any]) -> str:
 def plot(results: Mapping[str, Any]) -> Figure:
     """For each op, the time of each way as a ratio to eager code's, over the tokens."""
     rows = [Measured(**row) for row in results["rows"]]
-    ops = list(dict.fromkeys(row.op for row in rows))
+    ops = list(dict.fromkeys((row.op, row.width) for row in rows))
     figure = Figure(figsize=(4 * len(ops), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    for ax, op in zip(figure.subplots(1, len(ops), squeeze=False)[0], ops, strict=True):
-        eager = {row.tokens: row.device_seconds for row in rows if (row.op, row.way) == (op, "eager")}
+    for ax, (op, width) in zip(figure.subplots(1, len(ops), squeeze=False)[0], ops, strict=True):
+        of_op = [row for row in rows if (row.op, row.width) == (op, width)]
+        eager = {row.tokens: row.device_seconds for row in of_op if row.way == "eager"}
         for way in WAYS:
             points = [
                 (row.tokens, row.device_seconds / base)
-                for row in rows
-                if (row.op, row.way) == (op, way) and row.device_seconds and (base := eager.get(row.tokens))
+                for row in of_op
+                if row.way == way and row.device_seconds and (base := eager.get(row.tokens))
             ]
             if points:
                 ax.plot(*zip(*points, strict=True), marker="o", label=way)
-        ax.set(title=op, xlabel="tokens", ylabel="time, of eager's", xscale="log", ylim=(0, None))
+        ax.set(title=f"{op}, width {width:,}", xlabel="tokens", ylabel="time, of eager's", xscale="log", ylim=(0, None))
         ax.legend(fontsize=8)
     return figure
 
@@ -276,7 +278,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/hook-against-kernel"), help="folder for the results")
     parser.add_argument("--ops", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--width", type=int, default=4096, help="the hidden size")
+    parser.add_argument("--widths", nargs="+", type=int, default=[4096], help="hidden sizes")
     parser.add_argument("--steps", type=int, default=15, help="that are timed")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--device", default="auto")
@@ -291,11 +293,10 @@ def main() -> None:
         "rows": [],
     }
     for op in options.ops:
-        for tokens in options.tokens:
-            for way in WAYS:
-                row = measure(op, way, tokens, options.width, getattr(torch, options.dtype), device, options.steps)
-                results["rows"].append(asdict(row))
-                (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        for width, tokens, way in product(options.widths, options.tokens, WAYS):
+            row = measure(op, way, tokens, width, getattr(torch, options.dtype), device, options.steps)
+            results["rows"].append(asdict(row))
+            (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (options.out / "results.md").write_text(markdown(results), encoding="utf-8")
     plot(results).savefig(options.out / "results.png")
     print(markdown(results))

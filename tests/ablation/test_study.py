@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from recompute.ablation import run_ablation
 from recompute.ablation.ablation_config import AblationConfig, HuggingFaceFields, ModelSource
 from recompute.ablation.peers import EXACT_PEERS, is_peer
 from recompute.ablation.subjects import hugging_face_source
-from recompute.estimation.factories import load_factory, names_factory
 from recompute.estimation.llama import ModelShape
 from recompute.policy.document import load_document
 from recompute.policy.loading import load_policy
@@ -33,9 +31,8 @@ def loaded(name: str) -> AblationConfig:
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies' paths and the factories' package are those from the root."""
+    """Policies' paths are those from the root."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def test_the_default_has_every_key() -> None:
@@ -53,9 +50,7 @@ def test_each_configuration_asks_a_question_and_can_be_run(name: str) -> None:
         assert is_peer(policy) or load_policy(policy).rules is not None
     for comparison in config.comparisons():
         source = comparison.source
-        if isinstance(source, str) and names_factory(source):
-            load_factory(source)
-        elif not isinstance(source, ModelShape):
+        if not isinstance(source, ModelShape):
             read: Any = hugging_face_source(comparison)
             given = source.model_dump() if isinstance(source, HuggingFaceFields) else {}
             assert {key: getattr(read, key) for key in given} == given, "transformers knows every field"
@@ -64,12 +59,11 @@ def test_each_configuration_asks_a_question_and_can_be_run(name: str) -> None:
 def small(source: ModelSource) -> ModelSource:
     if isinstance(source, ModelShape):
         return ModelShape(hidden_size=32, intermediate_size=48, layers=1, heads=2, kv_heads=1)
-    if isinstance(source, HuggingFaceFields):
-        fields = source.model_dump()
-        if fields["model_type"] == "gpt2":  # whose defaults are large
-            fields = {"n_embd": 0, "n_layer": 0, "n_head": 0, "vocab_size": 0} | fields
-        return HuggingFaceFields(**{key: SMALL.get(key, value) for key, value in fields.items()})
-    return source.partition("_")[0] + "_16x32"
+    assert isinstance(source, HuggingFaceFields)
+    fields = source.model_dump()
+    if fields["model_type"] == "gpt2":  # whose defaults are large
+        fields = {"n_embd": 0, "n_layer": 0, "n_head": 0, "vocab_size": 0} | fields
+    return HuggingFaceFields(**{key: SMALL.get(key, value) for key, value in fields.items()})
 
 
 @pytest.mark.slow
@@ -96,13 +90,3 @@ def test_each_configuration_runs_in_small(name: str, tmp_path: Path) -> None:
         assert row.grads_match is not False, row
     if search:
         assert all((row.longest_sequence or 0) > 0 for row in rows[-3:])
-
-
-def test_operations_have_any_size() -> None:
-    make = load_factory("examples.ablation.study.operations:norm_6x8")
-    model, batch = make()
-    assert model(batch).shape == ()
-    assert [tuple(each.shape) for each in model.parameters()] == [(1, 6, 8), *[(8,)] * 4]
-    model, batch = load_factory("examples.ablation.study.operations:mlp_6x8")()
-    model(batch).backward()
-    assert all(each.grad is not None and bool(torch.isfinite(each.grad).all()) for each in model.parameters())
