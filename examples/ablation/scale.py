@@ -236,7 +236,7 @@ class Report:
         return ["" if row is None else f"{humanize(row.peak_bytes)} ({row.peak_bytes / before:.2f}x)" for row in found]
 
     def plot(self) -> Figure:
-        """The parts of the peak, by model and sharding: without a policy, and under ``full`` without logits."""
+        """The parts of the peak: without a policy, and under ``full`` without logits, as shares of the former."""
         figure = Figure(figsize=(12, 3.6 * len(SHARDINGS)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(len(SHARDINGS), 1)
@@ -248,19 +248,21 @@ class Report:
                     row = self.rows.get(_like(Case(model, *sharding), *way))
                     if row is None:
                         continue
-                    bottom = 0.0
+                    bottom, whole = 0.0, self.rows[Case(model, *sharding)].peak_bytes
                     for index, part in enumerate(parts):
-                        size = row.parts.get(part, 0) / (1 << 30)
+                        size = row.parts.get(part, 0) / whole
                         ax.bar(at, size, bottom=bottom, color=f"C{index}", label=None if at else part)
                         bottom += size
+                    ax.text(at, bottom, humanize(row.peak_bytes), ha="center", va="bottom", fontsize=7)
                     labels.append((at, f"{model}\n{'no policy' if way[0] == 'none' else 'full, no logits'}"))
                     at += 1
                 at += 0.5
             ax.set_xticks([place for place, _ in labels], [text for _, text in labels], fontsize=7)
-            ax.set_ylabel("GiB at the peak")
+            ax.set_ylabel("of the peak without a policy")
+            ax.set_ylim(0, 1.1)
             ax.set_title(_sharding(Case("", *sharding)))
             handles, names = ax.get_legend_handles_labels()
-            ax.legend(handles, names, fontsize=7)
+            ax.legend(handles, names, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
         return figure
 
 
