@@ -182,7 +182,7 @@ class GatedMLPFunction(torch.autograd.Function):
         parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
         ctx.holds_codes = compress and gate.dtype in launch.TRITON_DTYPES
         if ctx.holds_codes:
-            (gate_codes, gate_scales), (up_codes, up_scales) = _codes_of(gate), _codes_of(up)
+            (gate_codes, gate_scales), (up_codes, up_scales) = codes_of(gate), codes_of(up)
             ctx.save_for_backward(h, *parameters, rstd, gate_codes, up_codes, gate_scales, up_scales)
         else:
             ctx.save_for_backward(h, *parameters, rstd, gate, up)
@@ -221,8 +221,8 @@ class GatedMLPFunction(torch.autograd.Function):
         return dx, dresidual, *gradients[1:], None, None, None, None
 
 
-def _codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Codes and scales."""
+def codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Codes and scales of what an MLP holds, counted in the statistics of the region around."""
     if tensor is None:
         return None, None
     encoded = Codes(*quantize_op(tensor, BLOCK, None, True))

@@ -103,12 +103,24 @@ def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.
 
 
 def linear_gradients(
-    doutput: Tensor | None, inputs: Tensor | None, needs_dweight: bool, needs_dbias: bool
+    doutput: Tensor | None,
+    inputs: Tensor | None,
+    needs_dweight: bool,
+    needs_dbias: bool,
+    *,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed."""
+    """The gradients of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed.
+
+    weight: if it is given, its gradient gets the order in memory that it has. A transposed weight of GPT-2 has a
+    gradient that autograd would otherwise copy into that order.
+    """
     if doutput is None:
         return None, None
-    dweight = doutput.t() @ inputs if needs_dweight and inputs is not None else None
+    dweight = None
+    if needs_dweight and inputs is not None:
+        is_transposed = weight is not None and weight.stride(0) == 1 < weight.stride(1)
+        dweight = (inputs.t() @ doutput).t() if is_transposed else doutput.t() @ inputs
     return dweight, doutput.sum(0) if needs_dbias else None
 
 
