@@ -39,9 +39,11 @@ from recompute.kernels.linears import (
     NormSettings,
     added,
     autocast,
+    linear,
     linear_gradients,
     norm_gradients,
     rows,
+    shaped,
     sum_of_products,
     without_autocast,
 )
@@ -193,9 +195,9 @@ class GatedMLPFunction(torch.autograd.Function):
             return h.new_empty(()).expand(*h.shape[:-1], down_weight.shape[0]), None
         product = glu_forward(gate, up, activation)
         if norm is None:
-            y = F.linear(product, down_weight, down_bias)
+            y = linear(product, down_weight, down_bias)
         elif down_bias is None and h.dtype is product.dtype:  # added in the accumulators, and rounded once
-            y = torch.addmm(rows(h), rows(product), down_weight.t()).view(h.shape)
+            y = shaped(torch.addmm(rows(h), rows(product), down_weight.t()), *h.shape)
         else:
             y = h + F.linear(product, down_weight, down_bias)
         return y, None if residual is None else h

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels.rms_norm import check_rms_norm, rms_norm_backward, rms_norm_regenerate
@@ -76,6 +77,20 @@ def autocasts(device: str) -> bool:
 
 def rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
+
+
+def shaped(matrix: Tensor, *shape: int) -> Tensor:
+    """An output of a Function in its shape. It is no view for autograd, which refuses to change such outputs in place.
+
+    matrix: nobody else has it.
+    """
+    return torch.ops.aten._unsafe_view(matrix, shape)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of x in the dtype of the weight, as an output of a Function: see ``shaped``."""
+    product = F.linear(rows(x).to(weight.dtype), weight, bias)  # autocast would cast x, too
+    return shaped(product, *x.shape[:-1], weight.shape[0])
 
 
 def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -38,7 +38,7 @@ from recompute.kernels.activation import (
 )
 from recompute.kernels.blockwise_8bit import BLOCK, dequantize_op
 from recompute.kernels.gated_mlp import codes_of
-from recompute.kernels.linears import autocast, linear_gradients, rows, sum_of_products, without_autocast
+from recompute.kernels.linears import autocast, linear_gradients, rows, shaped, sum_of_products, without_autocast
 from recompute.kernels.tiled_mlp import TiledMLPFunction
 
 
@@ -162,10 +162,10 @@ class MLPFunction(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters, *held)
         ctx.set_materialize_grads(False)
         ctx.activation = activation
-        shape = (*x.shape[:-1], down_weight.shape[0])
+        shape = *x.shape[:-1], down_weight.shape[0]
         if not with_output:
             return x.new_empty(()).expand(shape)
-        return F.linear(activation_forward(up, activation), down_weight, down_bias).view(shape)
+        return shaped(F.linear(activation_forward(up, activation), down_weight, down_bias), *shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:

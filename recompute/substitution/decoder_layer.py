@@ -36,10 +36,10 @@ from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import BypassScope
 from recompute.engine.tape.recorder import TapeRegion
+from recompute.substitution.feed_forward import KernelMLP, find_kernel_mlp, how_it_holds
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
 from recompute.substitution.layer_fusion import FUSION
-from recompute.substitution.mlp import KernelMLP, find_kernel_mlp, how_it_holds
-from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
+from recompute.substitution.module_formula import Tracer, copy_without_policy, drops_nothing, formula_of
 from recompute.substitution.norm import (
     KernelLayerNorm,
     KernelNorm,
@@ -73,7 +73,7 @@ class PreNormLayer:
     output: int | None
     """The index of the output of attention that is added; None if it has one output."""
     dropouts: tuple[str, ...]
-    """The names of dropouts, which do nothing as long as their probability is 0."""
+    """The names of dropouts, or of their probabilities, which do nothing as long as these are 0."""
 
     def parts(self, module: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The norms and the MLP, which kernels may compute."""
@@ -81,7 +81,7 @@ class PreNormLayer:
         return norm, mlp_norm, mlp  # type: ignore[return-value]
 
     def is_as_found(self, module: nn.Module) -> bool:
-        return all(_drops_nothing(getattr(module, name)) for name in self.dropouts)
+        return all([drops_nothing(getattr(module, name)) for name in self.dropouts])
 
     def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[nn.Module, Tensor], Tensor]]:
         """Split forward's arguments: x, and a function that calls attention with the norm's output and the others."""
@@ -136,7 +136,7 @@ def find_pre_norm_layer(module: nn.Module) -> PreNormLayer | None:
         passed=tuple((key, None if source == norm else source) for key, source in passed if source is not _MORE),
         takes_more=any(source is _MORE for _, source in passed),
         output=output,
-        dropouts=tuple(name for name, child in module.named_children() if _drops_nothing(child)),
+        dropouts=formula.dropouts,
     )
     return layer if _computes_that(module, layer) else None
 
@@ -159,10 +159,6 @@ def _passed(place: int, argument: Any, names: tuple[str, ...]) -> tuple[int | st
     return key, _UNKNOWN
 
 
-def _drops_nothing(module: nn.Module) -> bool:
-    return type(module) is nn.Dropout and module.p == 0
-
-
 class _LayerTracer(Tracer):
     """Traces forwards with any named arguments, also those inside of decorators, which fx itself refuses."""
 
@@ -171,9 +167,6 @@ class _LayerTracer(Tracer):
         names = [_MORE if each.kind is each.VAR_KEYWORD else each.name for each in parameters]
         proxies = {name: self.create_proxy("placeholder", name.replace(_MORE, "more"), (), {}) for name in names}
         return lambda root: root_fn(root, *list(proxies.values())[:1], **dict(list(proxies.items())[1:])), [self.root]
-
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0] if _drops_nothing(m) else super().call_module(m, forward, args, kwargs)
 
 
 class _TrialPart(nn.Module):
@@ -274,6 +267,14 @@ class KernelLayerRunner(KernelRunner):
         return self.run_kernel(forward.__self__, forward, args, kwargs)  # type: ignore[attr-defined]
 
     @property
+    def wants_tape(self) -> bool:  # type: ignore[override]
+        """Attention runs its own code here, as with one Linear for q, k and v, of which a tape drops what rope gives.
+
+        Layers with LayerNorms and gated MLPs, such as OLMo's, have none of that.
+        """
+        return isinstance(self.norms[1], KernelLayerNorm) and self.mlp is not None and not self.mlp.is_gated
+
+    @property
     def variant(self) -> Hashable:
         return self._linears.count
 
@@ -281,8 +282,10 @@ class KernelLayerRunner(KernelRunner):
         first = "norm_linears" if isinstance(self.norms[0], KernelRMSNorm) else "add_layer_norm"
         if self.mlp is None:
             return f"{first}, add_rms_norm"
-        residual_mlp = f"residual_mlp{how_it_holds(self)}"
-        second = residual_mlp if isinstance(self.norms[1], KernelRMSNorm) else "add_layer_norm"
+        if isinstance(self.norms[1], KernelLayerNorm):
+            second = "add_layer_norm"
+        else:
+            second = f"residual_mlp{how_it_holds(self, self.mlp)}" if self.mlp.is_gated else "add_rms_norm"
         return ", ".join(dict.fromkeys((first, second)))
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -365,6 +368,7 @@ class KernelLayerRunner(KernelRunner):
         if (
             isinstance(norm, KernelLayerNorm)
             or self.mlp is None
+            or not self.mlp.is_gated
             or is_hooked(mlp)
             or (mlp_operands := self.mlp.operands(mlp)) is None
         ):
@@ -375,10 +379,11 @@ class KernelLayerRunner(KernelRunner):
             y, h = self.compute(("sum", self._kinds[1]), inputs, operands, sum_kernel, sum_and_norm)
             return h + mlp(y)
         (weight,), (weights, biases), activation = operands, mlp_operands, self.mlp.activation
+        gate, up, down = weights
 
         def kernel(x: Tensor, stream: Tensor) -> Tensor:
             settings: dict[str, Any] = {**biases, "compress": self.compresses, "tile": self.tile}
-            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **settings)
+            return residual_mlp(x, stream, weight, gate, up, down, norm.eps, norm.casting, activation, **settings)
 
         def as_written(x: Tensor, stream: Tensor) -> Tensor:
             y, h = sum_and_norm(x, stream)

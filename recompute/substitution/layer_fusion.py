@@ -20,6 +20,7 @@ from recompute.kernels.add_layer_norm import add_layer_norm
 from recompute.kernels.add_rms_norm import add_rms_norm
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.layer_norm import layer_norm
+from recompute.kernels.mlp import mlp
 from recompute.kernels.norm_linears import norm_linears
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
@@ -58,20 +59,27 @@ def _fuse_with_sum(graph: Graph, norm: Node) -> None:
     x, attended = h.args if _is_given(h.args[0]) else h.args[::-1]
     if not _is_given(x):
         return
-    mlp: Any = _only(norm.users)
-    total: Any = _only(mlp.users) if norm.target is rms_norm and _is_call(mlp, gated_mlp) else None
-    if _is_call(total, *_ADDITIONS) and set(total.args) == {h, mlp} and set(h.users) == {norm, total}:
-        _, *weights, activation = mlp.args
+    gated: Any = _only(norm.users)
+    total: Any = _only(gated.users) if norm.target is rms_norm and _is_call(gated, gated_mlp) else None
+    if _is_call(total, *_ADDITIONS) and set(total.args) == {h, gated} and set(h.users) == {norm, total}:
+        _, *weights, activation = gated.args
         weight, *others = settings
         arguments = (attended, x, weight, *weights, *others, activation)
-        _replace(graph, total, residual_mlp, arguments, mlp.kwargs)
-        for node in (mlp, norm, h):
+        _replace(graph, total, residual_mlp, arguments, gated.kwargs)
+        for node in (gated, norm, h):
             graph.erase_node(node)
         return
     with graph.inserting_before(h):
         both = graph.call_function(_WITH_SUM[norm.target], (attended, x, *settings))
     _replace(graph, norm, operator.getitem, (both, 0))
-    _replace(graph, h, operator.getitem, (both, 1))
+    _add_to_stream(_replace(graph, h, operator.getitem, (both, 1)))
+
+
+def _add_to_stream(stream: Node) -> None:
+    """Have sums begin with the stream, as the runner's do, whichever way round the layer adds."""
+    for user in list(stream.users):
+        if user.target is operator.add and user.args[1] is stream:
+            user.args = (stream, user.args[0])
 
 
 def _fuse_with_linears(graph: Graph, norm: Node) -> None:
@@ -110,10 +118,12 @@ def _use_as_stream(x: Node, stream: Node) -> None:
     x.replace_all_uses_with(stream, lambda user: user.target in sums and user is not stream.args[0])
 
 
-def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = None) -> None:
+def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = None) -> Node:
     with graph.inserting_before(node):
-        node.replace_all_uses_with(graph.call_function(target, args, kwargs))
+        new = graph.call_function(target, args, kwargs)
+    node.replace_all_uses_with(new)
     graph.erase_node(node)
+    return new
 
 
 def _arguments(node: Node) -> Any:
@@ -141,5 +151,5 @@ def _drops_nothing(node: Node) -> bool:
     return False
 
 
-FUSION = Fusion((rms_norm, layer_norm, gated_mlp), _fuse)
+FUSION = Fusion((rms_norm, layer_norm, gated_mlp, mlp), _fuse)
 """Of a decoder layer for which kernels stand in."""

@@ -234,6 +234,18 @@ def test_inputs_and_gradients_of_any_strides(change: Callable[[Tensor], Tensor],
         assert (value - truth).norm() <= 16 * FLOAT32_ROUNDING * truth.norm()
 
 
+@with_and_without_biases
+@pytest.mark.parametrize("options", [{}, {"tile": 8}, {"compress": True}], ids=repr)
+def test_what_comes_out_may_be_changed_in_place(options: dict[str, Any], biases: bool) -> None:
+    """As Falcon's layers do: autograd refuses that of a view that a Function gives."""
+    inputs = make_inputs(biases, "cpu")
+    given = [tensor for tensor in inputs if tensor is not None]
+    y = ours(**options)(*inputs)
+    y += 1
+    expected = torch.autograd.grad(ours(**options)(*inputs).sum(), given)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), given), expected))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transposed_weights_get_transposed_gradients(dtype: torch.dtype, device: str) -> None:
     """So that autograd does not copy the gradient of a Conv1D's weight."""

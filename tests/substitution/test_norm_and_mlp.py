@@ -24,7 +24,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
 from recompute.substitution.decoder_layer import find_pre_norm_layer
-from recompute.substitution.mlp import GatedMLP, find_activation, find_gated_mlp
+from recompute.substitution.feed_forward import GatedMLP, find_activation, find_gated_mlp
 from recompute.substitution.norm import KernelRMSNorm, find_norm
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 40
@@ -194,7 +194,17 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
         (transformers.activations.ACT2FN["gelu"], "gelu"),
         (transformers.activations.ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
         (nn.SiLU(inplace=True), None),
-        (transformers.activations.ACT2FN["quick_gelu"], None),
+        (transformers.activations.ACT2FN["gelu_new"], "gelu_tanh"),
+        (transformers.activations.ACT2FN["gelu_accurate"], "gelu_tanh"),
+        (transformers.activations.ACT2FN["gelu_python_tanh"], "gelu_tanh"),
+        (transformers.activations.ACT2FN["quick_gelu"], "quick_gelu"),
+        (nn.ReLU(), "relu"),
+        (transformers.activations.ACT2FN["relu2"], "relu2"),
+        (transformers.activations.ACT2FN["gelu_fast"], None),  # whose constant has fewer digits
+        (transformers.activations.ACT2FN["gelu_10"], None),
+        (nn.ReLU(inplace=True), None),
+        (nn.ReLU6(), None),
+        (nn.LeakyReLU(), None),
         (nn.Sigmoid(), None),
         (nn.Mish(), None),
         (nn.Sequential(nn.SiLU(), nn.SiLU()), None),
@@ -203,6 +213,10 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
         (norm_of(lambda self, x: F.silu(x) * 2), None),
         (norm_of(lambda self, x: F.silu(x * 2)), None),
         (norm_of(lambda self, x: F.silu(x) if self.training else x), None),
+        (norm_of(lambda self, x: F.relu(x).pow(2)), "relu2"),
+        (norm_of(lambda self, x: F.relu(x).pow(3)), None),
+        (norm_of(lambda self, x: x * torch.sigmoid(x * 1.7)), None),
+        (norm_of(lambda self, x: torch.square(x)), None),
     ],
     ids=lambda value: repr(value) if isinstance(value, nn.Module) else "",
 )

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import recompute
 from recompute.errors import PolicyWarning
-from recompute.substitution.mlp import find_gated_mlp
+from recompute.substitution.feed_forward import find_gated_mlp
 from recompute.substitution.norm import find_norm
 
 
