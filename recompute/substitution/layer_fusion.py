@@ -40,6 +40,7 @@ def _fuse(graph: Graph) -> None:
         _fuse_with_linears(graph, norm)
     for norm in _calls(graph, layer_norm):
         _fuse_with_stream(graph, norm)
+    _sort_sums(graph)
 
 
 def _calls(graph: Graph, *functions: Any) -> list[Node]:
@@ -72,14 +73,7 @@ def _fuse_with_sum(graph: Graph, norm: Node) -> None:
     with graph.inserting_before(h):
         both = graph.call_function(_WITH_SUM[norm.target], (attended, x, *settings))
     _replace(graph, norm, operator.getitem, (both, 0))
-    _add_to_stream(_replace(graph, h, operator.getitem, (both, 1)))
-
-
-def _add_to_stream(stream: Node) -> None:
-    """Have sums begin with the stream, as the runner's do, whichever way round the layer adds."""
-    for user in list(stream.users):
-        if user.target is operator.add and user.args[1] is stream:
-            user.args = (stream, user.args[0])
+    _replace(graph, h, operator.getitem, (both, 1))
 
 
 def _fuse_with_linears(graph: Graph, norm: Node) -> None:
@@ -102,20 +96,44 @@ def _fuse_with_linears(graph: Graph, norm: Node) -> None:
 
 
 def _fuse_with_stream(graph: Graph, norm: Node) -> None:
-    """The LayerNorm of a layer's input, whose backward adds the gradient of the input in the sum."""
+    """The LayerNorm of a layer's input, whose backward adds the gradient of the input in the sum.
+
+    If two LayerNorms read it, the second reads it from the first, and adds first.
+    """
     x, *settings = _arguments(norm)
-    if not _is_given(x):
+    if not _is_given(x) and not _is_stream(x):
         return
     with graph.inserting_before(norm):
         both = graph.call_function(add_layer_norm, (x, None, *settings))
         stream = graph.call_function(operator.getitem, (both, 1))
     _replace(graph, norm, operator.getitem, (both, 0))
-    _use_as_stream(x, stream)
+    _use_as_stream(x, stream, layer_norm)
 
 
-def _use_as_stream(x: Node, stream: Node) -> None:
-    sums = residual_mlp, *_WITH_SUM.values(), *_ADDITIONS
+def _is_stream(x: Any) -> bool:
+    """Whether x is the stream as an op gives it back."""
+    is_second = _is_call(x, operator.getitem) and x.args[1] == 1
+    return is_second and _is_call(x.args[0], norm_linears, *_WITH_SUM.values())
+
+
+def _use_as_stream(x: Node, stream: Node, *norms: Any) -> None:
+    """norms: what reads x of the stream beside sums."""
+    sums = residual_mlp, *_WITH_SUM.values(), *_ADDITIONS, *norms
     x.replace_all_uses_with(stream, lambda user: user.target in sums and user is not stream.args[0])
+
+
+def _sort_sums(graph: Graph) -> None:
+    """Have sums begin with the stream and end with the MLP, as the runner's do, whichever way round the layer adds."""
+    for total in _calls(graph, operator.add):
+        if not total.kwargs and _rank(total.args[0]) > _rank(total.args[1]):
+            total.args = total.args[::-1]
+
+
+def _rank(term: Any) -> int:
+    if _is_call(term, mlp, gated_mlp):
+        return 3
+    is_sum = _is_call(term, operator.add) and any(_rank(each) != 2 for each in term.args)
+    return 0 if _is_stream(term) else 1 if is_sum else 2
 
 
 def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = None) -> Node:

@@ -11,11 +11,12 @@ import transformers
 from models import SHAPE
 from torch import Tensor, nn
 
-from recompute.substitution.decoder_layer import PreNormLayer, find_pre_norm_layer
+from recompute.substitution.layer_formula import PreNormLayer, find_pre_norm_layer
 
 
 def layer_of(name: str, **options: Any) -> nn.Module:
-    config = getattr(transformers, f"{name}Config")(**SHAPE, **options)
+    shape = {key: value for key, value in SHAPE.items() if name != "GPTNeoX" or "kv" not in key}
+    config = getattr(transformers, f"{name}Config")(**shape, **options)
     return transformers.AutoModel.from_config(config).layers[0]
 
 
@@ -31,13 +32,46 @@ def test_finds_the_layers_there_are(name: str) -> None:
     assert found.takes_more
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text", "Olmo2", "Granite"])
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text"])
+def test_finds_norms_behind_attention_and_mlp(name: str) -> None:
+    found = find_pre_norm_layer(layer_of(name))
+    assert found is not None
+    assert (found.norm, found.after_attention) == ("input_layernorm", "post_attention_layernorm")
+    assert (found.mlp_norm, found.after_mlp) == ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    assert not found.is_parallel
+
+
+PARALLEL: dict[str, tuple[str, set[str]]] = {
+    "GPTNeoX": ("post_attention_layernorm", {"attention", "mlp"}),
+    "Phi": ("input_layernorm", {"attention", "mlp"}),
+    "Cohere": ("input_layernorm", {"stream", "attention"}),
+}
+"""The norm of the MLP, and what the layer adds first."""
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_finds_layers_whose_mlp_reads_x(name: str) -> None:
+    found = find_pre_norm_layer(layer_of(name))
+    assert found is not None
+    assert (found.norm, found.mlp, found.output) == ("input_layernorm", "mlp", 0)
+    assert (found.mlp_norm, found.added_first) == PARALLEL[name]
+    assert found.is_parallel
+
+
+@pytest.mark.parametrize("name", ["Olmo2", "Granite"])
 def test_leaves_layers_that_compute_something_else(name: str) -> None:
     assert find_pre_norm_layer(layer_of(name)) is None
 
 
 def test_a_dropout_counts_as_long_as_it_drops() -> None:
-    assert find_pre_norm_layer(layer_of("Phi3", resid_pdrop=0.1)) is None
+    found = find_pre_norm_layer(layer_of("Phi3", resid_pdrop=0.1))
+    assert found is not None
+    assert (found.after_attention, found.after_mlp) == (
+        "resid_attn_dropout",
+        "resid_mlp_dropout",
+    )  # which run as they are
+    assert not found.dropouts
+    assert find_pre_norm_layer(layer_of("GPTNeoX", hidden_dropout=0.1)) is None
     layer = layer_of("Phi3")
     found = find_pre_norm_layer(layer)
     assert found is not None
@@ -72,6 +106,53 @@ def test_finds_a_layer_whatever_its_parts_are_called() -> None:
 def parallel(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
     h = self.b(self.a(x), mask) + x
     return self.d(self.c(x)) + h
+
+
+def with_norms_behind(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = x + self.c(self.b(self.a(x), mask)[0])
+    return self.c(self.d(self.a(h))) + h
+
+
+def with_a_norm_behind_attention(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = self.a(self.b(self.a(x), mask)[0]) + x
+    return h + self.d(self.c(h))
+
+
+def test_finds_parallel_layers_and_norms_behind_whatever_their_parts_are_called() -> None:
+    found = find_pre_norm_layer(Layer(parallel))
+    assert found is not None
+    assert (found.norm, found.attention, found.mlp_norm, found.mlp) == ("a", "b", "c", "d")
+    assert found.added_first == {"stream", "attention"}
+    x, attended, computed = torch.tensor([1e8, -1e8, 1.0])
+    assert found.sum(x, attended, computed) == 1
+    found = find_pre_norm_layer(Layer(with_norms_behind))
+    assert found is not None
+    assert (found.after_attention, found.after_mlp, found.output) == ("c", "c", 0)
+    found = find_pre_norm_layer(Layer(with_a_norm_behind_attention))
+    assert found is not None
+    assert (found.after_attention, found.after_mlp) == ("a", None)
+
+
+def second_norm_first(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    """The kernels' runner computes the second norm behind attention, as captured code then has to."""
+    y = self.c(x)
+    return x + self.b(self.a(x), mask) + self.d(y)
+
+
+def parallel_of_the_sum(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    attended = self.b(self.a(x), mask)
+    return x + attended + self.d(self.c(attended))
+
+
+def parallel_without_the_stream(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    attended = self.b(self.a(x), mask)
+    return attended + attended + self.d(self.c(x))
+
+
+def parallel_in_place(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    computed = self.b(self.a(x), mask)
+    computed += self.d(self.c(x))
+    return x + computed
 
 
 def scaled(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
@@ -110,7 +191,18 @@ def two_results(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
     return self.d(self.c(h)) + h, mask
 
 
-MISSES = [parallel, scaled, without_a_norm, masked, in_training_only, constant_argument, two_results]
+MISSES = [
+    second_norm_first,
+    parallel_of_the_sum,
+    parallel_without_the_stream,
+    parallel_in_place,
+    scaled,
+    without_a_norm,
+    masked,
+    in_training_only,
+    constant_argument,
+    two_results,
+]
 
 
 @pytest.mark.parametrize("forward", MISSES, ids=lambda forward: forward.__name__)

@@ -23,8 +23,8 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
-from recompute.substitution.decoder_layer import find_pre_norm_layer
 from recompute.substitution.feed_forward import GatedMLP, find_activation, find_gated_mlp
+from recompute.substitution.layer_formula import find_pre_norm_layer
 from recompute.substitution.norm import KernelRMSNorm, find_norm
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 40
