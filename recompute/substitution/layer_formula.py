@@ -3,7 +3,8 @@
 Three kinds are found:
 
 - one after the other: ``h = x + attention(norm(x))``, then ``h + mlp(mlp_norm(h))``, as Llama's layers and GPT-2's;
-- with norms or dropouts behind: ``h = x + after(attention(norm(x)))``, then ``h + after(mlp(mlp_norm(h)))``, as Gemma 2's;
+- with norms or dropouts behind: ``h = x + after(attention(norm(x)))``, then ``h + after(mlp(mlp_norm(h)))``, as Gemma
+  2's;
 - side by side: ``x + attention(norm(x)) + mlp(mlp_norm(x))``, as GPT-NeoX's, with one norm for both as in Phi's.
 """
 

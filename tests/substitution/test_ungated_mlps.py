@@ -1,19 +1,15 @@
-"""MLPs without a gate by kernels: which modules are found, what stands in for them in models, and what is held then."""
+"""MLPs without a gate by kernels: which modules are found, and what stands in for them."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import models
 import pytest
 import torch
 import transformers
-from models import BATCH, GPT2_SHAPE, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, SHAPE, held
-from tiers import by_default, slow
+from models import BATCH, GPT2_SHAPE, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
 from tiny import assert_same, counted_ops, gradients, of_one_more, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,8 +25,6 @@ from transformers.models.vit.modeling_vit import ViTMLP
 from transformers.pytorch_utils import Conv1D
 
 import recompute
-from recompute.counters import step_memory
-from recompute.errors import PolicyWarning
 from recompute.substitution.feed_forward import UngatedMLP, find_gated_mlp, find_kernel_mlp, find_linear
 
 TOKENS = BATCH * LENGTH
@@ -307,197 +301,6 @@ def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.d
     holds = held(module, run)
     assert holds == stats.kept_nbytes == TOKENS * (HIDDEN + INTERMEDIATE) * dtype.itemsize
     assert stats.eager_nbytes == plain >= holds + TOKENS * INTERMEDIATE * dtype.itemsize
-
-
-def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        config = getattr(transformers, f"{name}Config")(**options)
-        return transformers.AutoModelForCausalLM.from_config(config)
-
-    return build
-
-
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": INTERMEDIATE}
-MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "gpt2": (lambda: models.make("gpt2", **NO_DROPOUT), "gpt2"),
-    "gpt2 with dropout": (lambda: models.make("gpt2"), "gpt2"),
-    "gpt_neox": (causal("GPTNeoX", **PLAIN), "llama"),
-    "gpt_neox, one after the other": (causal("GPTNeoX", **PLAIN, use_parallel_residual=False), "llama"),
-    "phi": (causal("Phi", **SHAPE), "llama"),
-    "starcoder2": (causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0), "llama"),
-    "falcon": (causal("Falcon", **PLAIN, **FALCON), "llama"),
-    "nemotron": (causal("Nemotron", **SHAPE), "llama"),
-    "arcee": (causal("Arcee", **SHAPE), "llama"),
-    "vit": (lambda: models.make("vit"), "vit"),
-}
-"""Builds a model; and whose batches it takes."""
-WITHOUT_MLP_KERNEL = {"gpt2 with dropout"}
-WHOLE = {"gpt_neox, one after the other": 2, "starcoder2": 2, "vit": 2}
-"""The models whose LayerNorm layers are taken as a whole, and the LayerNorms of a layer."""
-LAYERS_ALONE = rules(rule(["*Layer", "*Block"], "recompute", via="kernel"))
-
-
-def make(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name][0]().train()
-
-
-def layers(via: str, **options: Any) -> dict[str, Any]:
-    return rules(rule(["*Layer", "*Block", "*LayerNorm*", "*RMSNorm*"], "recompute", via=via, **options))
-
-
-def batch_of(name: str) -> dict[str, Any]:
-    kind = MODELS[name][1]
-    return {**models.batch(kind), **({} if kind == "vit" else {"use_cache": False})}
-
-
-def outcome(model: nn.Module, name: str) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(0)
-    loss = model(**batch_of(name)).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def under(name: str, given: dict[str, Any], steps: int = 8) -> tuple[nn.Module, Any]:
-    """The model after some steps under a policy, in which its layers have settled."""
-    model = make(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PolicyWarning)  # of norms that have no kernel
-        handle = recompute.apply(model, given)
-    for _ in range(steps):
-        outcome(model, name)
-    return model, handle
-
-
-@functools.cache
-def settled(name: str, via: str) -> tuple[nn.Module, Any]:
-    """Shared by tests that change nothing about the model."""
-    return under(name, layers(via))
-
-
-def held_by(model: nn.Module, name: str) -> int:
-    return step_memory(lambda: model(**batch_of(name)).loss, torch.device("cpu")).activation_bytes_held
-
-
-each_model = pytest.mark.parametrize("name", by_default(list(MODELS), "gpt2", "starcoder2", "falcon"))
-
-
-@each_model
-def test_kernels_never_hold_more_than_the_tape(name: str) -> None:
-    """But for two numbers a token of the last norm, or one of an RMSNorm, which no layer's tape holds."""
-    (by_hooks, _), (by_kernels, handle) = (settled(name, via) for via in ("hook", "kernel"))
-    assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
-    tokens = BATCH * 37 if name == "vit" else TOKENS
-    assert held_by(by_kernels, name) <= held_by(by_hooks, name) + 2 * 4 * tokens + arcee_rows(name)
-
-
-def arcee_rows(name: str) -> int:
-    """A layer with RMSNorms runs on no tape, and holds a number a row for each of its norms."""
-    return LAYERS * 2 * TOKENS * 4 if name == "arcee" else 0
-
-
-@pytest.mark.parametrize("name", by_default([each for each in MODELS if each != "arcee"], "starcoder2"))
-def test_nor_do_they_where_layers_are_not_captured(name: str) -> None:
-    by_hooks, by_kernels = (under(name, layers(via, capture=False), 3)[0] for via in ("hook", "kernel"))
-    tokens = BATCH * 37 if name == "vit" else TOKENS
-    assert held_by(by_kernels, name) <= held_by(by_hooks, name) + 2 * 4 * tokens
-
-
-@each_model
-def test_the_kernels_run_and_give_the_models_gradients(name: str) -> None:
-    plain, (model, handle) = make(name), settled(name, "kernel")
-    with counted_ops() as ops:
-        found = outcome(model, name)
-    mlps = 0 if name in WITHOUT_MLP_KERNEL else LAYERS
-    assert ops.get("recompute.activation_backward_", 0) == mlps
-    assert "aten.gelu_backward" not in ops or not mlps
-    assert ("kernel: mlp (" in handle.explain()) is (mlps > 0)
-    if name in WHOLE:
-        assert "kernel: add_layer_norm" in handle.explain()
-        assert ops["recompute.add_layer_norm_forward"] >= LAYERS
-        assert ops["recompute.layer_norm_backward"] == WHOLE[name] * LAYERS + 1
-    tolerance = {"rtol": 1e-3, "atol": 1e-5}
-    torch.testing.assert_close(found, outcome(plain, name), **tolerance)
-
-
-@pytest.mark.parametrize("name", ["starcoder2", *slow("vit", "gpt_neox, one after the other")])
-def test_captured_layers_give_the_bits_of_those_on_the_tape(name: str) -> None:
-    (captured, handle), (taped, of_tape) = settled(name, "kernel"), under(name, layers("kernel", capture=False), 3)
-    assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
-    assert_same(outcome(captured, name), outcome(taped, name))
-    plans, others = (
-        {path: plan.kept_nbytes for path, plan in each.plans().items() if "norm" not in path}
-        for each in (handle, of_tape)
-    )
-    assert plans == others
-
-
-@pytest.mark.parametrize("name", ["starcoder2", *slow("gpt2", "gpt_neox", "falcon", "arcee")])
-def test_a_tape_that_runs_gemms_again_gives_the_bits_of_the_kernels_alone(name: str) -> None:
-    outcomes, bytes_held = [], []
-    for options in ({}, {"rerun": ["gemm"]}, {"rerun": ["gemm", "attention"], "price": 0}):
-        model, _ = under(name, layers("kernel", **options, capture=False), 3)
-        outcomes.append(outcome(model, name))
-        bytes_held.append(held_by(model, name))
-    assert_same(outcomes[1], outcomes[0])
-    assert_same(outcomes[2], outcomes[0])
-    assert bytes_held[0] > bytes_held[1] + LAYERS * TOKENS * INTERMEDIATE * 4
-    assert bytes_held[1] > bytes_held[2]
-
-
-@pytest.mark.parametrize("name", ["starcoder2", *slow("gpt2", "falcon")])
-def test_a_tile_of_tokens_at_a_time_holds_no_intermediate(name: str) -> None:
-    given = [layers("kernel", **options) for options in ({"capture": False}, {"tile": 8})]  # which is not captured
-    (whole, _), (tiled, handle) = (under(name, each, 3) for each in given)
-    assert "8 tokens at a time" in handle.explain()
-    torch.testing.assert_close(outcome(tiled, name), outcome(whole, name))
-    assert held_by(whole, name) - held_by(tiled, name) >= LAYERS * TOKENS * INTERMEDIATE * 4
-
-
-def test_a_rule_that_compresses_holds_what_up_gives_in_8_bits() -> None:
-    """On a layer's tape and by the kernel of the MLP alone."""
-    numbers = 1 << 13
-    for type_name in ("GPTNeoXLayer", "GPTNeoXMLP"):
-        kept = []
-        for compress in (False, True):
-            torch.manual_seed(0)
-            model = causal(
-                "GPTNeoX", **{**PLAIN, "intermediate_size": numbers // TOKENS}, use_parallel_residual=False
-            )()
-            handle = recompute.apply(model, rules(rule(type_name, "recompute", via="kernel", compress=compress)))
-            assert ("what dense_h_to_4h gives in 8 bits" in handle.explain()) is compress
-            loss = [model.train()(**batch_of("gpt_neox")).loss for _ in range(2)][-1]
-            loss.backward()
-            kept.append(held_by(model, "gpt_neox"))
-        codes = numbers + numbers // 128 * 4
-        assert kept[0] - kept[1] == pytest.approx(LAYERS * (numbers * 4 - codes), abs=16)
-
-
-def test_on_the_cpu_auto_leaves_them_to_the_tape() -> None:
-    model, handle = under("starcoder2", layers("auto"), 2)
-    assert "kernel: mlp (gelu_tanh) on CUDA, else" in handle.explain()
-    assert_same(outcome(model, "starcoder2"), outcome(make("starcoder2"), "starcoder2"))
-
-
-def test_verify_knows_that_kernels_round_in_their_own_way() -> None:
-    recompute.verify(make("starcoder2"), batch_of("starcoder2"), policy=layers("kernel"))
-
-
-@pytest.mark.parametrize("name", ["gpt2", *slow("starcoder2")])
-def test_autocast_casts_as_it_does_without_a_policy(name: str) -> None:
-    model, plain = make(name), make(name)
-    recompute.apply(model, layers("kernel"))
-    outcomes = []
-    for each in (model, plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = each(**batch_of(name)).loss
-        loss.backward()
-        outcomes.append([loss.detach(), *(p.grad for p in each.parameters())])
-    for value, other in zip(*outcomes, strict=True):
-        assert value.dtype is other.dtype
-        assert (value - other).norm() <= 0.05 * other.norm() + 1e-6
 
 
 @pytest.mark.slow
