@@ -17,6 +17,7 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -42,6 +43,7 @@ NORMS = [
     *((cls, "llama") for cls in LLAMA_NORMS),
     *((cls, "gemma") for cls in GEMMA_NORMS),
     (nn.RMSNorm, "none"),
+    (olmo2.Olmo2RMSNorm, "none"),
 ]
 SHAPE: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": 4}
 MLPS = [
