@@ -163,12 +163,18 @@ def same_in_other_words(self: Any, hidden: Tensor) -> Tensor:
     return torch.mul((scale * wide).type_as(hidden), self.weight)
 
 
+def weight_before_rounding(self: Any, x: Tensor) -> Tensor:
+    h = x.to(torch.float32)
+    return (self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+
+
 def without_weight(self: Any, x: Tensor) -> Tensor:
     return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def test_finds_norms_that_nobody_has_heard_of() -> None:
     assert find_norm(norm_of(llama_like)) == KernelRMSNorm("weight", 1e-6, "llama")
+    assert find_norm(norm_of(weight_before_rounding)) == KernelRMSNorm("weight", 1e-6, "none")
     assert find_norm(norm_of(same_in_other_words)) == KernelRMSNorm("weight", 1e-6, "llama")
     assert find_norm(nn.RMSNorm(HIDDEN, eps=1e-3, elementwise_affine=False)) == KernelRMSNorm(None, 1e-3, "none")
 
