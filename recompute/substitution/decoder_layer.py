@@ -106,7 +106,9 @@ class KernelLayerRunner(KernelRunner):
         """
         if self.layer.is_parallel or self.layer.after_attention or self.layer.after_mlp:
             return True
-        return isinstance(self.norms[1], KernelLayerNorm) and self.mlp is not None and not self.mlp.is_gated
+        if self.mlp is None or self.mlp.is_gated:
+            return False
+        return isinstance(self.norms[1], KernelLayerNorm) or self.mlp.dropout is not None
 
     @property
     def variant(self) -> Hashable:

@@ -4,7 +4,8 @@ A gated one is ``down(activation(gate(x)) * up(x))``. The kernels hold what gate
 nor the product. One that is not gated is ``down(activation(up(x)))``, of which they hold what up gives. A Linear may be
 ``torch.nn.Linear`` or any module with its formula, such as Hugging Face's Conv1D, whose weight lies transposed.
 
-Dropout between or after the Linears is passed over where its probability is 0. Otherwise the MLP is not recognized.
+Dropout is passed over where its probability is 0. Where it is more, an MLP that is not gated may have a dropout of its
+output: the module itself drops then, as it does without a policy. An MLP with dropout elsewhere is not recognized.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class UngatedMLP:
     up: str
     down: str
     activation: str
+    dropout: str | None = None
+    """A dropout of the output, as GPT-2 has it; None: there is none, or it drops nothing."""
 
 
 def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
@@ -75,6 +78,8 @@ def _ungated(formula: Formula) -> UngatedMLP | None:
     match formula.tree:
         case ("module", int(down), ("module", int(act), ("module", int(up), ("input", 0)))):
             return UngatedMLP(*(formula.names[index] for index in (up, down, act)))
+        case ("module", int(drop), ("module", int(down), ("module", int(act), ("module", int(up), ("input", 0))))):
+            return UngatedMLP(*(formula.names[index] for index in (up, down, act, drop)))
     return None
 
 
@@ -208,14 +213,27 @@ class KernelMLP:
             return (weights["gate"], weights["up"], weights["down"]), biases
         return (weights["up"], weights["down"]), biases
 
-    def kernel(self, operands: MLPOperands, *, compresses: bool, tile: int | None) -> Callable[[Tensor], Tensor]:
+    @property
+    def dropout(self) -> str | None:
+        """The name of the dropout of the output; None if there is none."""
+        return self.parts.dropout if isinstance(self.parts, UngatedMLP) else None
+
+    def kernel(
+        self, mlp: nn.Module, operands: MLPOperands, *, compresses: bool, tile: int | None
+    ) -> Callable[[Tensor], Tensor]:
         """What computes the MLP of a tensor."""
         from recompute.kernels.gated_mlp import gated_mlp
-        from recompute.kernels.mlp import mlp
+        from recompute.kernels.mlp import mlp as ungated_mlp
 
-        op: Callable[..., Tensor] = gated_mlp if self.is_gated else mlp
+        op: Callable[..., Tensor] = gated_mlp if self.is_gated else ungated_mlp
         weights, biases = operands
-        return lambda x: op(x, *weights, self.activation, **biases, compress=compresses, tile=tile)
+        dropout = None if self.dropout is None else mlp._modules[self.dropout]
+
+        def compute(x: Tensor) -> Tensor:
+            y = op(x, *weights, self.activation, **biases, compress=compresses, tile=tile)
+            return y if dropout is None else dropout(y)
+
+        return compute
 
 
 def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
@@ -230,6 +248,8 @@ def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
     if formula is None or parts is None or activation is None or name is None:
         return None
     if isinstance(parts, GatedMLP) and name not in GATE_ACTIVATIONS:
+        return None
+    if isinstance(parts, UngatedMLP) and parts.dropout and type(module._modules[parts.dropout]) is not nn.Dropout:
         return None
     names = {part: getattr(parts, part, None) for part in ("gate", "up", "down")}
     found = [(part, path, find_linear(module._modules.get(path))) for part, path in names.items() if path is not None]
@@ -252,6 +272,10 @@ def how_it_holds(runner: KernelRunner, mlp: KernelMLP) -> str:
 class KernelMLPRunner(KernelRunner):
     mlp: KernelMLP
 
+    @property
+    def wants_tape(self) -> bool:  # type: ignore[override]
+        return self.mlp.dropout is not None  # of which a tape drops the mask
+
     def _what(self) -> str:
         return f"{'gated_mlp' if self.mlp.is_gated else 'mlp'} ({self.mlp.activation}){how_it_holds(self, self.mlp)}"
 
@@ -259,7 +283,7 @@ class KernelMLPRunner(KernelRunner):
         operands = self.mlp.operands(module)
         if operands is None:
             return forward(*args, **kwargs)  # an adapter or a hook was added since the policy was applied
-        kernel = self.mlp.kernel(operands, compresses=self.compresses, tile=self.tile)
+        kernel = self.mlp.kernel(module, operands, compresses=self.compresses, tile=self.tile)
         inputs, (weights, biases) = (only_argument(args, kwargs),), operands
         kind = base_of(module), self.mlp.activation, self.compresses, self.tile
         return self.compute(kind, inputs, [*weights, *biases.values()], kernel, forward)

@@ -11,6 +11,7 @@ from torch import nn
 
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.substitution.decoder_layer import KernelLayerRunner
 from recompute.substitution.experts import KernelActivationRunner, has_stacked_experts
@@ -68,8 +69,12 @@ def _compared(runner: KernelRunner, module: nn.Module, found: Any) -> KernelRunn
         x = torch.linspace(-3, 3, 6 * width, device=first.device, dtype=first.dtype).view(6, width)
         forward = MethodType(base_of(module).forward, module)
         (name,) = inspect.signature(forward).parameters
+        state = RngState()  # a dropout draws the same numbers in both, and none as far as others can tell
         with torch.no_grad():
-            expected, kernels = forward(**{name: x}), runner.run_kernel(module, forward, (), {name: x})
+            with state.replayed():
+                expected = forward(**{name: x})
+            with state.replayed():
+                kernels = runner.run_kernel(module, forward, (), {name: x})
         tolerance = torch.finfo(first.dtype).eps ** 0.5
         is_other = (kernels - expected).double().norm() > tolerance * expected.double().norm()
         _agree[key] = kernels.shape == expected.shape and not is_other

@@ -35,6 +35,7 @@ def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+DROPOUT = dict.fromkeys(NO_DROPOUT, 0.1)
 FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": INTERMEDIATE}
 WHOLE = "add_layer_norm; cheap ops run again"
 SANDWICH = "norm_linears, add_rms_norm; cheap ops run again"
@@ -48,7 +49,7 @@ class Family:
     adds: int = 0
     """The sums that the norms of a layer compute, which ops of their own compute where only parts have kernels."""
     mlps: str = "activation_backward_"
-    """The op of its MLPs' backward; "" if they have no kernel."""
+    """The op of its MLPs' backward."""
     kind: str = "llama"
     """Whose batches it takes."""
     last_norm: int = 8
@@ -59,7 +60,7 @@ PARTS = "cheap ops run again"
 FAMILIES: dict[str, Family] = {
     # Its layers may also attend to an encoder, which no formula of a layer says. Only their parts have kernels.
     "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), PARTS, kind="gpt2"),
-    "gpt2 with dropout": Family(lambda: models.make("gpt2"), PARTS, mlps="", kind="gpt2"),
+    "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), PARTS, kind="gpt2"),
     "gpt_neox": Family(causal("GPTNeoX", **PLAIN), WHOLE, 2),
     "gpt_neox, one after the other": Family(causal("GPTNeoX", **PLAIN, use_parallel_residual=False), WHOLE, 3),
     "phi": Family(causal("Phi", **SHAPE), WHOLE, 1),

@@ -176,12 +176,26 @@ def noting_its_activation(self: Any, x: Tensor) -> Tensor:
     return self.down(self.last)
 
 
+def dropped_by_an_activation(self: Any, x: Tensor) -> Tensor:
+    return self.act(as_it_is(self, x))
+
+
+def dropped_twice(self: Any, x: Tensor) -> Tensor:
+    return self.dropout(self.dropout(as_it_is(self, x)))
+
+
+def dropped_inside_by_a_module(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.dropout(self.act(self.up(x))))
+
+
 MISSES = [
+    dropped_by_an_activation,
+    dropped_twice,
+    dropped_inside_by_a_module,
     twice_activated,
     dropped,
     dropped_by_name,
     dropped_anyway,
-    dropped_by_a_module,
     scaled,
     residual,
     without_up,
@@ -193,6 +207,26 @@ MISSES = [
 def test_what_is_nearly_an_mlp_is_none(forward: Callable[..., Tensor]) -> None:
     assert find_kernel_mlp(MLP(as_it_is, dropout=nn.Dropout(0.1))) is not None
     assert find_kernel_mlp(MLP(forward, dropout=nn.Dropout(0.1))) is None
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture: bool) -> None:
+    """And its mask is not held: a tape around the kernel draws it again."""
+    plain = MLP(dropped_by_a_module, dropout=nn.Dropout(0.5))
+    found = find_kernel_mlp(plain)
+    assert found is not None
+    assert found.dropout == "dropout"
+    model, x = copy.deepcopy(plain), torch.randn(400, HIDDEN)
+    state = torch.get_rng_state()
+    handle = recompute.apply(model, rules(rule("MLP", "recompute", via="kernel", capture=capture)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "kernel: mlp (gelu); cheap ops run again" in handle.explain()
+    for _ in range(6):
+        for seed in range(2):
+            found, expected = (gradients(each, x, seed=seed) for each in (model, plain))
+            assert torch.equal(found[0] == 0, expected[0] == 0)
+            torch.testing.assert_close(found, expected)
+    assert {plan.kept_nbytes for plan in handle.plans().values()} == {400 * (HIDDEN + 40) * 4}  # and what up gives
 
 
 @pytest.mark.parametrize(
