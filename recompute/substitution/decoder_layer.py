@@ -143,7 +143,7 @@ class KernelLayerRunner(KernelRunner):
 
     def _run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         x, attend = self.layer.split(args, kwargs)
-        operands = self._operands(module, x)
+        operands = self._operands(module, x) if self.layer.takes(args, kwargs) else None
         if operands is None:
             return forward(*args, **kwargs)
         norm, attention = self.norms[0], _child(module, self.layer.attention)

@@ -10,7 +10,9 @@ Three kinds are found:
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,6 +54,16 @@ class PreNormLayer:
     """If the MLP reads x beside attention, which two are added first: of ``stream``, ``attention`` and ``mlp``. None if
     it reads the sum of x and attention."""
 
+    absent: str | None = None
+    """A parameter of forward that has to be None, or else the layer computes something else."""
+
+    def takes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the layer computes that with these arguments."""
+        if self.absent is None or kwargs.get(self.absent) is not None:
+            return self.absent is None
+        place = self.parameters.index(self.absent)
+        return place >= len(args) or args[place] is None
+
     @property
     def is_parallel(self) -> bool:
         return self.added_first is not None
@@ -92,15 +104,33 @@ class PreNormLayer:
 
 def find_pre_norm_layer(module: nn.Module) -> PreNormLayer | None:
     """The pre-norm layer that ``module`` computes, if that is all it does; else None."""
-    parameters = list(inspect.signature(base_of(module).forward).parameters.values())[1:]
+    cls = base_of(module)
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return None
-    formula = formula_of(module, _LayerTracer)
+    if cls in _tried and (absent := _tried[cls]) is not None:
+        return _find(module, parameters, absent)
+    layer = _find(module, parameters)
+    if layer is None and cls not in _tried:
+        optional = [each.name for each in parameters[1:] if each.default is None]
+        found = ((absent, _find(module, parameters, absent)) for absent in optional)
+        _tried[cls], layer = next(((absent, layer) for absent, layer in found if layer is not None), (None, None))
+    return layer
+
+
+_tried: weakref.WeakKeyDictionary[type[nn.Module], str | None] = weakref.WeakKeyDictionary()
+"""The classes whose forward was traced without one argument after the other: without which it is a layer, if any."""
+
+
+def _find(module: nn.Module, parameters: list[inspect.Parameter], absent: str | None = None) -> PreNormLayer | None:
+    """absent: the argument that is None in the layer's formula, as that of an encoder's output; None: all are given."""
+    formula = formula_of(module, functools.partial(_LayerTracer, absent))
     found = None if formula is None else _one_after_the_other(formula.tree) or _side_by_side(formula.tree)
     if formula is None or found is None:
         return None
     names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
-    passed = tuple(_passed(place, argument, names) for place, argument in enumerate(found.attention.arguments))
+    given = tuple(name for name in names if name != absent)
+    passed = tuple(_passed(place, argument, given) for place, argument in enumerate(found.attention.arguments))
     norms = {source for _, source in passed if isinstance(source, int)}
     if len(norms) != 1 or any(source is _UNKNOWN for _, source in passed):
         return None
@@ -125,6 +155,7 @@ def find_pre_norm_layer(module: nn.Module) -> PreNormLayer | None:
         after_attention=name_of(found.attention.after),
         after_mlp=name_of(found.after_mlp),
         added_first=found.added_first,
+        absent=absent,
     )
     return layer if _computes_that(module, layer) else None
 
@@ -226,11 +257,19 @@ def _passed(place: int, argument: Any, names: tuple[str, ...]) -> tuple[int | st
 
 
 class _LayerTracer(Tracer):
-    """Traces forwards with any named arguments, also those inside of decorators, which fx itself refuses."""
+    """Traces forwards with any named arguments, also those inside of decorators, which fx itself refuses.
+
+    absent: the name of one that is None.
+    """
+
+    def __init__(self, absent: str | None) -> None:
+        super().__init__()
+        self._absent = absent
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         parameters = list(inspect.signature(root_fn).parameters.values())[1:]
         names = [_MORE if each.kind is each.VAR_KEYWORD else each.name for each in parameters]
+        names = [name for name in names if name != self._absent]
         proxies = {name: self.create_proxy("placeholder", name.replace(_MORE, "more"), (), {}) for name in names}
         return lambda root: root_fn(root, *list(proxies.values())[:1], **dict(list(proxies.items())[1:])), [self.root]
 
@@ -261,7 +300,7 @@ def _computes_that(module: nn.Module, layer: PreNormLayer) -> bool:
         x = torch.linspace(-1, 1, 6, dtype=torch.float64, device="cpu").view(1, 2, 3)
         # With the arguments that must be given, and with all that may be.
         for count in (len(layer.parameters) - len(layer.defaults), len(layer.parameters)):
-            kwargs: dict[str, Any] = {name: object() for name in layer.parameters[1:count]}
+            kwargs: dict[str, Any] = {name: object() for name in layer.parameters[1:count] if name != layer.absent}
             if layer.takes_more:
                 kwargs["something_else"] = object()
             ours, theirs = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,13 +34,13 @@ class Formula:
     """The names of submodules, and of attributes that are zero, by which it drops nothing: see ``drops_nothing``."""
 
 
-def formula_of(module: nn.Module, tracer: type[Tracer] | None = None) -> Formula | None:
+def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) -> Formula | None:
     """The formula of ``module``; None unless forward is one expression of its one argument, the same in ``eval()``.
 
     Tracing does not change the module, whatever its forward does.
 
     Args:
-        tracer: a tracer for forwards with other numbers of arguments.
+        tracer: makes a tracer for forwards with other numbers of arguments.
     """
     if is_decorated(module) and getattr(vars(module).get(RUNNER), "runner", module) is not None:
         return None  # its forward runs a policy of its own
@@ -71,7 +72,7 @@ def copy_without_policy(module: nn.Module, training: bool) -> nn.Module:
     return copy
 
 
-def _traced(module: nn.Module, training: bool, tracer: type[Tracer]) -> Formula | None:
+def _traced(module: nn.Module, training: bool, tracer: Callable[[], Tracer]) -> Formula | None:
     copy = copy_without_policy(module, training)
     before = fingerprint(vars(copy))
     traced = tracer()

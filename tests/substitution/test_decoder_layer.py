@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import SHAPE
+from models import GPT2_SHAPE, SHAPE
+from tiny import rule, rules
 from torch import Tensor, nn
 
+import recompute
 from recompute.substitution.layer_formula import PreNormLayer, find_pre_norm_layer
 
 
@@ -56,6 +58,39 @@ def test_finds_layers_whose_mlp_reads_x(name: str) -> None:
     assert (found.norm, found.mlp, found.output) == ("input_layernorm", "mlp", 0)
     assert (found.mlp_norm, found.added_first) == PARALLEL[name]
     assert found.is_parallel
+
+
+def test_finds_a_layer_that_may_attend_to_an_encoder() -> None:
+    """Where it does, it runs its own code."""
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**GPT2_SHAPE, **dropouts, add_cross_attention=True)
+    for each in (config, transformers.GPT2Config(**GPT2_SHAPE)):
+        found = find_pre_norm_layer(transformers.AutoModel.from_config(each).h[0])
+        assert found is not None
+        assert (found.attention, found.absent) == ("attn", "encoder_hidden_states")
+        x, states = torch.ones(1), torch.ones(2)
+        assert found.takes((x,), {})
+        assert found.takes((x, None, None, None), {"use_cache": False})
+        assert not found.takes((x, None, None, states), {})
+        assert not found.takes((x,), {"encoder_hidden_states": states})
+    model, plain = (_with_encoder(config) for _ in range(2))
+    handle = recompute.apply(model, rules(rule(["GPT2Block", "LayerNorm"], "recompute", via="kernel")))
+    ids, states = torch.ones(1, 3, dtype=torch.int64), torch.randn(1, 4, 32, dtype=torch.float64)
+    for _ in range(5):
+        for given in ({}, {"encoder_hidden_states": states}):
+            outputs = [each(ids, **given, use_cache=False).last_hidden_state for each in (model, plain)]
+            torch.testing.assert_close(*outputs)
+            gradients = [
+                torch.autograd.grad(output.square().sum(), list(each.parameters()), allow_unused=True)
+                for output, each in zip(outputs, (model, plain), strict=True)
+            ]
+            torch.testing.assert_close(*gradients)
+    assert "kernel: add_layer_norm" in handle.explain()
+
+
+def _with_encoder(config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config).double()
 
 
 @pytest.mark.parametrize("name", ["Olmo2", "Granite"])

@@ -58,9 +58,8 @@ class Family:
 
 PARTS = "cheap ops run again"
 FAMILIES: dict[str, Family] = {
-    # Its layers may also attend to an encoder, which no formula of a layer says. Only their parts have kernels.
-    "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), PARTS, kind="gpt2"),
-    "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), PARTS, kind="gpt2"),
+    "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), WHOLE, 3, kind="gpt2"),
+    "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), WHOLE, 3, kind="gpt2"),
     "gpt_neox": Family(causal("GPTNeoX", **PLAIN), WHOLE, 2),
     "gpt_neox, one after the other": Family(causal("GPTNeoX", **PLAIN, use_parallel_residual=False), WHOLE, 3),
     "phi": Family(causal("Phi", **SHAPE), WHOLE, 1),
