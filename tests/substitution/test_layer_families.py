@@ -122,7 +122,7 @@ def tokens(name: str, size: int = BATCH, length: int = LENGTH) -> int:
     return size * (37 if FAMILIES[name].kind == "vit" else length)
 
 
-each_family = pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox", "starcoder2", "gemma2"))
+each_family = pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox", "gemma2"))
 
 
 @each_family
@@ -174,9 +174,7 @@ def ops_of(model: nn.Module, name: str) -> dict[str, int]:
     return ops
 
 
-@pytest.mark.parametrize(
-    "name", by_default([name for name, family in FAMILIES.items() if family.adds], "gpt_neox", "gemma2")
-)
+@pytest.mark.parametrize("name", by_default([name for name, family in FAMILIES.items() if family.adds], "gpt_neox"))
 def test_norms_add_what_parts_alone_add_by_ops_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = settled(name, "kernel")
     monkeypatch.setattr(KernelLayerRunner, "for_module", lambda *_: None)
@@ -188,14 +186,14 @@ def test_norms_add_what_parts_alone_add_by_ops_of_their_own(name: str, monkeypat
     assert of_parts - of_whole == FAMILIES[name].adds * LAYERS
 
 
-@pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox", "phi", "cohere", "gemma3"))
+@pytest.mark.parametrize("name", by_default(list(FAMILIES), "phi", "cohere"))
 def test_gradients_are_the_models_up_to_rounding(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)  # of norms that have no kernel
         recompute.verify(make(name), batch_of(name, seed=1), policy=layers("kernel"))
 
 
-@pytest.mark.parametrize("name", ["phi", *slow(*[each for each in FAMILIES if each != "phi"])])
+@pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox"))
 def test_captured_layers_give_the_bits_of_those_on_the_tape(name: str) -> None:
     (captured, handle), (taped, of_tape) = settled(name, "kernel"), under(name, layers("kernel", capture=False), 4)
     assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
@@ -254,7 +252,7 @@ def test_on_the_cpu_auto_leaves_them_to_the_tape() -> None:
     assert_same(outcome(model, "starcoder2"), outcome(make("starcoder2"), "starcoder2"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", *slow("starcoder2", "gpt_neox", "cohere")])
+@pytest.mark.parametrize("name", ["gpt_neox", *slow("gpt2", "starcoder2", "cohere")])
 def test_autocast_casts_as_it_does_without_a_policy(name: str) -> None:
     model, plain = make(name), make(name)
     recompute.apply(model, layers("kernel"))
