@@ -218,6 +218,16 @@ def test_a_tape_that_runs_gemms_again_gives_the_bits_of_the_kernels_alone(name: 
     assert bytes_held[1] > bytes_held[2]
 
 
+@pytest.mark.parametrize("name", ["gpt_neox", *slow("gpt2", "cohere", "gemma2")])
+def test_triton_gives_what_the_references_give(name: str, device: str) -> None:
+    model, plain = (make(name).to(device) for _ in range(2))
+    recompute.apply(model, layers("kernel"))
+    batch = {key: each.to(device) if isinstance(each, Tensor) else each for key, each in batch_of(name).items()}
+    for _ in range(2):
+        grads = [torch.autograd.grad(each(**batch).loss, list(each.parameters())) for each in (model, plain)]
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["starcoder2", *slow("gpt2", "falcon")])
 def test_a_tile_of_tokens_at_a_time_holds_no_intermediate(name: str) -> None:
     given = [layers("kernel", **options) for options in ({"capture": False}, {"tile": 8})]  # which is not captured
