@@ -15,6 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ class PreNormLayer:
         return norm, mlp_norm, mlp  # type: ignore[return-value]
 
     def is_as_found(self, module: nn.Module) -> bool:
-        return all([drops_nothing(getattr(module, name)) for name in self.dropouts])
+        return all([drops_nothing(attrgetter(name)(module)) for name in self.dropouts])
 
     def sum(self, stream: Tensor, attended: Tensor, computed: Tensor) -> Tensor:
         """The output of a parallel layer: x, what attention and what the MLP gives, added in the layer's own order."""

@@ -31,7 +31,7 @@ class Formula:
     numbers: tuple[float, ...]
     """The numbers that ``("number", index)`` refers to."""
     dropouts: tuple[str, ...] = ()
-    """The names of submodules, and of attributes that are zero, by which it drops nothing: see ``drops_nothing``."""
+    """The paths of submodules, and of attributes that are zero, by which it drops nothing: see ``drops_nothing``."""
 
 
 def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) -> Formula | None:

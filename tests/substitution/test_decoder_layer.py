@@ -115,6 +115,20 @@ def test_a_dropout_counts_as_long_as_it_drops() -> None:
     assert not found.is_as_found(layer)
 
 
+def test_a_dropout_of_another_module_counts_as_well() -> None:
+    def dropped(self: Any, x: Tensor, mask: Any, cache: Any) -> Tensor:
+        h = self.others[0](self.b(self.a(x), mask)) + x
+        return self.d(self.c(h)) + h
+
+    layer = Layer(dropped)
+    layer.others = nn.ModuleList([nn.Dropout(0.0)])
+    found = find_pre_norm_layer(layer)
+    assert found is not None
+    assert found.is_as_found(layer)
+    layer.others[0].p = 0.5
+    assert not found.is_as_found(layer)
+
+
 class Layer(nn.Module):
     def __init__(self, forward: Callable[..., Any]):
         super().__init__()
