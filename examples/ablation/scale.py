@@ -168,8 +168,8 @@ class Report:
             "\n\n".join(
                 [
                     f"`{self.results['command']}`, torch {machine['torch']}, transformers {machine['transformers']}, "
-                    f"{machine['date'][:10]}. Estimates: bfloat16 weights and gradients, float32 weights and states of a "
-                    "fused AdamW (16 bytes a parameter), bytes on each device.",
+                    f"{machine['date'][:10]}. Estimates, in bytes on each device. Weights and gradients are bfloat16; "
+                    "AdamW (fused) keeps weights and states in float32: 16 bytes a parameter together.",
                     f"## Scale\n\nOne sequence of {LENGTH:,} tokens on each device.",
                     self._scale(),
                     f"## Tokens\n\n{OF_TOKENS}, {' over '.join(map(str, SHARED_BY))} devices.",
