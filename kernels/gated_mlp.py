@@ -39,9 +39,11 @@ from recompute.kernels.linears import (
     NormSettings,
     added,
     autocast,
+    linear,
     linear_gradients,
     norm_gradients,
     rows,
+    shaped,
     sum_of_products,
     without_autocast,
 )
@@ -182,7 +184,7 @@ class GatedMLPFunction(torch.autograd.Function):
         parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
         ctx.holds_codes = compress and gate.dtype in launch.TRITON_DTYPES
         if ctx.holds_codes:
-            (gate_codes, gate_scales), (up_codes, up_scales) = _codes_of(gate), _codes_of(up)
+            (gate_codes, gate_scales), (up_codes, up_scales) = codes_of(gate), codes_of(up)
             ctx.save_for_backward(h, *parameters, rstd, gate_codes, up_codes, gate_scales, up_scales)
         else:
             ctx.save_for_backward(h, *parameters, rstd, gate, up)
@@ -193,9 +195,9 @@ class GatedMLPFunction(torch.autograd.Function):
             return h.new_empty(()).expand(*h.shape[:-1], down_weight.shape[0]), None
         product = glu_forward(gate, up, activation)
         if norm is None:
-            y = F.linear(product, down_weight, down_bias)
+            y = linear(product, down_weight, down_bias)
         elif down_bias is None and h.dtype is product.dtype:  # added in the accumulators, and rounded once
-            y = torch.addmm(rows(h), rows(product), down_weight.t()).view(h.shape)
+            y = shaped(torch.addmm(rows(h), rows(product), down_weight.t()), *h.shape)
         else:
             y = h + F.linear(product, down_weight, down_bias)
         return y, None if residual is None else h
@@ -221,8 +223,8 @@ class GatedMLPFunction(torch.autograd.Function):
         return dx, dresidual, *gradients[1:], None, None, None, None
 
 
-def _codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Codes and scales."""
+def codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Codes and scales of what an MLP holds, counted in the statistics of the region around."""
     if tensor is None:
         return None, None
     encoded = Codes(*quantize_op(tensor, BLOCK, None, True))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels.rms_norm import check_rms_norm, rms_norm_backward, rms_norm_regenerate
@@ -78,6 +79,20 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
+def shaped(matrix: Tensor, *shape: int) -> Tensor:
+    """An output of a Function in its shape. It is no view for autograd, which refuses to change such outputs in place.
+
+    matrix: nobody else has it.
+    """
+    return torch.ops.aten._unsafe_view(matrix, shape)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of x in the dtype of the weight, as an output of a Function: see ``shaped``."""
+    product = F.linear(rows(x).to(weight.dtype), weight, bias)  # autocast would cast x, too
+    return shaped(product, *x.shape[:-1], weight.shape[0])
+
+
 def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     """The sum of two gradients, either of which may be None."""
     return left + right if left is not None and right is not None else right if left is None else left
@@ -103,12 +118,24 @@ def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.
 
 
 def linear_gradients(
-    doutput: Tensor | None, inputs: Tensor | None, needs_dweight: bool, needs_dbias: bool
+    doutput: Tensor | None,
+    inputs: Tensor | None,
+    needs_dweight: bool,
+    needs_dbias: bool,
+    *,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed."""
+    """The gradients of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed.
+
+    weight: if it is given, its gradient gets the order in memory that it has. A transposed weight of GPT-2 has a
+    gradient that autograd would otherwise copy into that order.
+    """
     if doutput is None:
         return None, None
-    dweight = doutput.t() @ inputs if needs_dweight and inputs is not None else None
+    dweight = None
+    if needs_dweight and inputs is not None:
+        is_transposed = weight is not None and weight.stride(0) == 1 < weight.stride(1)
+        dweight = (inputs.t() @ doutput).t() if is_transposed else doutput.t() @ inputs
     return dweight, doutput.sum(0) if needs_dbias else None
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from recompute.kernels.linears import (
     added,
     autocast,
     checked_norm,
+    linear,
     linear_gradients,
     norm_gradients,
     rows,
@@ -102,7 +103,8 @@ class _NormLinears(torch.autograd.Function):
         ctx.save_for_backward(x, norm_weight, *parameters, rstd)
         ctx.set_materialize_grads(False)
         ctx.norm = norm
-        return *_linears(n.to(parameters[0].dtype), parameters), x
+        n = n.to(parameters[0].dtype)
+        return *(linear(n, weight, bias) for weight, bias in _pairs(parameters)), x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -154,13 +156,14 @@ def _gradients(
     return None if dx is None else dx.view(x.shape), dnorm_weight, *dweights, *dbiases
 
 
-def _linears(n: Tensor, parameters: Sequence[Any]) -> tuple[Tensor, ...]:
-    pairs = zip(parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :], strict=True)
-    return tuple(F.linear(n.to(weight.dtype), weight, bias) for weight, bias in pairs)  # autocast would cast n, too
+def _pairs(parameters: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each Linear's weight and bias."""
+    return zip(parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :], strict=True)
 
 
 def _reference(x: Tensor, norm_weight: Tensor | None, *others: Any) -> Any:
     """The outputs that are ``reached`` by a gradient, in plain PyTorch: differentiable any number of times."""
     *parameters, norm, reached = others
     n = rms_norm_reference(x, norm_weight, norm.eps, norm.casting)
-    return tuple(itertools.compress(_linears(n, parameters), reached))
+    outputs = [F.linear(n.to(weight.dtype), weight, bias) for weight, bias in _pairs(parameters)]
+    return tuple(itertools.compress(outputs, reached))

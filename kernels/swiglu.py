@@ -44,6 +44,8 @@ def shares(gate, ACTIVATION: tl.constexpr):
         return share, 1.0 - share
     if ACTIVATION == "gelu_tanh":
         gate *= tl.fma(gate * gate, 0.07135481627260025, 1.5957691216057308)
+    if ACTIVATION == "quick_gelu":
+        gate *= 1.702
     e = tl.exp(-gate)
     share = 1.0 / (1.0 + e)
     return share, tl.where(e < 1.0, e * share, 1.0 - share)  # neither a difference of nearly equal numbers nor inf · 0
@@ -57,6 +59,8 @@ def slope(gate, share, rest, ACTIVATION: tl.constexpr):
     change = share * rest
     if ACTIVATION == "gelu_tanh":
         change *= tl.fma(gate * gate, 0.21406444881780076, 1.5957691216057308)
+    if ACTIVATION == "quick_gelu":
+        change *= 1.702
     return tl.fma(gate, change, share)
 
 

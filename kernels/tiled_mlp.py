@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recompute.kernels import launch
-from recompute.kernels.linears import NormSettings, rows, without_autocast
+from recompute.kernels.linears import NormSettings, rows, shaped, without_autocast
 
 Compute = Callable[..., Tensor]
 """Computes the MLP of a tile, from x, the parameters, the norm and the activation. ``with_output``: whether the values
@@ -55,7 +55,7 @@ class TiledMLPFunction(torch.autograd.Function):
         ctx.norm, ctx.activation, ctx.tile = norm, activation, tile
         ctx.compute, ctx.reference = compute, reference
         tiles = [compute(part, *parameters, norm, activation, with_output=True) for part in rows(x).split(tile)]
-        return torch.cat(tiles).view(*x.shape[:-1], down_weight.shape[0])
+        return shaped(torch.cat(tiles), *x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:

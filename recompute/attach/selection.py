@@ -62,11 +62,15 @@ def _runners(
             tape = TapeRunner(statistics, meaning, cache)
             fallback = tape if meaning.kernels is Kernels.ON_CUDA else None
             kernel = _find_named_kernel(statistics, module, fallback, meaning)
-            if kernel is not None:
-                kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
-                if meaning.capture:
-                    kernel.capture(cache)
-            runner = kernel or tape
+            if kernel is not None and kernel.wants_tape:
+                kernel.fall_back_on(_instead_of_kernel(statistics, meaning))
+                runner = TapeRunner(statistics, meaning, cache, kernel)
+            else:
+                if kernel is not None:
+                    kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
+                    if meaning.capture:
+                        kernel.capture(cache)
+                runner = kernel or tape
         yield path, module, runner
         if kernel is None or kernel.stands_in_for_parts:
             yield from _kernels_inside(path, module, meaning, governed)

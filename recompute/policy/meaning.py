@@ -87,7 +87,7 @@ class Meaning:
     compresses: bool = False
     """Whether a tape, or a kernel, holds what bears it as codes of 8 bits."""
     tile: int | None = None
-    """The tokens that a kernel computes of a gated MLP at a time; None: all."""
+    """The tokens that a kernel computes of an MLP at a time; None: all."""
     offloading: Offloading | None = None
     """What is held off the device; None: nothing."""
     extends_inward: bool = False

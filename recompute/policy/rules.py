@@ -266,7 +266,7 @@ class Rule(BaseModel):
         time and changes no bit (see ``compiled.captured_region``).
     compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that
         only GEMMs, convolutions, products, SiLU and GELU read. Gradients are then not exact.
-    tile: of a gated MLP that kernels compute, the tokens at a time. Then only its input is held, and backward runs it
+    tile: of an MLP that kernels compute, the tokens at a time. Then only its input is held, and backward runs it
         again, one such tile after the other: for long sequences. None: all tokens at once.
     offload: whether what is held travels off the device, as under action "offload".
     fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.

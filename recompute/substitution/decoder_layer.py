@@ -1,6 +1,6 @@
-"""Pre-norm decoder layers: ``h = x + attention(norm(x))``, then ``h + mlp(mlp_norm(h))``.
+"""Kernels for pre-norm decoder layers: ``h = x + attention(norm(x))``, then ``h + mlp(mlp_norm(h))``.
 
-A layer is recognized by its formula, and then by a trial in which stand-ins take the places of its four submodules.
+``layer_formula`` finds them, and those that differ a little.
 
 Attention runs its own code. It is given a ``LazyNorm``, so that ``kernels.norm_linears`` computes the norm and the
 Linears that read it together. After attention ``kernels.residual_mlp`` computes the sum, the second norm and the MLP.
@@ -10,11 +10,12 @@ That is for RMSNorms. In the place of LayerNorms ``kernels.add_layer_norm`` comp
 in backward adds the gradient of the residual stream in the same pass. Such a layer is taken as a whole only if its MLP
 has a kernel of its own: of another MLP all would be held that autograd saves, where a tape of the layer drops the
 activation. Then the LayerNorms alone have kernels, on that tape.
+
+Some layers have both, the kernels and a tape around them: see ``KernelLayerRunner.wants_tape``.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
@@ -25,8 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion, StandIn
 from recompute.compiled.runner import Forward, Runner
@@ -36,10 +35,10 @@ from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import BypassScope
 from recompute.engine.tape.recorder import TapeRegion
+from recompute.substitution.feed_forward import KernelMLP, find_kernel_mlp, how_it_holds
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
+from recompute.substitution.layer_formula import PreNormLayer, find_pre_norm_layer
 from recompute.substitution.layer_fusion import FUSION
-from recompute.substitution.mlp import KernelMLP, find_kernel_mlp, how_it_holds
-from recompute.substitution.module_formula import Tracer, copy_without_policy, formula_of
 from recompute.substitution.norm import (
     KernelLayerNorm,
     KernelNorm,
@@ -52,183 +51,6 @@ from recompute.substitution.norm import (
 )
 
 _NOTHING = nullcontext()
-
-
-@dataclass(frozen=True)
-class PreNormLayer:
-    """The names of a layer's four submodules, and how its forward calls attention."""
-
-    norm: str
-    attention: str
-    mlp_norm: str
-    mlp: str
-    parameters: tuple[str, ...]
-    """The names of forward's parameters, in order; the first is x."""
-    defaults: tuple[Any, ...]
-    """The default values of the last of these parameters."""
-    passed: tuple[tuple[int | str, str | None], ...]
-    """For each argument of attention, its position or name, and the parameter given for it; None: the norm's output."""
-    takes_more: bool
-    """Whether forward also passes keywords of other names on to attention."""
-    output: int | None
-    """The index of the output of attention that is added; None if it has one output."""
-    dropouts: tuple[str, ...]
-    """The names of dropouts, which do nothing as long as their probability is 0."""
-
-    def parts(self, module: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """The norms and the MLP, which kernels may compute."""
-        norm, mlp_norm, mlp = (module._modules[name] for name in (self.norm, self.mlp_norm, self.mlp))
-        return norm, mlp_norm, mlp  # type: ignore[return-value]
-
-    def is_as_found(self, module: nn.Module) -> bool:
-        return all(_drops_nothing(getattr(module, name)) for name in self.dropouts)
-
-    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[nn.Module, Tensor], Tensor]]:
-        """Split forward's arguments: x, and a function that calls attention with the norm's output and the others."""
-        given = dict(zip(self.parameters[len(self.parameters) - len(self.defaults) :], self.defaults, strict=True))
-        given |= zip(self.parameters, args, strict=False)
-        given |= kwargs
-
-        def call(attention: nn.Module, normed: Tensor) -> Tensor:
-            values = [(key, normed if name is None else given[name]) for key, name in self.passed]
-            positional = [value for key, value in values if isinstance(key, int)]
-            named = {key: value for key, value in values if isinstance(key, str)}
-            if self.takes_more:
-                named |= {key: value for key, value in kwargs.items() if key not in self.parameters}
-            result = attention(*positional, **named)
-            return result if self.output is None else result[self.output]
-
-        return given[self.parameters[0]], call
-
-
-def find_pre_norm_layer(module: nn.Module) -> PreNormLayer | None:
-    """The pre-norm layer that ``module`` computes, if that is all it does; else None."""
-    parameters = list(inspect.signature(base_of(module).forward).parameters.values())[1:]
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return None
-    formula = formula_of(module, _LayerTracer)
-    match None if formula is None else formula.tree:  # in which the operands of a sum are sorted
-        case ("add", stream, ("module", int(mlp), ("module", int(mlp_norm), again))) if stream == again:
-            pass
-        case _:
-            return None
-    output: int | None = None
-    match stream:
-        case ("add", ("input", 0), ("module", int(attention), *arguments)):
-            pass
-        case ("add", ("getitem", ("module", int(attention), *arguments), int(output)), ("input", 0)):
-            pass
-        case _:
-            return None
-    names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
-    passed = tuple(_passed(place, argument, names) for place, argument in enumerate(arguments))
-    norms = {source for _, source in passed if isinstance(source, int)}
-    if formula is None or len(norms) != 1 or any(source is _UNKNOWN for _, source in passed):
-        return None
-    (norm,) = norms
-    layer = PreNormLayer(
-        norm=formula.names[norm],
-        attention=formula.names[attention],
-        mlp_norm=formula.names[mlp_norm],
-        mlp=formula.names[mlp],
-        parameters=names,
-        defaults=tuple(each.default for each in parameters if each.default is not each.empty),
-        passed=tuple((key, None if source == norm else source) for key, source in passed if source is not _MORE),
-        takes_more=any(source is _MORE for _, source in passed),
-        output=output,
-        dropouts=tuple(name for name, child in module.named_children() if _drops_nothing(child)),
-    )
-    return layer if _computes_that(module, layer) else None
-
-
-_UNKNOWN = object()
-_MORE = "**"  # stands for a forward's ``**kwargs``
-
-
-def _passed(place: int, argument: Any, names: tuple[str, ...]) -> tuple[int | str, Any]:
-    """An argument's position or name, and its source: a parameter's name, a norm's index, ``_MORE`` or ``_UNKNOWN``."""
-    key: int | str = place
-    match argument:
-        case ("keyword", str(key), argument):
-            pass
-    match argument:
-        case ("input", int(index)):
-            return key, names[index] if index < len(names) else _MORE if key == _MORE else _UNKNOWN
-        case ("module", int(norm), ("input", 0)):
-            return key, norm
-    return key, _UNKNOWN
-
-
-def _drops_nothing(module: nn.Module) -> bool:
-    return type(module) is nn.Dropout and module.p == 0
-
-
-class _LayerTracer(Tracer):
-    """Traces forwards with any named arguments, also those inside of decorators, which fx itself refuses."""
-
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
-        names = [_MORE if each.kind is each.VAR_KEYWORD else each.name for each in parameters]
-        proxies = {name: self.create_proxy("placeholder", name.replace(_MORE, "more"), (), {}) for name in names}
-        return lambda root: root_fn(root, *list(proxies.values())[:1], **dict(list(proxies.items())[1:])), [self.root]
-
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0] if _drops_nothing(m) else super().call_module(m, forward, args, kwargs)
-
-
-class _TrialPart(nn.Module):
-    """Takes a submodule's place in a trial. It computes another function in each place, and notes how it is called."""
-
-    def __init__(self, place: int, output: int | None):
-        super().__init__()
-        self._place, self._output = place, output
-        self.calls: list[Any] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append((args, sorted(kwargs.items())))
-        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        y = torch.sin((self._place + 2) * x + self._place)
-        return y if self._output is None else (*(y + 1 for _ in range(self._output)), y, None)
-
-
-def _computes_that(module: nn.Module, layer: PreNormLayer) -> bool:
-    """Whether the module's forward, with trial parts for its submodules, gives what ``layer`` says, bit for bit.
-
-    The trial sees what a trace cannot: what forward does with an argument that is None, which a proxy never is.
-    """
-    outputs = {layer.norm: None, layer.attention: layer.output, layer.mlp_norm: None, layer.mlp: None}
-    with _disable_current_modes(), torch.no_grad():
-        x = torch.linspace(-1, 1, 6, dtype=torch.float64, device="cpu").view(1, 2, 3)
-        # With the arguments that must be given, and with all that may be.
-        for count in (len(layer.parameters) - len(layer.defaults), len(layer.parameters)):
-            kwargs: dict[str, Any] = {name: object() for name in layer.parameters[1:count]}
-            if layer.takes_more:
-                kwargs["something_else"] = object()
-            ours, theirs = (
-                {name: _TrialPart(place, output) for place, (name, output) in enumerate(outputs.items())} for _ in "ab"
-            )
-            x, attend = layer.split((x,), kwargs)
-            h = x + attend(ours[layer.attention], ours[layer.norm](x))
-            expected = h + ours[layer.mlp](ours[layer.mlp_norm](h))
-            copy = copy_without_policy(module, module.training)
-            copy.__dict__["_modules"] = vars(copy)["_modules"] | theirs
-            try:
-                found = base_of(module).forward(copy, x, **kwargs)
-            except Exception:
-                # Any module's forward comes here, and may raise anything with trial parts. Then it is not recognized.
-                return False
-            if not _are_same((found, theirs[layer.attention].calls), (expected, ours[layer.attention].calls)):
-                return False
-    return True
-
-
-def _are_same(values: Any, others: Any) -> bool:
-    """Whether these are the same objects, or equal tensors, in the same containers."""
-    (leaves, spec), (other_leaves, other_spec) = tree_flatten(values), tree_flatten(others)
-    return spec == other_spec and all(
-        torch.equal(each, other) if isinstance(each, Tensor) and isinstance(other, Tensor) else each is other
-        for each, other in zip(leaves, other_leaves, strict=True)
-    )
 
 
 @dataclass
@@ -259,6 +81,8 @@ class KernelLayerRunner(KernelRunner):
         mlp = find_kernel_mlp(parts[2])
         if mlp is None and isinstance(mlp_norm, KernelLayerNorm):
             return None
+        if layer.is_parallel and isinstance(norm, KernelLayerNorm) is not isinstance(mlp_norm, KernelLayerNorm):
+            return None
         return cls(statistics, fallback, layer, (norm, mlp_norm), mlp, tuple(map(weakref.ref, parts)))
 
     def __post_init__(self) -> None:
@@ -274,16 +98,37 @@ class KernelLayerRunner(KernelRunner):
         return self.run_kernel(forward.__self__, forward, args, kwargs)  # type: ignore[attr-defined]
 
     @property
+    def wants_tape(self) -> bool:  # type: ignore[override]
+        """Where a tape of the layer's own code held less than these kernels alone would.
+
+        Of GPT-NeoX's layers, for one, a tape drops what rope gives: q and k are views of what one Linear gives for both
+        and v, which is held anyway.
+        """
+        if self.layer.is_parallel or self.layer.after_attention or self.layer.after_mlp:
+            return True
+        if self.mlp is None or self.mlp.is_gated:
+            return False
+        return isinstance(self.norms[1], KernelLayerNorm) or self.mlp.dropout is not None
+
+    @property
     def variant(self) -> Hashable:
         return self._linears.count
 
     def _what(self) -> str:
         first = "norm_linears" if isinstance(self.norms[0], KernelRMSNorm) else "add_layer_norm"
-        if self.mlp is None:
-            return f"{first}, add_rms_norm"
-        residual_mlp = f"residual_mlp{how_it_holds(self)}"
-        second = residual_mlp if isinstance(self.norms[1], KernelRMSNorm) else "add_layer_norm"
+        if isinstance(self.norms[1], KernelLayerNorm):
+            second = "add_layer_norm"
+        elif self.mlp is not None and self._adds_to_mlp:
+            second = f"residual_mlp{how_it_holds(self, self.mlp)}"
+        else:
+            second = "add_rms_norm"
         return ", ".join(dict.fromkeys((first, second)))
+
+    @property
+    def _adds_to_mlp(self) -> bool:
+        """Whether one kernel computes the second norm, the MLP and both sums."""
+        is_gated = self.mlp is not None and self.mlp.is_gated
+        return is_gated and isinstance(self.norms[1], KernelRMSNorm) and self.layer.after_mlp is None
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         book = open_book()
@@ -298,13 +143,17 @@ class KernelLayerRunner(KernelRunner):
 
     def _run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         x, attend = self.layer.split(args, kwargs)
-        operands = self._operands(module, x)
+        operands = self._operands(module, x) if self.layer.takes(args, kwargs) else None
         if operands is None:
             return forward(*args, **kwargs)
         norm, attention = self.norms[0], _child(module, self.layer.attention)
         if isinstance(norm, KernelLayerNorm):
-            y, stream = self._normed_and_stream(norm, x, operands[0])
+            y, stream = self._normed_and_stream(0, x, operands[0])
             attended = attend(attention, y)
+            if self.layer.is_parallel:
+                if self.layer.mlp_norm != self.layer.norm:
+                    y, stream = self._normed_and_stream(1, stream, operands[1])
+                return self.layer.sum(stream, attended, _child(module, self.layer.mlp)(y))
         else:
             # A checkpoint runs this twice, and both runs must save the same tensors: so neither uses what was learned.
             linears = LearnedLinears() if is_inside_checkpoint() else self._linears
@@ -312,18 +161,24 @@ class KernelLayerRunner(KernelRunner):
             attended = attend(attention, normed)
             linears.learn(normed)
             stream = normed.stream
-        return self._after_attention(_child(module, self.layer.mlp), attended, stream, operands[1])
+        if self.layer.after_attention is not None:
+            attended = _child(module, self.layer.after_attention)(attended)
+        return self._after_attention(module, attended, stream, operands[1])
 
-    def _normed_and_stream(self, norm: KernelLayerNorm, x: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
-        """The first norm's output, and x for the residual sum, whose gradient the norm's backward adds to its own."""
+    def _normed_and_stream(self, part: int, x: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+        """A norm's output, and x for the residual sum, whose gradient the norm's backward adds to its own.
+
+        part: 0 for the first norm, 1 for the second.
+        """
+        norm = self.norms[part]
 
         def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
             return norm.add(x, None, *operands)
 
         def as_written(x: Tensor) -> tuple[Tensor, Tensor]:
-            return self._as_written(0)(x), x
+            return self._as_written(part)(x), x
 
-        return self.compute(("stream", self._kinds[0]), (x,), operands, kernel, as_written, is_frame=False)
+        return self.compute(("stream", self._kinds[part]), (x,), operands, kernel, as_written, is_frame=False)
 
     def _normed(self, norm: KernelRMSNorm, x: Tensor, operands: Operands, linears: LearnedLinears) -> LazyNorm:
         """The first norm's output, as a lazy tensor for attention."""
@@ -352,18 +207,19 @@ class KernelLayerRunner(KernelRunner):
 
         return LazyNorm.of(x, weight, normalized, linears, together)
 
-    def _after_attention(self, mlp: nn.Module, attended: Tensor, stream: Tensor, operands: Operands) -> Tensor:
+    def _after_attention(self, module: nn.Module, attended: Tensor, stream: Tensor, operands: Operands) -> Tensor:
         """The residual sum, the second norm and the MLP."""
         from recompute.kernels.residual_mlp import residual_mlp
 
-        norm, inputs = self.norms[1], (attended, stream)
+        norm, inputs, mlp = self.norms[1], (attended, stream), _child(module, self.layer.mlp)
 
         def sum_and_norm(x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
             h = x + stream
             return self._as_written(1)(h), h
 
         if (
-            isinstance(norm, KernelLayerNorm)
+            not self._adds_to_mlp
+            or isinstance(norm, KernelLayerNorm)
             or self.mlp is None
             or is_hooked(mlp)
             or (mlp_operands := self.mlp.operands(mlp)) is None
@@ -373,12 +229,14 @@ class KernelLayerRunner(KernelRunner):
                 return norm.add(x, stream, *operands)
 
             y, h = self.compute(("sum", self._kinds[1]), inputs, operands, sum_kernel, sum_and_norm)
-            return h + mlp(y)
+            computed, after = mlp(y), self.layer.after_mlp
+            return h + (computed if after is None else _child(module, after)(computed))
         (weight,), (weights, biases), activation = operands, mlp_operands, self.mlp.activation
+        gate, up, down = weights
 
         def kernel(x: Tensor, stream: Tensor) -> Tensor:
             settings: dict[str, Any] = {**biases, "compress": self.compresses, "tile": self.tile}
-            return residual_mlp(x, stream, weight, *weights, norm.eps, norm.casting, activation, **settings)
+            return residual_mlp(x, stream, weight, gate, up, down, norm.eps, norm.casting, activation, **settings)
 
         def as_written(x: Tensor, stream: Tensor) -> Tensor:
             y, h = sum_and_norm(x, stream)

@@ -47,6 +47,8 @@ class KernelRunner(Runner, ABC):
     """The tokens that kernels compute at a time where they can; None: all."""
     stands_in_for_parts = False
     """Whether kernels may also stand in for modules inside of this one."""
+    wants_tape = False
+    """Whether a tape around the kernels holds less, of what is not theirs, than the kernels alone."""
 
     def __post_init__(self) -> None:
         self.held = HeldMemoryCounter(self.statistics)
@@ -59,6 +61,11 @@ class KernelRunner(Runner, ABC):
     def configure(self, *, compresses: bool, tile: int | None) -> None:
         """Have the kernels do what a rule says beside which modules they are for."""
         self.compresses, self.tile = compresses, tile
+        self.note = self._note()
+
+    def fall_back_on(self, fallback: Runner | None) -> None:
+        """Have another runner run in place of the kernels where the input is not on CUDA."""
+        self.fallback = fallback
         self.note = self._note()
 
     @abstractmethod

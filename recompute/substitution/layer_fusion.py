@@ -20,6 +20,7 @@ from recompute.kernels.add_layer_norm import add_layer_norm
 from recompute.kernels.add_rms_norm import add_rms_norm
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.layer_norm import layer_norm
+from recompute.kernels.mlp import mlp
 from recompute.kernels.norm_linears import norm_linears
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
@@ -39,6 +40,7 @@ def _fuse(graph: Graph) -> None:
         _fuse_with_linears(graph, norm)
     for norm in _calls(graph, layer_norm):
         _fuse_with_stream(graph, norm)
+    _sort_sums(graph)
 
 
 def _calls(graph: Graph, *functions: Any) -> list[Node]:
@@ -58,14 +60,14 @@ def _fuse_with_sum(graph: Graph, norm: Node) -> None:
     x, attended = h.args if _is_given(h.args[0]) else h.args[::-1]
     if not _is_given(x):
         return
-    mlp: Any = _only(norm.users)
-    total: Any = _only(mlp.users) if norm.target is rms_norm and _is_call(mlp, gated_mlp) else None
-    if _is_call(total, *_ADDITIONS) and set(total.args) == {h, mlp} and set(h.users) == {norm, total}:
-        _, *weights, activation = mlp.args
+    gated: Any = _only(norm.users)
+    total: Any = _only(gated.users) if norm.target is rms_norm and _is_call(gated, gated_mlp) else None
+    if _is_call(total, *_ADDITIONS) and set(total.args) == {h, gated} and set(h.users) == {norm, total}:
+        _, *weights, activation = gated.args
         weight, *others = settings
         arguments = (attended, x, weight, *weights, *others, activation)
-        _replace(graph, total, residual_mlp, arguments, mlp.kwargs)
-        for node in (mlp, norm, h):
+        _replace(graph, total, residual_mlp, arguments, gated.kwargs)
+        for node in (gated, norm, h):
             graph.erase_node(node)
         return
     with graph.inserting_before(h):
@@ -94,26 +96,52 @@ def _fuse_with_linears(graph: Graph, norm: Node) -> None:
 
 
 def _fuse_with_stream(graph: Graph, norm: Node) -> None:
-    """The LayerNorm of a layer's input, whose backward adds the gradient of the input in the sum."""
+    """The LayerNorm of a layer's input, whose backward adds the gradient of the input in the sum.
+
+    If two LayerNorms read it, the second reads it from the first, and adds first.
+    """
     x, *settings = _arguments(norm)
-    if not _is_given(x):
+    if not _is_given(x) and not _is_stream(x):
         return
     with graph.inserting_before(norm):
         both = graph.call_function(add_layer_norm, (x, None, *settings))
         stream = graph.call_function(operator.getitem, (both, 1))
     _replace(graph, norm, operator.getitem, (both, 0))
-    _use_as_stream(x, stream)
+    _use_as_stream(x, stream, layer_norm)
 
 
-def _use_as_stream(x: Node, stream: Node) -> None:
-    sums = residual_mlp, *_WITH_SUM.values(), *_ADDITIONS
+def _is_stream(x: Any) -> bool:
+    """Whether x is the stream as an op gives it back."""
+    is_second = _is_call(x, operator.getitem) and x.args[1] == 1
+    return is_second and _is_call(x.args[0], norm_linears, *_WITH_SUM.values())
+
+
+def _use_as_stream(x: Node, stream: Node, *norms: Any) -> None:
+    """norms: what reads x of the stream beside sums."""
+    sums = residual_mlp, *_WITH_SUM.values(), *_ADDITIONS, *norms
     x.replace_all_uses_with(stream, lambda user: user.target in sums and user is not stream.args[0])
 
 
-def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = None) -> None:
+def _sort_sums(graph: Graph) -> None:
+    """Have sums begin with the stream and end with the MLP, as the runner's do, whichever way round the layer adds."""
+    for total in _calls(graph, operator.add):
+        if not total.kwargs and _rank(total.args[0]) > _rank(total.args[1]):
+            total.args = total.args[::-1]
+
+
+def _rank(term: Any) -> int:
+    if _is_call(term, mlp, gated_mlp):
+        return 3
+    is_sum = _is_call(term, operator.add) and any(_rank(each) != 2 for each in term.args)
+    return 0 if _is_stream(term) else 1 if is_sum else 2
+
+
+def _replace(graph: Graph, node: Node, target: Any, args: tuple, kwargs: Any = None) -> Node:
     with graph.inserting_before(node):
-        node.replace_all_uses_with(graph.call_function(target, args, kwargs))
+        new = graph.call_function(target, args, kwargs)
+    node.replace_all_uses_with(new)
     graph.erase_node(node)
+    return new
 
 
 def _arguments(node: Node) -> Any:
@@ -141,5 +169,5 @@ def _drops_nothing(node: Node) -> bool:
     return False
 
 
-FUSION = Fusion((rms_norm, layer_norm, gated_mlp), _fuse)
+FUSION = Fusion((rms_norm, layer_norm, gated_mlp, mlp), _fuse)
 """Of a decoder layer for which kernels stand in."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,15 +30,17 @@ class Formula:
     """The names that ``("attribute", index)`` and ``("module", index, ...)`` refer to."""
     numbers: tuple[float, ...]
     """The numbers that ``("number", index)`` refers to."""
+    dropouts: tuple[str, ...] = ()
+    """The paths of submodules, and of attributes that are zero, by which it drops nothing: see ``drops_nothing``."""
 
 
-def formula_of(module: nn.Module, tracer: type[Tracer] | None = None) -> Formula | None:
+def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) -> Formula | None:
     """The formula of ``module``; None unless forward is one expression of its one argument, the same in ``eval()``.
 
     Tracing does not change the module, whatever its forward does.
 
     Args:
-        tracer: a tracer for forwards with other numbers of arguments.
+        tracer: makes a tracer for forwards with other numbers of arguments.
     """
     if is_decorated(module) and getattr(vars(module).get(RUNNER), "runner", module) is not None:
         return None  # its forward runs a policy of its own
@@ -48,6 +51,11 @@ def formula_of(module: nn.Module, tracer: type[Tracer] | None = None) -> Formula
         return None
     trained, evaluated = (_traced(module, training, tracer or Tracer) for training in (True, False))
     return trained if trained == evaluated else None
+
+
+def drops_nothing(dropout: Any) -> bool:
+    """Whether a dropout is passed over in formulas: a module whose probability is 0, or that probability itself."""
+    return dropout.p == 0 if type(dropout) is nn.Dropout else type(dropout) in (float, int) and dropout == 0
 
 
 def is_decorated(module: nn.Module) -> bool:
@@ -64,19 +72,25 @@ def copy_without_policy(module: nn.Module, training: bool) -> nn.Module:
     return copy
 
 
-def _traced(module: nn.Module, training: bool, tracer: type[Tracer]) -> Formula | None:
+def _traced(module: nn.Module, training: bool, tracer: Callable[[], Tracer]) -> Formula | None:
     copy = copy_without_policy(module, training)
     before = fingerprint(vars(copy))
+    traced = tracer()
     try:
         with RngState().replayed():
-            graph = tracer().trace(copy)
+            graph = traced.trace(copy)
     except Exception:
         # Any module's forward comes here, and may raise anything where it gets a proxy in place of a tensor. Then it
         # is not recognized.
         return None
     if fingerprint(vars(copy)) != before:
         return None  # forward sets attributes of the module, which a kernel in its place would not
-    return _FormulaBuilder().build(graph)
+    builder = _FormulaBuilder()
+    formula = builder.build(graph)
+    dropouts = traced.dropouts
+    if builder.has_dropout:  # of which the trace does not say where its probability is from
+        dropouts += [name for name, value in vars(module).items() if type(value) is float and value == 0]
+    return None if formula is None else replace(formula, dropouts=tuple(dropouts))
 
 
 class _Proxy(fx.Proxy):
@@ -89,9 +103,20 @@ class _Proxy(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Traces a module's own forward, in which submodules are calls."""
+    """Traces a module's own forward, in which submodules are calls. Those that do nothing are passed over."""
 
     proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropouts: list[str] = []
+        """The names of dropouts that were passed over."""
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(m) is nn.Dropout and drops_nothing(m) and not kwargs:
+            self.dropouts.append(self.path_of_module(m))
+            return args[0]
+        return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -107,6 +132,7 @@ _FUNCTIONS = {
     operator.add: "add",
     operator.mul: "mul",
     operator.sub: "sub",
+    operator.matmul: "matmul",
     operator.getitem: "getitem",
     operator.pow: "pow",
     torch.add: "add",
@@ -115,11 +141,18 @@ _FUNCTIONS = {
     torch.pow: "pow",
     torch.mean: "mean",
     torch.rsqrt: "rsqrt",
+    torch.square: "square",
+    torch.sigmoid: "sigmoid",
+    torch.tanh: "tanh",
+    torch.relu: "relu",
+    torch.addmm: "addmm",
+    torch.matmul: "matmul",
+    F.relu: "relu",
     F.silu: "silu",
     F.gelu: "gelu",
     F.layer_norm: "layer_norm",
 }
-_METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk"}
+_METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk", "view", "size"}
 
 
 class _FormulaBuilder:
@@ -127,6 +160,8 @@ class _FormulaBuilder:
         self.names: list[str] = []
         self.numbers: list[float] = []
         self.inputs = 0
+        self.has_dropout = False
+        """Whether a call of ``torch.nn.functional.dropout`` was passed over."""
 
     def build(self, graph: fx.Graph) -> Formula | None:
         values: dict[fx.Node, Any] = {}
@@ -139,6 +174,9 @@ class _FormulaBuilder:
         return None
 
     def _node(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        if node.target is F.dropout and len(node.args) == 1 and drops_nothing(node.kwargs.get("p")):
+            self.has_dropout = True
+            return values[node.args[0]]  # type: ignore[index]
         args = [self._argument(value, values) for value in node.args]
         keywords = {key: self._argument(value, values) for key, value in node.kwargs.items()}
         if node.op == "call_module":
@@ -163,7 +201,7 @@ class _FormulaBuilder:
                 return ("to", value, ("dtype", other))
             case (("mul" | "add"), (left, right)):
                 return (name, *sorted((left, right), key=repr))
-            case "silu", (value, in_place):
+            case (("silu" | "relu"), (value, in_place)):
                 return (node.target, value) if in_place else (name, value)
         return (name, *args)
 

@@ -189,6 +189,16 @@ class _GemmaPattern(_LlamaPattern):
         return hidden.type_as(x) if self.weight is None else (hidden * (1.0 + self.weight.float())).type_as(x)
 
 
+class _RoundedOncePattern(_LlamaPattern):
+    """As Olmo2RMSNorm: the weight scales before the result is rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.to(torch.float32)
+        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + _EPS)
+        assert self.weight is not None
+        return (self.weight * hidden).to(x.dtype)
+
+
 class _CoherePattern(_LlamaPattern):
     def forward(self, x: Tensor) -> Tensor:
         hidden = x.float()
@@ -217,6 +227,7 @@ def _patterns() -> tuple[tuple[Formula, Callable[[tuple[str, ...], float], Kerne
         (_LlamaPattern(), rms_norm("llama")),
         (_GemmaPattern(), rms_norm("gemma")),
         (_LlamaPattern(weight=False), rms_norm("llama")),
+        (_RoundedOncePattern(), rms_norm("none")),
         (_CoherePattern(), layer_norm),
         (_CoherePattern(bias=True), layer_norm),
         (_CoherePattern(weight=False), layer_norm),

@@ -11,11 +11,12 @@ from torch import nn
 
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.substitution.decoder_layer import KernelLayerRunner
 from recompute.substitution.experts import KernelActivationRunner, has_stacked_experts
+from recompute.substitution.feed_forward import GATE_ACTIVATIONS, KernelMLPRunner, find_activation, find_kernel_mlp
 from recompute.substitution.kernel_runner import KernelRunner
-from recompute.substitution.mlp import KernelMLPRunner, find_activation, find_kernel_mlp
 from recompute.substitution.norm import KernelNormRunner, find_norm
 from recompute.substitution.rotary import KernelRotaryRunner, find_rotary
 
@@ -26,7 +27,8 @@ def find_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runne
     fallback: as ``KernelRunner`` has it.
     """
     if (mlp := find_kernel_mlp(module)) is not None:
-        return _compared(KernelMLPRunner(statistics, fallback, mlp), module, (mlp.parts, mlp.activation))
+        runner = KernelMLPRunner(statistics, fallback, mlp)
+        return _compared(runner, module, (mlp.parts, mlp.linears, mlp.activation))
     if not any(module.children()):
         norm = find_norm(module)
         return None if norm is None else _compared(KernelNormRunner(statistics, fallback, norm), module, norm)
@@ -40,7 +42,7 @@ def find_inner_kernel(
     statistics: RegionStatistics, module: nn.Module, parent: nn.Module, fallback: Runner | None
 ) -> KernelRunner | None:
     """The same for a module inside of one that a rule names. Its ``parent`` may have stacked experts."""
-    if has_stacked_experts(parent) and (activation := find_activation(module)) is not None:
+    if has_stacked_experts(parent) and (activation := find_activation(module)) in GATE_ACTIVATIONS:
         return KernelActivationRunner(statistics, fallback, activation)
     return find_kernel(statistics, module, fallback)
 
@@ -59,14 +61,20 @@ def _compared(runner: KernelRunner, module: nn.Module, found: Any) -> KernelRunn
     first = parameters[0]
     if first.is_meta or (isinstance(runner, KernelNormRunner) and first.dim() != 1):
         return runner
+    width = first.shape[-1]
+    if isinstance(runner, KernelMLPRunner) and (operands := runner.mlp.operands(module)) is not None:
+        width = operands[0][0].shape[-1]
     key = (base_of(module), found, *((each.shape, each.dtype, each.device.type) for each in parameters))
     if key not in _agree:
-        width = first.shape[-1]
         x = torch.linspace(-3, 3, 6 * width, device=first.device, dtype=first.dtype).view(6, width)
         forward = MethodType(base_of(module).forward, module)
         (name,) = inspect.signature(forward).parameters
+        state = RngState()  # a dropout draws the same numbers in both, and none as far as others can tell
         with torch.no_grad():
-            expected, kernels = forward(**{name: x}), runner.run_kernel(module, forward, (), {name: x})
+            with state.replayed():
+                expected = forward(**{name: x})
+            with state.replayed():
+                kernels = runner.run_kernel(module, forward, (), {name: x})
         tolerance = torch.finfo(first.dtype).eps ** 0.5
         is_other = (kernels - expected).double().norm() > tolerance * expected.double().norm()
         _agree[key] = kernels.shape == expected.shape and not is_other

@@ -87,6 +87,11 @@ def test_bytes_held_are_those_of_the_formula(run: Callable[..., Any]) -> None:
     held = {row["way"]: row["held_bytes_per_token"] for row in results["ops"]["gated_mlp"]["rows"]}
     assert held["recompute"] == 4 * intermediate
     assert held["eager"] == 8 * intermediate
+    results, _ = run("--ops", "mlp")
+    held = {row["way"]: row["held_bytes_per_token"] for row in results["ops"]["mlp"]["rows"]}
+    assert held["recompute"] == 2 * intermediate
+    assert held["eager"] == 4 * intermediate
+    assert held["recompute, up in 8 bits"] == pytest.approx(intermediate + intermediate / 128 * 4, abs=0.1)
 
 
 def test_a_peer_that_is_missing_is_a_row_that_says_so(

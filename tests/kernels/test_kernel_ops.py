@@ -26,6 +26,7 @@ from recompute.kernels.add_layer_norm import add_layer_norm
 from recompute.kernels.add_rms_norm import add_rms_norm
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.layer_norm import layer_norm
+from recompute.kernels.mlp import mlp
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
 from recompute.kernels.swiglu import geglu, swiglu
@@ -194,6 +195,22 @@ CASES = [
         has_linears=True,
     ),
     Case(
+        "mlp",
+        lambda x, up, down, up_bias, down_bias: mlp(x, up, down, "gelu", up_bias=up_bias, down_bias=down_bias),
+        lambda x, up, down, up_bias, down_bias: F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias),
+        ((M, H), (I, H), (H, I), (I,), (H,)),
+        saved_elements=M * H + 2 * I * H + I + H + M * I,
+        has_linears=True,
+    ),
+    Case(
+        "mlp-without-biases",
+        lambda x, up, down: mlp(x, up, down, "relu2"),
+        lambda x, up, down: F.linear(torch.square(F.relu(F.linear(x, up))), down),
+        ((M, H), (I, H), (H, I)),
+        saved_elements=M * H + 2 * I * H + M * I,
+        has_linears=True,
+    ),
+    Case(
         "residual_mlp",
         lambda x, *weights: residual_mlp(x, None, *weights, EPS),
         eager_residual_mlp,
@@ -205,7 +222,7 @@ CASES = [
 ]
 
 _BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "swiglu-packed", "geglu",
-               "gated_mlp", "residual_mlp")  # fmt: skip
+               "gated_mlp", "mlp", "residual_mlp")  # fmt: skip
 """Each op once; the others differ in a convention or an argument."""
 each_case = pytest.mark.parametrize("case", by_default({str(case): case for case in CASES}, *_BY_DEFAULT))
 

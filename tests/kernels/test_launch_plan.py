@@ -12,12 +12,12 @@ from kernel_testing import same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.kernels import add_rms_norm, launch, launch_plan, rms_norm, rope, swiglu
+from recompute.kernels import activation, add_rms_norm, launch, launch_plan, rms_norm, rope, swiglu
 from recompute.kernels.launch import IMPLEMENTATIONS, Launch
 from recompute.kernels.launch_plan import MAX_ATTEMPTS, PlannedCall
 
 M, H = 6, 16
-assert all((add_rms_norm, rms_norm, rope, swiglu)), "they register their ops"
+assert all((activation, add_rms_norm, rms_norm, rope, swiglu)), "they register their ops"
 
 
 def made(*shape: int, seed: int = 0) -> Tensor:
@@ -47,6 +47,8 @@ CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     ),
     "glu_forward": lambda s: (made(M, H, seed=s), made(M, H, seed=s + 1), "gelu"),
     "glu_backward": lambda s: (made(M, H, seed=s), made(M, 2 * H, seed=s + 1), None, "silu", True, True, True),
+    "activation_forward": lambda s: (made(M, H, seed=s), "relu2"),
+    "activation_backward": lambda s: (made(M, H, seed=s), made(M, H, seed=s + 1), None, "gelu"),
 }
 
 
@@ -85,14 +87,20 @@ def test_a_planned_call_gives_the_bits_and_layouts_of_the_op(name: str, device: 
     assert spy.calls == (1 if runs_kernels else 3)
 
 
-def test_in_place_it_writes_where_the_op_writes(device: str) -> None:
-    function = implementation("glu_backward_")
+@pytest.mark.parametrize(
+    ("name", "given"), [("glu_backward_", (0, 1, 2, 3, 4)), ("activation_backward_", (0, 1, None, 2))]
+)
+def test_in_place_it_writes_where_the_op_writes(name: str, given: tuple[int | None, ...], device: str) -> None:
+    """given: for each argument the seed of its values; None where the op is given no tensor."""
+    function = implementation(name)
     call = PlannedCall(function)
     for seed in range(2):
-        ours, theirs = ([made(M, H, seed=seed + each).to(device) for each in range(5)] for _ in "ab")
+        ours, theirs = (
+            [None if each is None else made(M, H, seed=seed + each).to(device) for each in given] for _ in "ab"
+        )
         assert call(*ours, "silu") is None
         function(*theirs, "silu")
-        assert same_bits(ours, theirs)
+        assert same_bits(tensors(tuple(ours)), tensors(tuple(theirs)))
     assert call.is_planned == launch.uses_triton(made(1).to(device))
 
 

@@ -97,6 +97,16 @@ def test_gradients_of_every_order(through_h: bool, biases: bool):
     assert torch.autograd.gradgradcheck(ours("gemma", through_h), inputs)
 
 
+@pytest.mark.parametrize("biases", [False, True])
+def test_outputs_may_be_changed_in_place(biases: bool):
+    inputs = make_inputs(biases)
+    expected = torch.autograd.grad(sum((2 * y).sum() for y in ours(through_h=False)(*inputs)), given(inputs))
+    outputs = ours(through_h=False)(*inputs)
+    for output in outputs:
+        output *= 2
+    assert all(map(torch.equal, torch.autograd.grad(sum(y.sum() for y in outputs), given(inputs)), expected))
+
+
 def test_h_is_x():
     x, norm_weight, *weights = make_inputs()[:5]
     outputs, h = norm_linears(x, norm_weight, weights)

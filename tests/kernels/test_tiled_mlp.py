@@ -128,6 +128,19 @@ def test_only_the_input_is_held_and_no_intermediate_is_ever_whole(form: Callable
     assert tiled.peak_bytes < whole.peak_bytes
 
 
+@each_form
+@pytest.mark.parametrize("biases", [False, True], ids=["no biases", "biases"])
+@pytest.mark.parametrize("tile", [None, TILE])
+def test_what_comes_out_may_be_changed_in_place(tile: int | None, biases: bool, form: Callable[..., Tensor]) -> None:
+    x, residual, given = operands("cpu", biases=biases)
+    norm_weight = make(H, seed=9).requires_grad_()
+    inputs = [x, *given.values()]
+    expected = torch.autograd.grad((form(x, residual, norm_weight, given, tile) * 2).sum(), inputs)
+    y = form(x, residual, norm_weight, given, tile)
+    y *= 2
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), inputs), expected))
+
+
 def test_a_tile_of_no_tokens_is_refused(device: str) -> None:
     x, _, given = operands(device)
     with pytest.raises(KernelError, match="gated_mlp: tile is 0; expected at least 1 token, or None"):

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import SHAPE
+from models import GPT2_SHAPE, SHAPE
+from tiny import rule, rules
 from torch import Tensor, nn
 
-from recompute.substitution.decoder_layer import PreNormLayer, find_pre_norm_layer
+import recompute
+from recompute.substitution.layer_formula import PreNormLayer, find_pre_norm_layer
 
 
 def layer_of(name: str, **options: Any) -> nn.Module:
-    config = getattr(transformers, f"{name}Config")(**SHAPE, **options)
+    shape = {key: value for key, value in SHAPE.items() if name != "GPTNeoX" or "kv" not in key}
+    config = getattr(transformers, f"{name}Config")(**shape, **options)
     return transformers.AutoModel.from_config(config).layers[0]
 
 
@@ -31,18 +34,98 @@ def test_finds_the_layers_there_are(name: str) -> None:
     assert found.takes_more
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text", "Olmo2", "Granite"])
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text"])
+def test_finds_norms_behind_attention_and_mlp(name: str) -> None:
+    found = find_pre_norm_layer(layer_of(name))
+    assert found is not None
+    assert (found.norm, found.after_attention) == ("input_layernorm", "post_attention_layernorm")
+    assert (found.mlp_norm, found.after_mlp) == ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    assert not found.is_parallel
+
+
+PARALLEL: dict[str, tuple[str, set[str]]] = {
+    "GPTNeoX": ("post_attention_layernorm", {"attention", "mlp"}),
+    "Phi": ("input_layernorm", {"attention", "mlp"}),
+    "Cohere": ("input_layernorm", {"stream", "attention"}),
+}
+"""The norm of the MLP, and what the layer adds first."""
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_finds_layers_whose_mlp_reads_x(name: str) -> None:
+    found = find_pre_norm_layer(layer_of(name))
+    assert found is not None
+    assert (found.norm, found.mlp, found.output) == ("input_layernorm", "mlp", 0)
+    assert (found.mlp_norm, found.added_first) == PARALLEL[name]
+    assert found.is_parallel
+
+
+def test_finds_a_layer_that_may_attend_to_an_encoder() -> None:
+    """Where it does, it runs its own code."""
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**GPT2_SHAPE, **dropouts, add_cross_attention=True)
+    for each in (config, transformers.GPT2Config(**GPT2_SHAPE)):
+        found = find_pre_norm_layer(transformers.AutoModel.from_config(each).h[0])
+        assert found is not None
+        assert (found.attention, found.absent) == ("attn", "encoder_hidden_states")
+        x, states = torch.ones(1), torch.ones(2)
+        assert found.takes((x,), {})
+        assert found.takes((x, None, None, None), {"use_cache": False})
+        assert not found.takes((x, None, None, states), {})
+        assert not found.takes((x,), {"encoder_hidden_states": states})
+    model, plain = (_with_encoder(config) for _ in range(2))
+    handle = recompute.apply(model, rules(rule(["GPT2Block", "LayerNorm"], "recompute", via="kernel")))
+    ids, states = torch.ones(1, 3, dtype=torch.int64), torch.randn(1, 4, 32, dtype=torch.float64)
+    for _ in range(5):
+        for given in ({}, {"encoder_hidden_states": states}):
+            outputs = [each(ids, **given, use_cache=False).last_hidden_state for each in (model, plain)]
+            torch.testing.assert_close(*outputs)
+            gradients = [
+                torch.autograd.grad(output.square().sum(), list(each.parameters()), allow_unused=True)
+                for output, each in zip(outputs, (model, plain), strict=True)
+            ]
+            torch.testing.assert_close(*gradients)
+    assert "kernel: add_layer_norm" in handle.explain()
+
+
+def _with_encoder(config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config).double()
+
+
+@pytest.mark.parametrize("name", ["Olmo2", "Granite"])
 def test_leaves_layers_that_compute_something_else(name: str) -> None:
     assert find_pre_norm_layer(layer_of(name)) is None
 
 
 def test_a_dropout_counts_as_long_as_it_drops() -> None:
-    assert find_pre_norm_layer(layer_of("Phi3", resid_pdrop=0.1)) is None
+    found = find_pre_norm_layer(layer_of("Phi3", resid_pdrop=0.1))
+    assert found is not None
+    assert (found.after_attention, found.after_mlp) == (
+        "resid_attn_dropout",
+        "resid_mlp_dropout",
+    )  # which run as they are
+    assert not found.dropouts
+    assert find_pre_norm_layer(layer_of("GPTNeoX", hidden_dropout=0.1)) is None
     layer = layer_of("Phi3")
     found = find_pre_norm_layer(layer)
     assert found is not None
     assert found.is_as_found(layer)
     layer.resid_mlp_dropout.p = 0.5
+    assert not found.is_as_found(layer)
+
+
+def test_a_dropout_of_another_module_counts_as_well() -> None:
+    def dropped(self: Any, x: Tensor, mask: Any, cache: Any) -> Tensor:
+        h = self.others[0](self.b(self.a(x), mask)) + x
+        return self.d(self.c(h)) + h
+
+    layer = Layer(dropped)
+    layer.others = nn.ModuleList([nn.Dropout(0.0)])
+    found = find_pre_norm_layer(layer)
+    assert found is not None
+    assert found.is_as_found(layer)
+    layer.others[0].p = 0.5
     assert not found.is_as_found(layer)
 
 
@@ -72,6 +155,53 @@ def test_finds_a_layer_whatever_its_parts_are_called() -> None:
 def parallel(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
     h = self.b(self.a(x), mask) + x
     return self.d(self.c(x)) + h
+
+
+def with_norms_behind(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = x + self.c(self.b(self.a(x), mask)[0])
+    return self.c(self.d(self.a(h))) + h
+
+
+def with_a_norm_behind_attention(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = self.a(self.b(self.a(x), mask)[0]) + x
+    return h + self.d(self.c(h))
+
+
+def test_finds_parallel_layers_and_norms_behind_whatever_their_parts_are_called() -> None:
+    found = find_pre_norm_layer(Layer(parallel))
+    assert found is not None
+    assert (found.norm, found.attention, found.mlp_norm, found.mlp) == ("a", "b", "c", "d")
+    assert found.added_first == {"stream", "attention"}
+    x, attended, computed = torch.tensor([1e8, -1e8, 1.0])
+    assert found.sum(x, attended, computed) == 1
+    found = find_pre_norm_layer(Layer(with_norms_behind))
+    assert found is not None
+    assert (found.after_attention, found.after_mlp, found.output) == ("c", "c", 0)
+    found = find_pre_norm_layer(Layer(with_a_norm_behind_attention))
+    assert found is not None
+    assert (found.after_attention, found.after_mlp) == ("a", None)
+
+
+def second_norm_first(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    """The kernels' runner computes the second norm behind attention, as captured code then has to."""
+    y = self.c(x)
+    return x + self.b(self.a(x), mask) + self.d(y)
+
+
+def parallel_of_the_sum(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    attended = self.b(self.a(x), mask)
+    return x + attended + self.d(self.c(attended))
+
+
+def parallel_without_the_stream(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    attended = self.b(self.a(x), mask)
+    return attended + attended + self.d(self.c(x))
+
+
+def parallel_in_place(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    computed = self.b(self.a(x), mask)
+    computed += self.d(self.c(x))
+    return x + computed
 
 
 def scaled(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
@@ -110,7 +240,18 @@ def two_results(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
     return self.d(self.c(h)) + h, mask
 
 
-MISSES = [parallel, scaled, without_a_norm, masked, in_training_only, constant_argument, two_results]
+MISSES = [
+    second_norm_first,
+    parallel_of_the_sum,
+    parallel_without_the_stream,
+    parallel_in_place,
+    scaled,
+    without_a_norm,
+    masked,
+    in_training_only,
+    constant_argument,
+    two_results,
+]
 
 
 @pytest.mark.parametrize("forward", MISSES, ids=lambda forward: forward.__name__)

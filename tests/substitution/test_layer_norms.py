@@ -309,11 +309,11 @@ def test_a_norms_output_that_a_linear_saves_is_dropped() -> None:
 
 
 def test_a_block_on_a_tape_has_its_norms_computed_by_kernels() -> None:
-    """And holds what it holds by hooks. The layers of GPT-2 are not taken as a whole: their MLP has no kernel."""
+    """And holds what it holds by hooks. These layers are not taken as a whole: no kernel computes their activation."""
     batch, counts, kept, outcomes = batch_of("gpt2"), {}, {}, {}
     for name, options in {"hook": {}, "kernel": {}, "tape": {"capture": False}}.items():
         via = "hook" if name == "hook" else "kernel"
-        model = make("gpt2")
+        model = make("gpt2", activation_function="tanh")
         handle = recompute.apply(model, rules(rule(["GPT2Block", "LayerNorm"], "recompute", via=via, **options)))
         for _ in range(4):
             outcome(model, batch)
@@ -322,6 +322,7 @@ def test_a_block_on_a_tape_has_its_norms_computed_by_kernels() -> None:
         counts[name], kept[name] = Counter(ops), handle.plans()["transformer.h.0"].kept_nbytes
         outcomes[name] = outcome(model, batch)
         assert ("kernel: layer_norm" in handle.explain()) is (via == "kernel")
+        assert "kernel: add_layer_norm" not in handle.explain()
         assert ("transformer.h.*: 2 of 2 run as captured code" in handle.explain()) is (name != "tape")
     assert counts["kernel"]["recompute.layer_norm_backward"] == counts["hook"]["aten.native_layer_norm_backward"] == 5
     assert "aten.native_layer_norm" not in counts["kernel"]

@@ -17,14 +17,15 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
-from recompute.substitution.decoder_layer import find_pre_norm_layer
-from recompute.substitution.mlp import GatedMLP, find_activation, find_gated_mlp
+from recompute.substitution.feed_forward import GatedMLP, find_activation, find_gated_mlp
+from recompute.substitution.layer_formula import find_pre_norm_layer
 from recompute.substitution.norm import KernelRMSNorm, find_norm
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 40
@@ -42,6 +43,7 @@ NORMS = [
     *((cls, "llama") for cls in LLAMA_NORMS),
     *((cls, "gemma") for cls in GEMMA_NORMS),
     (nn.RMSNorm, "none"),
+    (olmo2.Olmo2RMSNorm, "none"),
 ]
 SHAPE: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": 4}
 MLPS = [
@@ -161,12 +163,18 @@ def same_in_other_words(self: Any, hidden: Tensor) -> Tensor:
     return torch.mul((scale * wide).type_as(hidden), self.weight)
 
 
+def weight_before_rounding(self: Any, x: Tensor) -> Tensor:
+    h = x.to(torch.float32)
+    return (self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+
+
 def without_weight(self: Any, x: Tensor) -> Tensor:
     return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def test_finds_norms_that_nobody_has_heard_of() -> None:
     assert find_norm(norm_of(llama_like)) == KernelRMSNorm("weight", 1e-6, "llama")
+    assert find_norm(norm_of(weight_before_rounding)) == KernelRMSNorm("weight", 1e-6, "none")
     assert find_norm(norm_of(same_in_other_words)) == KernelRMSNorm("weight", 1e-6, "llama")
     assert find_norm(nn.RMSNorm(HIDDEN, eps=1e-3, elementwise_affine=False)) == KernelRMSNorm(None, 1e-3, "none")
 
@@ -194,7 +202,17 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
         (transformers.activations.ACT2FN["gelu"], "gelu"),
         (transformers.activations.ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
         (nn.SiLU(inplace=True), None),
-        (transformers.activations.ACT2FN["quick_gelu"], None),
+        (transformers.activations.ACT2FN["gelu_new"], "gelu_tanh"),
+        (transformers.activations.ACT2FN["gelu_accurate"], "gelu_tanh"),
+        (transformers.activations.ACT2FN["gelu_python_tanh"], "gelu_tanh"),
+        (transformers.activations.ACT2FN["quick_gelu"], "quick_gelu"),
+        (nn.ReLU(), "relu"),
+        (transformers.activations.ACT2FN["relu2"], "relu2"),
+        (transformers.activations.ACT2FN["gelu_fast"], None),  # whose constant has fewer digits
+        (transformers.activations.ACT2FN["gelu_10"], None),
+        (nn.ReLU(inplace=True), None),
+        (nn.ReLU6(), None),
+        (nn.LeakyReLU(), None),
         (nn.Sigmoid(), None),
         (nn.Mish(), None),
         (nn.Sequential(nn.SiLU(), nn.SiLU()), None),
@@ -203,6 +221,10 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
         (norm_of(lambda self, x: F.silu(x) * 2), None),
         (norm_of(lambda self, x: F.silu(x * 2)), None),
         (norm_of(lambda self, x: F.silu(x) if self.training else x), None),
+        (norm_of(lambda self, x: F.relu(x).pow(2)), "relu2"),
+        (norm_of(lambda self, x: F.relu(x).pow(3)), None),
+        (norm_of(lambda self, x: x * torch.sigmoid(x * 1.7)), None),
+        (norm_of(lambda self, x: torch.square(x)), None),
     ],
     ids=lambda value: repr(value) if isinstance(value, nn.Module) else "",
 )

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import recompute
 from recompute.errors import PolicyWarning
-from recompute.substitution.mlp import find_gated_mlp
+from recompute.substitution.feed_forward import find_gated_mlp
 from recompute.substitution.norm import find_norm
 
 
@@ -77,9 +77,9 @@ def cubed(self: Any, x: Tensor) -> Tensor:
     return self.weight * (h * torch.rsqrt(h.pow(3).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def weight_before_rounding(self: Any, x: Tensor) -> Tensor:
+def weight_and_no_rounding(self: Any, x: Tensor) -> Tensor:
     h = x.to(torch.float32)
-    return (self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+    return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
 def weight_before_the_root(self: Any, x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ NO_NORMS = [
     other_dimension,
     summed,
     cubed,
-    weight_before_rounding,
+    weight_and_no_rounding,
     weight_before_the_root,
     in_low_precision,
     in_double_precision,

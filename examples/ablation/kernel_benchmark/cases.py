@@ -163,6 +163,12 @@ def draw_mlp(generator: Generator, tokens: int, hidden: int, intermediate: int) 
     return *leaves(normal(generator, tokens, hidden)), *draw_weights(generator, *shapes)
 
 
+def draw_ungated_mlp(generator: Generator, tokens: int, hidden: int, intermediate: int) -> Tensors:
+    weights = draw_weights(generator, (intermediate, hidden), (hidden, intermediate))
+    biases = leaves(normal(generator, intermediate), normal(generator, hidden))
+    return *leaves(normal(generator, tokens, hidden)), *weights, *biases
+
+
 def draw_residual_mlp(generator: Generator, tokens: int, hidden: int, intermediate: int) -> Tensors:
     return *draw_add_norm(generator, tokens, hidden), *draw_mlp(generator, 0, hidden, intermediate)[1:]
 
@@ -325,6 +331,21 @@ BENCHMARKS = {
         sizes=((8192, 4096, 14336),),
         small=(64, 128, 256),
         compiled=((8192, 4096, 14336),),
+    ),
+    "mlp": Benchmark(
+        draw_ungated_mlp,
+        (
+            Measure(
+                "forward + backward",
+                ("y", "dx", "dup_weight", "ddown_weight", "dup_bias", "ddown_bias"),
+                each(step, "mlp"),
+                flops=times(12),
+                holds=True,
+            ),
+        ),
+        sizes=((8192, 4096, 16384), (16384, 1600, 6400)),
+        small=(64, 128, 256),
+        compiled=((8192, 4096, 16384),),
     ),
     "residual_mlp": Benchmark(
         draw_residual_mlp,

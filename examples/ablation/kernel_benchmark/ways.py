@@ -21,10 +21,10 @@ Load = Callable[[], Function]
 EPS = 1e-6
 
 OURS, OURS_GIB, OURS_ALL = "recompute", "recompute, 1 GiB of logits", "recompute, all logits"
-OURS_8_BITS = "recompute, gate and up in 8 bits"
+OURS_8_BITS, OURS_UP_8_BITS = "recompute, gate and up in 8 bits", "recompute, up in 8 bits"
 EAGER, FUSED, COMPILED, COPY = "eager", "aten fused", "torch.compile", "copy"
 LIGER, LIGER_FLOAT32, QUACK, CCE = "Liger", "Liger, float32 sums", "quack", "cut-cross-entropy"
-BARS = (OURS, OURS_8_BITS, OURS_GIB, OURS_ALL, EAGER, FUSED, COMPILED, LIGER, LIGER_FLOAT32, QUACK, CCE)
+BARS = (OURS, OURS_8_BITS, OURS_UP_8_BITS, OURS_GIB, OURS_ALL, EAGER, FUSED, COMPILED, LIGER, LIGER_FLOAT32, QUACK, CCE)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -71,6 +71,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, product: Function = swiglu) -> Tensor:
     return F.linear(product(F.linear(x, gate), F.linear(x, up)), down)
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor, up_bias: Tensor, down_bias: Tensor) -> Tensor:
+    """GPT-NeoX's. GPT-2's has the approximate GELU, and its weights transposed."""
+    return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
 
 
 def norm_linears(x: Tensor, norm_weight: Tensor, *weights: Tensor, norm: Function = rms_norm) -> Tensors:
@@ -127,6 +132,18 @@ def first_of(load: Load) -> Load:
 def quack_add_rms_norm() -> Function:
     norm = import_module("quack").rmsnorm
     return lambda x, residual, weight: norm(x, weight, residual=residual, eps=EPS, prenorm=True)
+
+
+def our_mlp(**options: Any) -> Load:
+    def load() -> Function:
+        function = import_module("recompute.kernels.mlp").mlp
+
+        def call(x: Tensor, up: Tensor, down: Tensor, up_bias: Tensor, down_bias: Tensor) -> Tensor:
+            return function(x, up, down, "gelu", up_bias=up_bias, down_bias=down_bias, **options)
+
+        return call
+
+    return load
 
 
 def our_norm_linears() -> Function:
@@ -201,6 +218,12 @@ WAYS: dict[str, dict[str, Load]] = {
         EAGER: formula(gated_mlp),
         COMPILED: compiled(gated_mlp),
         LIGER: formula(gated_mlp, product=LIGER_SWIGLU),
+    },
+    "mlp": {
+        OURS: our_mlp(),
+        OURS_UP_8_BITS: our_mlp(compress=True),
+        EAGER: formula(mlp),
+        COMPILED: compiled(mlp),
     },
     "residual_mlp": {
         OURS: op("recompute.kernels.residual_mlp", "residual_mlp", EPS),

@@ -1,0 +1,222 @@
+"""The ungated MLP of GPT-like models, encoders and vision transformers.
+
+With x: (M, H), up_weight: (I, H), down_weight: (O, I), where O is H in those models:
+
+    up     = x @ up_weightᵀ             (M, I)
+    active = activation(up)             (M, I)
+    y      = active @ down_weightᵀ      (M, O)
+
+    dactive        = dy @ down_weight                     (M, I)
+    dup            = the activation's, and active again   (M, I)
+    d(down_weight) = dyᵀ @ active                         (O, I)
+    dx             = dup @ up_weight                      (M, H)
+    d(up_weight)   = dupᵀ @ x                             (I, H)
+
+and the biases' gradients are dup and dy summed over M.
+
+Of forward's (M, I) tensors only up is saved, where eager also saves active. The kernel that computes dup also
+regenerates active, and writes it over dactive, which nobody else holds. So at most three such tensors are alive, and
+two once up has been read. The matrix products are PyTorch's, and as many as eager runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recompute.errors import KernelError
+from recompute.kernels import launch
+from recompute.kernels.activation import (
+    ACTIVATIONS,
+    activation_backward,
+    activation_backward_,
+    activation_forward,
+    activation_reference,
+)
+from recompute.kernels.blockwise_8bit import BLOCK, dequantize_op
+from recompute.kernels.gated_mlp import codes_of
+from recompute.kernels.linears import autocast, linear_gradients, rows, shaped, sum_of_products, without_autocast
+from recompute.kernels.tiled_mlp import TiledMLPFunction
+
+
+def mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str = "gelu",
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    compress: bool = False,
+    tile: int | None = None,
+) -> Tensor:
+    """``down(activation(up(x)))``, holding only ``up(x)`` for backward.
+
+    Under autocast the matrix products run in its dtype, as those of ``torch.nn.Linear`` do. Inputs and parameters that
+    require no gradient cost no matrix product in backward.
+
+    Args:
+        x: (..., H), float16, bfloat16, float32 or float64, of any strides.
+        up_weight: (I, H), of the dtype of ``x`` (any of these under autocast), as the other weight and the biases. For
+            the weight of Hugging Face's Conv1D, which is (H, I), give its transpose: it is read in place, and so is the
+            gradient written.
+        down_weight: (O, I).
+        activation: ``silu``, ``gelu``, ``gelu_tanh``, which approximates it, ``quick_gelu`` (x · sigmoid(1.702 · x)),
+            ``relu`` or ``relu2``, its square.
+        up_bias: (I,).
+        down_bias: (O,).
+        compress: whether ``up(x)`` is held as codes of 8 bits (``blockwise_8bit``), which backward reads. Then the
+            gradients are those of a slightly different ``up(x)``. That of float64 is held as it is.
+        tile: compute so many tokens at a time, and hold ``x`` alone: backward runs the tiles again (``tiled_mlp``).
+            None: all at once.
+
+    Returns:
+        (..., O). Saved for backward are ``x``, weights and biases, and ``up(x)``: I elements a token.
+
+    Raises:
+        KernelError: for other activations, shapes that do not fit, other or mixed dtypes, or several devices.
+    """
+    parameters = {"up_weight": up_weight, "down_weight": down_weight, "up_bias": up_bias, "down_bias": down_bias}
+    _check(activation, {"x": x, **parameters})
+    operands = autocast("mlp", {"x": x.dtype}, parameters, x.device.type)
+    if tile is None or torch.compiler.is_compiling():
+        return MLPFunction.apply(x, *operands, activation, compress, True)
+    if tile < 1:
+        raise KernelError(f"mlp: tile is {tile}; expected at least 1 token, or None.")
+    up_weight, down_weight, up_bias, down_bias = operands  # type: ignore[assignment]
+    of_an_mlp = (None, None, up_weight, down_weight, None, up_bias, down_bias, None)  # neither a norm nor a gate
+    return TiledMLPFunction.apply(x, *of_an_mlp, activation, tile, _of_a_tile, _tiled_reference)
+
+
+def _check(activation: str, operands: dict[str, Tensor | None]) -> None:
+    launch.check("mlp", **operands)
+    if activation not in ACTIVATIONS:
+        raise KernelError(f"mlp: unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}.")
+    found = {name: tuple(tensor.shape) for name, tensor in operands.items() if tensor is not None}
+    hidden, down = found["x"][-1:], found["down_weight"]
+    fit = {"up_weight": down[1:] + hidden, "up_bias": down[1:], "down_bias": down[:1]}
+    if not hidden or len(down) != 2 or any(found[name] != shape for name, shape in fit.items() if name in found):
+        listed = ", ".join(f"{name} {shape}" for name, shape in found.items())
+        raise KernelError(
+            "mlp: expected x (..., H), up_weight (I, H), down_weight (O, I), and biases as long as their weights; "
+            f"found {listed}."
+        )
+
+
+def _of_a_tile(
+    x: Tensor,
+    norm_weight: None,
+    gate_weight: None,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    norm: None,
+    activation: str,
+    *,
+    with_output: bool,
+) -> Tensor:
+    return MLPFunction.apply(x, up_weight, down_weight, up_bias, down_bias, activation, False, with_output)
+
+
+def _tiled_reference(
+    x: Tensor,
+    norm_weight: None,
+    gate_weight: None,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    norm: None,
+    activation: str,
+) -> Tensor:
+    return mlp_reference(x, up_weight, down_weight, up_bias, down_bias, activation)
+
+
+class MLPFunction(torch.autograd.Function):
+    """``with_output`` is False where forward runs again for the sake of its backward alone."""
+
+    seen_by_dispatcher = True  # so that a tape around may run again what forward runs
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
+        compress: bool,
+        with_output: bool,
+    ) -> Tensor:
+        up = F.linear(rows(x).to(up_weight.dtype), up_weight, up_bias)  # autocast would cast x, too
+        parameters = (up_weight, down_weight, up_bias, down_bias)
+        ctx.holds_codes = compress and up.dtype in launch.TRITON_DTYPES
+        held = codes_of(up) if ctx.holds_codes else (up,)
+        ctx.save_for_backward(x, *parameters, *held)
+        ctx.set_materialize_grads(False)
+        ctx.activation = activation
+        shape = *x.shape[:-1], down_weight.shape[0]
+        if not with_output:
+            return x.new_empty(()).expand(shape)
+        return shaped(F.linear(activation_forward(up, activation), down_weight, down_bias), *shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed, nothing = ctx.needs_input_grad[:5], (None,) * 3
+        if dy is None:
+            return (None,) * 5 + nothing
+        with without_autocast(dy.device.type):
+            if torch.is_grad_enabled():
+                inputs = (*ctx.saved_tensors[:5], ctx.activation)
+                return launch.differentiable_gradients(mlp_reference, inputs, (*needed, False), dy)[:5] + nothing
+            return _gradients(ctx, needed, dy) + nothing
+
+
+def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of x, the weights and the biases: those that are ``needed``, and None for the others."""
+    saved = ctx.saved_tensors if ctx.holds_codes else (*ctx.saved_tensors, None)
+    x, up_weight, down_weight, _, _, up, scales = saved
+    del saved
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # so that up can be freed below, unless the graph is retained
+    needs_dx, up_trains, down_trains, up_bias_trains, down_bias_trains = needed
+    shape, dtype, x, dy = x.shape, x.dtype, rows(x), rows(dy).to(down_weight.dtype)
+
+    dup = active = None
+    if needs_dx or up_trains or up_bias_trains:
+        active = dy @ down_weight  # its gradient, in whose place active comes
+        if down_trains:
+            dup = active.new_empty(up.shape)
+            activation_backward_(active, up, scales, dup, ctx.activation)
+        else:
+            dup, active = activation_backward(active, up, scales, ctx.activation), None
+    elif down_trains:
+        up = up if scales is None else dequantize_op(up, scales, down_weight.dtype, BLOCK)
+        active = activation_forward(up, ctx.activation)
+    del up
+    ddown_weight, ddown_bias = linear_gradients(dy, active, down_trains, down_bias_trains, weight=down_weight)
+    del active
+    dx = sum_of_products(((dup, up_weight),), dtype) if needs_dx else None
+    n = x.to(up_weight.dtype) if up_trains else None
+    dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains, weight=up_weight)
+    return None if dx is None else dx.view(shape), dup_weight, ddown_weight, dup_bias, ddown_bias
+
+
+def mlp_reference(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """``mlp`` in plain PyTorch, differentiable any number of times."""
+    up = F.linear(x.to(up_weight.dtype), up_weight, up_bias)
+    return F.linear(activation_reference(up, activation), down_weight, down_bias)

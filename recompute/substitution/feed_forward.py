@@ -1,0 +1,289 @@
+"""MLPs: recognized by their formula, computed by ``kernels.gated_mlp`` and ``kernels.mlp``.
+
+A gated one is ``down(activation(gate(x)) * up(x))``. The kernels hold what gate and up give, and neither the activation
+nor the product. One that is not gated is ``down(activation(up(x)))``, of which they hold what up gives. A Linear may be
+``torch.nn.Linear`` or any module with its formula, such as Hugging Face's Conv1D, whose weight lies transposed.
+
+Dropout is passed over where its probability is 0. Where it is more, an MLP that is not gated may have a dropout of its
+output: the module itself drops then, as it does without a policy. An MLP with dropout elsewhere is not recognized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recompute.compiled.runner import Forward
+from recompute.engine.checkpoint.module_state import base_of
+from recompute.kernels.swiglu import ACTIVATIONS as GATE_ACTIVATIONS
+from recompute.substitution.kernel_runner import KernelRunner, is_hooked, is_plain_linear, only_argument
+from recompute.substitution.module_formula import Formula, drops_nothing, formula_of
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """The names of the submodules. Where ``up`` is None, ``gate`` gives both halves."""
+
+    gate: str
+    up: str | None
+    down: str
+    activation: str
+
+
+@dataclass(frozen=True)
+class UngatedMLP:
+    """The names of the submodules."""
+
+    up: str
+    down: str
+    activation: str
+    dropout: str | None = None
+    """A dropout of the output, as GPT-2 has it; None: there is none, or it drops nothing."""
+
+
+def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
+    """The gated MLP that ``module`` computes, if that is all it does."""
+    formula = formula_of(module)
+    return None if formula is None else _gated(formula)
+
+
+def find_ungated_mlp(module: nn.Module) -> UngatedMLP | None:
+    """The MLP that ``module`` computes, if that is all it does, and it is not gated."""
+    formula = formula_of(module)
+    return None if formula is None else _ungated(formula)
+
+
+def _gated(formula: Formula) -> GatedMLP | None:
+    match formula.tree:
+        case ("module", int(down), ("mul", left, right)):
+            pass
+        case _:
+            return None
+    for factors in ((left, right), (right, left)):
+        match factors:
+            case (("module", int(act), ("module", int(gate), ("input", 0))), ("module", int(up), ("input", 0))):
+                return GatedMLP(*(formula.names[index] for index in (gate, up, down, act)))
+            case (("module", int(act), ("getitem", chunks, 0)), ("getitem", others, 1)) if chunks == others:
+                match chunks:
+                    case ("chunk", ("module", int(both), ("input", 0)), 2, -1):
+                        return GatedMLP(formula.names[both], None, formula.names[down], formula.names[act])
+    return None
+
+
+def _ungated(formula: Formula) -> UngatedMLP | None:
+    match formula.tree:
+        case ("module", int(down), ("module", int(act), ("module", int(up), ("input", 0)))):
+            return UngatedMLP(*(formula.names[index] for index in (up, down, act)))
+        case ("module", int(drop), ("module", int(down), ("module", int(act), ("module", int(up), ("input", 0))))):
+            return UngatedMLP(*(formula.names[index] for index in (up, down, act, drop)))
+    return None
+
+
+def find_activation(module: nn.Module) -> str | None:
+    """The name by which ``kernels.mlp`` knows what ``module`` computes, if it knows it, and not in place; else None."""
+    formula = formula_of(module)
+    if formula is None:
+        return None
+    tree = _with_values(formula.tree, formula.numbers)
+    return next((name for name, known in _ACTIVATIONS if tree == known), None)
+
+
+def _with_values(tree: Any, numbers: tuple[float, ...]) -> Any:
+    """A tree in which numbers stand as they are, and integers as floating-point numbers."""
+    match tree:
+        case ("input", _):
+            return tree
+        case ("number", int(index)):
+            return numbers[index]
+        case (("mul" | "add") as name, left, right):
+            return _sorted(name, *(_with_values(each, numbers) for each in (left, right)))
+        case tuple():
+            return tuple([_with_values(each, numbers) for each in tree])
+    return float(tree) if type(tree) is int else tree
+
+
+def _sorted(name: str, left: Any, right: Any) -> Any:
+    return (name, *sorted((left, right), key=repr))
+
+
+_X = ("input", 0)
+_CUBIC = _sorted("add", _X, _sorted("mul", 0.044715, ("pow", _X, 3.0)))
+_TANH = ("tanh", _sorted("mul", (2 / torch.pi) ** 0.5, _CUBIC))
+_ACTIVATIONS: list[tuple[str, Any]] = [
+    ("silu", ("silu", _X)),
+    ("gelu", ("gelu", _X)),
+    ("gelu", ("gelu", _X, "none")),
+    ("gelu_tanh", ("gelu", _X, "tanh")),
+    ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _TANH))),  # NewGELU, written out
+    ("quick_gelu", _sorted("mul", _X, ("sigmoid", _sorted("mul", 1.702, _X)))),
+    ("relu", ("relu", _X)),
+    ("relu2", ("square", ("relu", _X))),
+    ("relu2", ("pow", ("relu", _X), 2.0)),
+]
+"""Names of activations, and what ``_with_values`` gives for modules that compute them."""
+
+
+@dataclass(frozen=True)
+class KernelLinear:
+    """A Linear that the kernels can compute, and the class of the module that was recognized as one."""
+
+    cls: type[nn.Module]
+    weight: str
+    bias: str | None
+    is_transposed: bool
+    """Whether the weight is (inputs, outputs), and not (outputs, inputs)."""
+
+    def operands(self, module: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias; None where ``module`` is of another class, or has hooks."""
+        if module is None or base_of(module) is not self.cls or is_hooked(module):
+            return None
+        weight = getattr(module, self.weight)
+        return weight.t() if self.is_transposed else weight, None if self.bias is None else getattr(module, self.bias)
+
+
+_PLAIN_LINEAR = KernelLinear(nn.Linear, "weight", "bias", is_transposed=False)
+
+
+def find_linear(module: nn.Module | None) -> KernelLinear | None:
+    """The Linear that ``module`` computes, if that is all it does."""
+    if module is None or is_plain_linear(module):
+        return None if module is None else _PLAIN_LINEAR
+    formula = None if is_hooked(module) or any(module.children()) else formula_of(module)
+    if formula is None:
+        return None
+    found: tuple[int, int | None, bool] | None = None
+    shape_of_x = ("getitem", ("size", _X), slice(None, -1))
+    match formula.tree:
+        case ("view", ("addmm", ("attribute", int(bias)), ("view", x, -1, ("size", y, -1)), ("attribute", int(w))), to):
+            if x == y == _X and to == _sorted("add", shape_of_x, getattr(module, formula.names[w]).shape[1:]):
+                found = w, bias, True
+        case ("matmul", x, ("getattr", ("attribute", int(w)), "T")) if x == _X:
+            found = w, None, False
+        case ("add", ("attribute", int(bias)), ("matmul", x, ("getattr", ("attribute", int(w)), "T"))) if x == _X:
+            found = w, bias, False
+    if found is None:
+        return None
+    weight, bias_index, is_transposed = found
+    bias_name = None if bias_index is None else formula.names[bias_index]
+    return KernelLinear(base_of(module), formula.names[weight], bias_name, is_transposed)
+
+
+MLPOperands = tuple[tuple[Any, ...], dict[str, Any]]
+"""Weights, and the biases by the names of the kernels' arguments. Of a gated MLP the weights are gate's, up's, which is
+None where gate gives both halves, and down's; of another, up's and down's."""
+
+
+@dataclass(frozen=True)
+class KernelMLP:
+    """An MLP that the kernels can compute, with the activation module that it had when it was recognized."""
+
+    parts: GatedMLP | UngatedMLP
+    linears: tuple[tuple[str, str, KernelLinear], ...]
+    """For each Linear the name of its part (``gate``, ``up`` or ``down``), of its module, and how it is computed."""
+    activation: str
+    activation_module: nn.Module
+    dropouts: tuple[str, ...]
+    """The names of dropouts that drop nothing, or of attributes that are their probabilities."""
+
+    @property
+    def is_gated(self) -> bool:
+        return isinstance(self.parts, GatedMLP)
+
+    def operands(self, mlp: nn.Module) -> MLPOperands | None:
+        """The operands; None where the Linears or the activation have been replaced, have hooks, or dropout drops."""
+        modules = mlp._modules
+        if modules[self.parts.activation] is not self.activation_module or is_hooked(self.activation_module):
+            return None
+        for name in self.dropouts:
+            dropout = getattr(mlp, name)
+            if not drops_nothing(dropout) or (isinstance(dropout, nn.Module) and is_hooked(dropout)):
+                return None
+        weights, biases = {}, {}
+        for part, name, linear in self.linears:
+            operands = linear.operands(modules[name])
+            if operands is None:
+                return None
+            weights[part], biases[f"{part}_bias"] = operands
+        if self.is_gated:
+            weights.setdefault("up", None)  # type: ignore[arg-type]
+            return (weights["gate"], weights["up"], weights["down"]), biases
+        return (weights["up"], weights["down"]), biases
+
+    @property
+    def dropout(self) -> str | None:
+        """The name of the dropout of the output; None if there is none."""
+        return self.parts.dropout if isinstance(self.parts, UngatedMLP) else None
+
+    def kernel(
+        self, mlp: nn.Module, operands: MLPOperands, *, compresses: bool, tile: int | None
+    ) -> Callable[[Tensor], Tensor]:
+        """What computes the MLP of a tensor."""
+        from recompute.kernels.gated_mlp import gated_mlp
+        from recompute.kernels.mlp import mlp as ungated_mlp
+
+        op: Callable[..., Tensor] = gated_mlp if self.is_gated else ungated_mlp
+        weights, biases = operands
+        dropout = None if self.dropout is None else mlp._modules[self.dropout]
+
+        def compute(x: Tensor) -> Tensor:
+            y = op(x, *weights, self.activation, **biases, compress=compresses, tile=tile)
+            return y if dropout is None else dropout(y)
+
+        return compute
+
+
+def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
+    """The MLP that ``module`` computes, if the kernels know its activation and its Linears."""
+    children = module._modules.values()
+    if not 3 <= len(children) <= 6 or any(child is None or any(child.children()) for child in children):
+        return None
+    formula = formula_of(module)
+    parts = None if formula is None else _gated(formula) or _ungated(formula)
+    activation = None if parts is None else module._modules.get(parts.activation)
+    name = None if activation is None or is_hooked(activation) else find_activation(activation)
+    if formula is None or parts is None or activation is None or name is None:
+        return None
+    if isinstance(parts, GatedMLP) and name not in GATE_ACTIVATIONS:
+        return None
+    if isinstance(parts, UngatedMLP) and parts.dropout and type(module._modules[parts.dropout]) is not nn.Dropout:
+        return None
+    names = {part: getattr(parts, part, None) for part in ("gate", "up", "down")}
+    found = [(part, path, find_linear(module._modules.get(path))) for part, path in names.items() if path is not None]
+    linears = tuple([(part, path, linear) for part, path, linear in found if linear is not None])
+    if len(linears) < len(found):
+        return None
+    mlp = KernelMLP(parts, linears, name, activation, formula.dropouts)
+    return None if mlp.operands(module) is None else mlp
+
+
+def how_it_holds(runner: KernelRunner, mlp: KernelMLP) -> str:
+    """For the note of a runner whose kernels compute an MLP."""
+    if runner.tile is not None:
+        return f", {runner.tile:,} tokens at a time"
+    held = "gate and up" if mlp.is_gated else f"what {mlp.parts.up} gives"
+    return f", {held} in 8 bits" if runner.compresses else ""
+
+
+@dataclass
+class KernelMLPRunner(KernelRunner):
+    mlp: KernelMLP
+
+    @property
+    def wants_tape(self) -> bool:  # type: ignore[override]
+        return self.mlp.dropout is not None  # of which a tape drops the mask
+
+    def _what(self) -> str:
+        return f"{'gated_mlp' if self.mlp.is_gated else 'mlp'} ({self.mlp.activation}){how_it_holds(self, self.mlp)}"
+
+    def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        operands = self.mlp.operands(module)
+        if operands is None:
+            return forward(*args, **kwargs)  # an adapter or a hook was added since the policy was applied
+        kernel = self.mlp.kernel(module, operands, compresses=self.compresses, tile=self.tile)
+        inputs, (weights, biases) = (only_argument(args, kwargs),), operands
+        kind = base_of(module), self.mlp.activation, self.compresses, self.tile
+        return self.compute(kind, inputs, [*weights, *biases.values()], kernel, forward)

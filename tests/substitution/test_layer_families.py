@@ -1,0 +1,277 @@
+"""Kernels in the layers of many families: what stands in, that no layer holds more than its tape, and the gradients."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import models
+import pytest
+import torch
+import transformers
+from models import BATCH, INTERMEDIATE, LAYERS, LENGTH, SHAPE
+from tiers import by_default, slow
+from tiny import assert_same, counted_ops, rule, rules
+from torch import Tensor, nn
+
+import recompute
+from recompute.counters import step_memory
+from recompute.errors import PolicyWarning
+from recompute.substitution.decoder_layer import KernelLayerRunner
+
+TOKENS = BATCH * LENGTH
+PLAIN = {key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "head_dim")}
+
+
+def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        config = getattr(transformers, f"{name}Config")(**options)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    return build
+
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+DROPOUT = dict.fromkeys(NO_DROPOUT, 0.1)
+FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": INTERMEDIATE}
+WHOLE = "add_layer_norm; cheap ops run again"
+SANDWICH = "norm_linears, add_rms_norm; cheap ops run again"
+
+
+@dataclass(frozen=True)
+class Family:
+    build: Callable[[], nn.Module]
+    explained: str
+    """What explain says of a layer."""
+    adds: int = 0
+    """The sums that the norms of a layer compute, which ops of their own compute where only parts have kernels."""
+    mlps: str = "activation_backward_"
+    """The op of its MLPs' backward."""
+    kind: str = "llama"
+    """Whose batches it takes."""
+    last_norm: int = 8
+    """Bytes a token that the kernel of the last norm holds. By hooks it holds none."""
+
+
+PARTS = "cheap ops run again"
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), WHOLE, 3, kind="gpt2"),
+    "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), WHOLE, 3, kind="gpt2"),
+    "gpt_neox": Family(causal("GPTNeoX", **PLAIN), WHOLE, 2),
+    "gpt_neox, one after the other": Family(causal("GPTNeoX", **PLAIN, use_parallel_residual=False), WHOLE, 3),
+    "phi": Family(causal("Phi", **SHAPE), WHOLE, 1),
+    "starcoder2": Family(causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0), WHOLE, 3),
+    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), PARTS),
+    "vit": Family(lambda: models.make("vit"), WHOLE, 3, kind="vit"),
+    "vit with dropout": Family(lambda: models.make("vit", hidden_dropout_prob=0.1), WHOLE, 3, kind="vit"),
+    "cohere": Family(causal("Cohere", **SHAPE), WHOLE, 1, "glu_backward_"),
+    "gemma2": Family(lambda: models.make("gemma2"), SANDWICH, 6, "glu_backward_", "gemma2", 4),
+    "gemma3": Family(lambda: models.make("gemma3"), SANDWICH, 6, "glu_backward_", "gemma3", 4),
+    "phi3 with dropout": Family(lambda: models.make("phi3", resid_pdrop=0.1), SANDWICH, 3, "glu_backward_", "phi3", 4),
+    "nemotron": Family(causal("Nemotron", **SHAPE), PARTS, last_norm=0),
+}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return FAMILIES[name].build().train()
+
+
+def layers(via: str, **options: Any) -> dict[str, Any]:
+    return rules(rule(["*Layer", "*Block", "*LayerNorm*", "*RMSNorm*"], "recompute", via=via, **options))
+
+
+def batch_of(name: str, **shape: int) -> dict[str, Any]:
+    kind = FAMILIES[name].kind
+    return {**models.batch(kind, **shape), **({} if kind == "vit" else {"use_cache": False})}
+
+
+def outcome(model: nn.Module, name: str, **shape: int) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = model(**batch_of(name, **shape)).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def under(name: str, given: dict[str, Any], steps: int = 8, **shape: int) -> tuple[nn.Module, Any]:
+    """The model after some steps under a policy, in which its layers have settled."""
+    model = make(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)  # of norms that have no kernel
+        handle = recompute.apply(model, given)
+    for _ in range(steps):
+        outcome(model, name, **shape)
+    return model, handle
+
+
+@functools.cache
+def settled(name: str, via: str) -> tuple[nn.Module, Any]:
+    """Shared by tests that change nothing about the model."""
+    return under(name, layers(via), 10)
+
+
+def held_by(model: nn.Module, name: str, **shape: int) -> int:
+    return step_memory(lambda: model(**batch_of(name, **shape)).loss, torch.device("cpu")).activation_bytes_held
+
+
+def tokens(name: str, size: int = BATCH, length: int = LENGTH) -> int:
+    return size * (37 if FAMILIES[name].kind == "vit" else length)
+
+
+each_family = pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox", "gemma2"))
+
+
+@each_family
+def test_kernels_hold_what_the_tape_holds(name: str) -> None:
+    (by_hooks, _), (by_kernels, handle) = (settled(name, via) for via in ("hook", "kernel"))
+    assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
+    assert held_by(by_kernels, name) == held_by(by_hooks, name) + FAMILIES[name].last_norm * tokens(name)
+
+
+LARGE = {"size": 40, "length": 64}
+"""Of smaller tensors without gradients, such as a kernel gives in the place of several Linears, a tape holds copies."""
+
+
+@pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox, one after the other"))
+def test_so_they_do_where_layers_are_not_captured(name: str) -> None:
+    by_hooks, by_kernels = (under(name, layers(via, capture=False), 3, **LARGE)[0] for via in ("hook", "kernel"))
+    last_norm = FAMILIES[name].last_norm * tokens(name, **LARGE)
+    assert held_by(by_kernels, name, **LARGE) <= held_by(by_hooks, name, **LARGE) + last_norm
+
+
+def test_a_layer_with_rms_norms_and_an_ungated_mlp_runs_on_no_tape() -> None:
+    """As Llama's. It holds a number a row for each of its norms."""
+    torch.manual_seed(0)
+    held = {}
+    for via in ("hook", "kernel"):
+        model = causal("Arcee", **SHAPE)().train()
+        handle = recompute.apply(model, layers(via))
+        for _ in range(8):
+            model(**batch_of("phi")).loss.backward()
+        held[via] = held_by(model, "phi")
+    assert "kernel: norm_linears, add_rms_norm  " in handle.explain()
+    assert "kernel: mlp (relu2)" in handle.explain()
+    assert held["kernel"] <= held["hook"] + (2 * LAYERS + 1) * TOKENS * 4
+
+
+@each_family
+def test_the_kernels_run(name: str) -> None:
+    family, (model, handle) = FAMILIES[name], settled(name, "kernel")
+    ops = ops_of(model, name)
+    assert ("kernel: add_layer_norm" in handle.explain()) is (family.explained == WHOLE)
+    assert family.explained in handle.explain()
+    for op in ("activation_backward_", "glu_backward_"):
+        assert ops.get(f"recompute.{op}", 0) == (LAYERS if op == family.mlps else 0)
+
+
+def ops_of(model: nn.Module, name: str) -> dict[str, int]:
+    with counted_ops() as ops:
+        outcome(model, name)
+    return ops
+
+
+@pytest.mark.parametrize("name", by_default([name for name, family in FAMILIES.items() if family.adds], "gpt_neox"))
+def test_norms_add_what_parts_alone_add_by_ops_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = settled(name, "kernel")
+    monkeypatch.setattr(KernelLayerRunner, "for_module", lambda *_: None)
+    parts, handle = under(name, layers("kernel"))
+    assert FAMILIES[name].explained not in handle.explain()
+    of_parts, of_whole = (
+        ops["aten.add"] + ops.get("aten.add_", 0) for ops in (ops_of(parts, name), ops_of(whole, name))
+    )
+    assert of_parts - of_whole == FAMILIES[name].adds * LAYERS
+
+
+@pytest.mark.parametrize("name", by_default(list(FAMILIES), "phi", "cohere"))
+def test_gradients_are_the_models_up_to_rounding(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)  # of norms that have no kernel
+        recompute.verify(make(name), batch_of(name, seed=1), policy=layers("kernel"))
+
+
+@pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox"))
+def test_captured_layers_give_the_bits_of_those_on_the_tape(name: str) -> None:
+    (captured, handle), (taped, of_tape) = settled(name, "kernel"), under(name, layers("kernel", capture=False), 4)
+    assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
+    assert_same(outcome(captured, name), outcome(taped, name))
+    plans, others = (
+        {path: plan.kept_nbytes for path, plan in each.plans().items() if "norm" not in path}
+        for each in (handle, of_tape)
+    )
+    assert plans == others
+
+
+@pytest.mark.parametrize("name", ["starcoder2", *slow("gpt2", "gpt_neox", "falcon", "cohere", "gemma3")])
+def test_a_tape_that_runs_gemms_again_gives_the_bits_of_the_kernels_alone(name: str) -> None:
+    outcomes, bytes_held = [], []
+    for options in ({}, {"rerun": ["gemm"]}, {"rerun": ["gemm", "attention"], "price": 0}):
+        model, _ = under(name, layers("kernel", **options, capture=False), 3)
+        outcomes.append(outcome(model, name))
+        bytes_held.append(held_by(model, name))
+    assert_same(outcomes[1], outcomes[0])
+    assert_same(outcomes[2], outcomes[0])
+    assert bytes_held[0] > bytes_held[1] + LAYERS * TOKENS * INTERMEDIATE * 4
+    assert bytes_held[1] > bytes_held[2]
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", *slow("gpt2", "cohere", "gemma2")])
+def test_triton_gives_what_the_references_give(name: str, device: str) -> None:
+    model, plain = (make(name).to(device) for _ in range(2))
+    recompute.apply(model, layers("kernel"))
+    batch = {key: each.to(device) if isinstance(each, Tensor) else each for key, each in batch_of(name).items()}
+    for _ in range(2):
+        grads = [torch.autograd.grad(each(**batch).loss, list(each.parameters())) for each in (model, plain)]
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["starcoder2", *slow("gpt2", "falcon")])
+def test_a_tile_of_tokens_at_a_time_holds_no_intermediate(name: str) -> None:
+    given = [layers("kernel", **options) for options in ({"capture": False}, {"tile": 8})]  # which is not captured
+    (whole, _), (tiled, handle) = (under(name, each, 3) for each in given)
+    assert "8 tokens at a time" in handle.explain()
+    torch.testing.assert_close(outcome(tiled, name), outcome(whole, name))
+    assert held_by(whole, name) - held_by(tiled, name) >= LAYERS * TOKENS * INTERMEDIATE * 4
+
+
+def test_a_rule_that_compresses_holds_what_up_gives_in_8_bits() -> None:
+    """On a layer's tape and by the kernel of the MLP alone."""
+    numbers = 1 << 13
+    for type_name in ("GPTNeoXLayer", "GPTNeoXMLP"):
+        kept = []
+        for compress in (False, True):
+            torch.manual_seed(0)
+            model = causal(
+                "GPTNeoX", **{**PLAIN, "intermediate_size": numbers // TOKENS}, use_parallel_residual=False
+            )()
+            handle = recompute.apply(model, rules(rule(type_name, "recompute", via="kernel", compress=compress)))
+            assert ("what dense_h_to_4h gives in 8 bits" in handle.explain()) is compress
+            loss = [model.train()(**batch_of("gpt_neox")).loss for _ in range(2)][-1]
+            loss.backward()
+            kept.append(held_by(model, "gpt_neox"))
+        codes = numbers + numbers // 128 * 4
+        assert kept[0] - kept[1] == pytest.approx(LAYERS * (numbers * 4 - codes), abs=16)
+
+
+def test_on_the_cpu_auto_leaves_them_to_the_tape() -> None:
+    model, handle = under("starcoder2", layers("auto"), 2)
+    assert "kernel: mlp (gelu_tanh) on CUDA, else" in handle.explain()
+    assert_same(outcome(model, "starcoder2"), outcome(make("starcoder2"), "starcoder2"))
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", *slow("gpt2", "starcoder2", "cohere")])
+def test_autocast_casts_as_it_does_without_a_policy(name: str) -> None:
+    model, plain = make(name), make(name)
+    recompute.apply(model, layers("kernel"))
+    outcomes = []
+    for each in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(**batch_of(name)).loss
+        loss.backward()
+        outcomes.append([loss.detach(), *(p.grad for p in each.parameters())])
+    for value, other in zip(*outcomes, strict=True):
+        assert value.dtype is other.dtype
+        assert (value - other).norm() <= 0.05 * other.norm() + 1e-6

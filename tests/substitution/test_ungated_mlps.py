@@ -1,0 +1,347 @@
+"""MLPs without a gate by kernels: which modules are found, and what stands in for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import BATCH, GPT2_SHAPE, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
+from tiny import assert_same, counted_ops, gradients, of_one_more, rule, rules
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.arcee.modeling_arcee import ArceeMLP
+from transformers.models.clip.modeling_clip import CLIPMLP
+from transformers.models.falcon.modeling_falcon import FalconLinear, FalconMLP
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
+from transformers.models.nemotron.modeling_nemotron import NemotronMLP
+from transformers.models.phi.modeling_phi import PhiMLP
+from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
+from transformers.models.vit.modeling_vit import ViTMLP
+from transformers.pytorch_utils import Conv1D
+
+import recompute
+from recompute.substitution.feed_forward import UngatedMLP, find_gated_mlp, find_kernel_mlp, find_linear
+
+TOKENS = BATCH * LENGTH
+ROW = TOKENS * HIDDEN * 4
+PLAIN = {key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "head_dim")}
+CONFIG = transformers.PretrainedConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, hidden_act="gelu")
+CONFIG.mlp_bias = False
+
+
+def gpt2(**options: Any) -> nn.Module:
+    return GPT2MLP(INTERMEDIATE, transformers.GPT2Config(**{**GPT2_SHAPE, "resid_pdrop": 0.0, **options}))
+
+
+def starcoder2(**options: Any) -> nn.Module:
+    return Starcoder2MLP(transformers.Starcoder2Config(**SHAPE, **{"residual_dropout": 0.0, **options}))
+
+
+def of(cls: type[nn.Module], activation: str = "gelu") -> nn.Module:
+    config = copy.deepcopy(CONFIG)
+    config.hidden_act = activation
+    return cls(config)
+
+
+FOUND: dict[str, tuple[Callable[[], nn.Module], UngatedMLP, str]] = {
+    "GPT-2": (gpt2, UngatedMLP("c_fc", "c_proj", "act"), "gelu_tanh"),
+    "GPT-NeoX": (lambda: of(GPTNeoXMLP), UngatedMLP("dense_h_to_4h", "dense_4h_to_h", "act"), "gelu"),
+    "Phi": (lambda: of(PhiMLP, "gelu_new"), UngatedMLP("fc1", "fc2", "activation_fn"), "gelu_tanh"),
+    "Starcoder 2": (starcoder2, UngatedMLP("c_fc", "c_proj", "act"), "gelu_tanh"),
+    "Falcon": (
+        lambda: FalconMLP(transformers.FalconConfig(**PLAIN, ffn_hidden_size=INTERMEDIATE, bias=True)),
+        UngatedMLP("dense_h_to_4h", "dense_4h_to_h", "act"),
+        "gelu",
+    ),
+    "Nemotron": (lambda: of(NemotronMLP, "relu2"), UngatedMLP("up_proj", "down_proj", "act_fn"), "relu2"),
+    "Arcee": (lambda: of(ArceeMLP, "relu2"), UngatedMLP("up_proj", "down_proj", "act_fn"), "relu2"),
+    "ViT": (lambda: of(ViTMLP), UngatedMLP("fc1", "fc2", "activation_fn"), "gelu"),
+    "CLIP": (lambda: of(CLIPMLP, "quick_gelu"), UngatedMLP("fc1", "fc2", "activation_fn"), "quick_gelu"),
+    "Sequential": (
+        lambda: nn.Sequential(nn.Linear(HIDDEN, 40), nn.ReLU(), nn.Dropout(0.0), nn.Linear(40, HIDDEN)),
+        UngatedMLP("0", "3", "1"),
+        "relu",
+    ),
+}
+each_found = pytest.mark.parametrize(("build", "parts", "activation"), FOUND.values(), ids=FOUND)
+
+
+def made(build: Callable[[], nn.Module]) -> nn.Module:
+    """With weights of which every term counts."""
+    module, generator = build(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    return module.train()
+
+
+def stood_in(module: nn.Module, **options: Any) -> nn.Module:
+    found = copy.deepcopy(module)
+    handle = recompute.apply(found, rules(rule(type(module).__name__, "recompute", via="kernel", **options)))
+    assert "kernel: mlp (" in handle.explain()
+    return found
+
+
+@each_found
+def test_finds_the_mlps_there_are(build: Callable[[], nn.Module], parts: UngatedMLP, activation: str) -> None:
+    module = build()
+    found = find_kernel_mlp(module)
+    assert found is not None
+    assert (found.parts, found.activation, found.is_gated) == (parts, activation, False)
+    assert find_gated_mlp(module) is None
+    for name, (weight, bias) in zip((parts.up, parts.down), _weights(found, module), strict=True):
+        linear = module.get_submodule(name)
+        transposed = isinstance(linear, Conv1D)
+        assert torch.equal(weight, linear.weight.t() if transposed else linear.weight)
+        assert bias is linear.bias
+
+
+def _weights(found: Any, module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+    operands = found.operands(module)
+    assert operands is not None
+    (up, down), biases = operands
+    return [(up, biases["up_bias"]), (down, biases["down_bias"])]
+
+
+@each_found
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_gives_what_the_mlp_gives(
+    build: Callable[[], nn.Module], parts: UngatedMLP, activation: str, dtype: torch.dtype
+) -> None:
+    module = made(build)
+    x = torch.randn(3, 40, HIDDEN, generator=torch.Generator().manual_seed(0))
+    exact = gradients(copy.deepcopy(module).double(), x.double())
+    module, x = module.to(dtype), x.to(dtype)
+    for value, peer, truth in zip(gradients(stood_in(module), x), gradients(module, x), exact, strict=True):
+        assert (value.dtype, value.shape) == (peer.dtype, peer.shape)
+        error, eagers = ((each.double() - truth).norm() for each in (value, peer))
+        assert error <= 1.05 * eagers + torch.finfo(dtype).eps * truth.norm() / 8
+
+
+class MLP(nn.Module):
+    def __init__(self, forward: Callable[..., Any], **parts: nn.Module):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(HIDDEN, 40), nn.GELU(), nn.Linear(40, HIDDEN)
+        self.p, self.run = 0.1, forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def as_it_is(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.act(self.up(x)))
+
+
+def twice_activated(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.act(self.act(self.up(x))))
+
+
+def dropped(self: Any, x: Tensor) -> Tensor:
+    return self.down(F.dropout(self.act(self.up(x)), self.p, self.training))
+
+
+def dropped_by_name(self: Any, x: Tensor) -> Tensor:
+    return self.down(F.dropout(self.act(self.up(x)), p=self.p, training=self.training))
+
+
+def dropped_anyway(self: Any, x: Tensor) -> Tensor:
+    return self.down(F.dropout(self.act(self.up(x)), p=self.p))
+
+
+def dropped_by_a_module(self: Any, x: Tensor) -> Tensor:
+    return self.dropout(as_it_is(self, x))
+
+
+def scaled(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.act(self.up(x)) * 0.5)
+
+
+def residual(self: Any, x: Tensor) -> Tensor:
+    return x + as_it_is(self, x)
+
+
+def without_up(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.act(x))
+
+
+def noting_its_activation(self: Any, x: Tensor) -> Tensor:
+    self.last = self.act(self.up(x))
+    return self.down(self.last)
+
+
+def dropped_by_an_activation(self: Any, x: Tensor) -> Tensor:
+    return self.act(as_it_is(self, x))
+
+
+def dropped_twice(self: Any, x: Tensor) -> Tensor:
+    return self.dropout(self.dropout(as_it_is(self, x)))
+
+
+def dropped_inside_by_a_module(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.dropout(self.act(self.up(x))))
+
+
+MISSES = [
+    dropped_by_an_activation,
+    dropped_twice,
+    dropped_inside_by_a_module,
+    twice_activated,
+    dropped,
+    dropped_by_name,
+    dropped_anyway,
+    scaled,
+    residual,
+    without_up,
+    noting_its_activation,
+]
+
+
+@pytest.mark.parametrize("forward", MISSES)
+def test_what_is_nearly_an_mlp_is_none(forward: Callable[..., Tensor]) -> None:
+    assert find_kernel_mlp(MLP(as_it_is, dropout=nn.Dropout(0.1))) is not None
+    assert find_kernel_mlp(MLP(forward, dropout=nn.Dropout(0.1))) is None
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture: bool) -> None:
+    """And what is held of its mask is up to the tape around the kernel, as it is without one."""
+    plain = MLP(dropped_by_a_module, dropout=nn.Dropout(0.5))
+    found = find_kernel_mlp(plain)
+    assert found is not None
+    assert found.dropout == "dropout"
+    model, by_hooks, x = copy.deepcopy(plain), copy.deepcopy(plain), torch.randn(400, HIDDEN)
+    of_hooks = recompute.apply(by_hooks, rules(rule("MLP", "recompute", via="hook", capture=capture)))
+    state = torch.get_rng_state()
+    handle = recompute.apply(model, rules(rule("MLP", "recompute", via="kernel", capture=capture)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "kernel: mlp (gelu); cheap ops run again" in handle.explain()
+    for _ in range(6):
+        for seed in range(2):
+            outputs, expected, _ = (gradients(each, x, seed=seed) for each in (model, plain, by_hooks))
+            assert torch.equal(outputs[0] == 0, expected[0] == 0)
+            torch.testing.assert_close(outputs, expected)
+    kept, kept_by_hooks = ([plan.kept_nbytes for plan in each.plans().values()] for each in (handle, of_hooks))
+    assert kept == kept_by_hooks
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"act": nn.Tanh()},
+        {"act": nn.ReLU(inplace=True)},
+        {"act": nn.Dropout(0.0)},
+        {"up": nn.Bilinear(HIDDEN, HIDDEN, 40)},
+        {"down": nn.Identity()},
+        {"down": nn.Sequential(nn.Linear(40, HIDDEN))},
+    ],
+    ids=repr,
+)
+def test_an_mlp_of_other_parts_is_none(parts: dict[str, nn.Module]) -> None:
+    assert find_kernel_mlp(MLP(as_it_is, **parts)) is None
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Squared(FalconLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias * self.bias
+
+
+class Narrow(Conv1D):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf, 1)
+
+
+def test_linears_are_found_by_their_formula() -> None:
+    for module, transposed in ((nn.Linear(3, 5), False), (FalconLinear(3, 5), False), (Conv1D(5, 3), True)):
+        found = find_linear(module)
+        assert found is not None
+        assert (found.cls, found.weight, found.bias, found.is_transposed) == (
+            type(module),
+            "weight",
+            "bias",
+            transposed,
+        )
+        weight, bias = found.operands(module)  # type: ignore[misc]
+        assert (tuple(weight.shape), bias) == ((5, 3), module.bias)
+    assert find_linear(FalconLinear(3, 5, bias=False)).bias is None  # type: ignore[union-attr]
+    for other in (Scaled(3, 5), Squared(3, 5), Narrow(5, 3), nn.Embedding(3, 5), nn.Tanh()):
+        assert find_linear(other) is None
+
+
+def test_dropout_that_begins_after_the_policy_drops() -> None:
+    for build, change in (
+        (gpt2, lambda mlp: setattr(mlp.dropout, "p", 0.5)),
+        (starcoder2, lambda mlp: setattr(mlp, "residual_dropout", 0.5)),
+    ):
+        plain = made(build)
+        stand_in = stood_in(plain)
+        x = torch.randn(7, HIDDEN)
+        with counted_ops() as ops:
+            stand_in(x)
+        assert ops["recompute.activation_forward"] == 1
+        for each in (plain, stand_in):
+            change(each)
+        assert_same(gradients(stand_in, x), gradients(plain, x))
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "a hook on up": lambda mlp: mlp.c_fc.register_forward_hook(lambda module, args, output: output * 1.5),
+    "a hook on the dropout": lambda mlp: mlp.dropout.register_forward_hook(lambda module, args, output: output * 1.5),
+    "another activation": lambda mlp: setattr(mlp, "act", nn.Tanh()),
+    "another Linear": lambda mlp: setattr(mlp, "c_proj", nn.Linear(INTERMEDIATE, HIDDEN, bias=False)),
+    "an adapter": lambda mlp: setattr(mlp, "c_fc", nn.Sequential(mlp.c_fc, nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
+    plain = made(gpt2)
+    stand_in, x = stood_in(plain), torch.randn(7, HIDDEN)
+    for each in (plain, stand_in):
+        torch.manual_seed(0)
+        change(each)
+    assert_same(gradients(stand_in, x), gradients(plain, x))
+
+
+def test_gradients_of_transposed_weights_are_not_copied() -> None:
+    stand_in = stood_in(made(gpt2))
+    with counted_ops() as ops:
+        stand_in(torch.randn(7, HIDDEN)).sum().backward()
+    assert "aten.clone" not in ops
+    assert {p.grad.stride() for p in stand_in.parameters() if p.dim() == 2} == {(HIDDEN, 1), (INTERMEDIATE, 1)}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["GPT-2", "Starcoder 2"])
+def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.dtype) -> None:
+    module = made(FOUND[name][0]).to(dtype)
+    x = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+
+    def run() -> Tensor:
+        return module(x * 1)
+
+    plain = held(module, run)
+    handle = recompute.apply(module, rules(rule(type(module).__name__, "recompute", via="kernel")))
+    stats = of_one_more(run, handle)
+    holds = held(module, run)
+    assert holds == stats.kept_nbytes == TOKENS * (HIDDEN + INTERMEDIATE) * dtype.itemsize
+    assert stats.eager_nbytes == plain >= holds + TOKENS * INTERMEDIATE * dtype.itemsize
+
+
+@pytest.mark.slow
+def test_a_layer_compiles_with_kernels_in_its_place() -> None:
+    module = made(gpt2)
+    compiled = torch.compile(stood_in(module), backend="aot_eager", fullgraph=True)
+    x = torch.randn(7, HIDDEN)
+    torch.testing.assert_close(gradients(compiled, x), gradients(module, x))
