@@ -23,12 +23,12 @@ A plan comes from measured times, which differ from rank to rank: use ``agree``,
 Pipelines (``torch.distributed.pipelining``): put a policy on the module of each stage, before or after the
 ``PipelineStage`` is made. Several microbatches are then between forward and backward at once. How many differs from
 stage to stage, so each stage gets a plan of its own: ``microbatches_in_flight`` tells how many there are. Zero-bubble
-schedules run backward for inputs first and for weights later. Gradients are equal there, too, but the second part
-regenerates what the first one has let go of, and what was captured goes back to the tape.
+schedules run backward for inputs first and for weights later. Gradients are equal there, too, but captured code goes
+back to the tape, and what is regenerated for weights may live from the first part of backward to the second.
 
-Expert parallelism: tokens that an autograd-aware ``all_to_all_single`` has exchanged are kept by ``recompute``, as any
-collective's output is. Under ``checkpoint`` they are exchanged once more, on all ranks in the same order, and the
-routing that is computed again is the same, bit for bit.
+Context parallelism (``context_parallel``) and expert parallelism (``all_to_all_single_autograd``): the keys, values and
+tokens that a rank has been sent are kept by ``recompute``, as any collective's output is. Under ``checkpoint`` they are
+exchanged once more, on all ranks in the same order. Routing that is computed again is the same, bit for bit.
 
 DeepSpeed: put the policy on the model before ``deepspeed.initialize``. Losses under ZeRO-1, 2 and 3 are those without
 the policy (tried with DeepSpeed 0.19 on CPUs; its pipelines, offloading and activation checkpointing were not).
