@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
 
@@ -32,10 +34,14 @@ SCHEDULES = {
     "1F1B": Schedule1F1B,
     "interleaved 1F1B": ScheduleInterleaved1F1B,
     "interleaved zero bubble": ScheduleInterleavedZeroBubble,
+    "looped BFS": ScheduleLoopedBFS,
     "ZBV zero bubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
 }
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules in which each process has one stage; in the others it has two."""
+FOLDED = ("ZBV zero bubble", "DualPipeV")
+"""Schedules in which one process has both the first stage and the last one."""
 
 
 class Stage(nn.Module):
@@ -61,10 +67,10 @@ def loss_of_microbatch(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def stages_of_this_rank(schedule: str) -> dict[int, nn.Module]:
-    """By number. Under ZBV the first process has the first stage and the last one."""
+    """By number. Where the pipeline is folded into a V, the first process has the first stage and the last one."""
     rank = dist.get_rank()
     count = 2 if schedule in ONE_STAGE else 4
-    numbers = [rank] if count == 2 else [rank, 3 - rank] if schedule.startswith("ZBV") else [rank, rank + 2]
+    numbers = [rank] if count == 2 else [rank, 3 - rank] if schedule in FOLDED else [rank, rank + 2]
     torch.manual_seed(0)
     stages = [Stage(index, count) for index in range(count)]
     return {index: stages[index] for index in numbers}
