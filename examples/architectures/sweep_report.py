@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from tabulate import tabulate
+from trials import STEPS
 
 from recompute.units import humanize
 
@@ -22,12 +23,13 @@ def summary(record: dict[str, Any]) -> str:
     for preset in record["presets"]:
         outcomes = [row["outcomes"][preset] for row in compared if preset in row["outcomes"]]
         verdicts = Counter(outcome["verdict"] for outcome in outcomes)
-        counts.append([preset, *(verdicts[verdict] for verdict in VERDICTS)])
-    wrong = sum(line[-1] for line in counts)
+        captured, regions = (sum(each.get(name, 0) for each in outcomes) for name in ("captured", "regions"))
+        counts.append([preset, *(verdicts[verdict] for verdict in VERDICTS), f"{captured:,} of {regions:,}"])
+    wrong = sum(line[-2] for line in counts)
     return (
         f"Of {len(rows)} architectures, {len(compared)} were compared, {unlike} compute other bits each time without a "
         f"policy, and {len(rows) - len(compared) - unlike} were not built. Wrong: {wrong}.\n\n"
-        + tabulate(counts, ["preset", *VERDICTS.values()], "github")
+        + tabulate(counts, ["preset", *VERDICTS.values(), "regions captured"], "github")
     )
 
 
@@ -79,9 +81,10 @@ def _conditions(record: dict[str, Any]) -> str:
         else "On a CPU `auto` has no kernels, so it is compared bit for bit, too."
     )
     return (
-        f"Two steps of SGD of tiny models in training mode, with dropout, on {where} in {record['dtype']}: losses, "
+        f"{STEPS} steps of SGD of tiny models in training mode, with dropout, on {where} in {record['dtype']}: losses, "
         "gradients, and parameters and buffers afterwards, compared bit for bit with those without a policy. "
-        f"{kernels} A cell says how many bytes of saved tensors were dropped, in both steps.\n\n"
+        f"{kernels} A cell says how many bytes of saved tensors were dropped, in all steps, and how many "
+        "of the regions ran as captured code in the end.\n\n"
         f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}, "
         f"{machine['date'][:10]}: `{record['command']}`"
     )
@@ -92,5 +95,5 @@ def _cell(outcome: dict[str, Any] | None) -> str:
         return "not tried"
     if outcome["verdict"] in ("bitwise", "close"):
         mark = "✓" if outcome["verdict"] == "bitwise" else "close,"
-        return f"{mark} {humanize(outcome['dropped_nbytes'])}"
+        return f"{mark} {humanize(outcome['dropped_nbytes'])}, {outcome['captured']}/{outcome['regions']}"
     return {"idle": "nothing", "refused": "refused", "wrong": "WRONG"}[outcome["verdict"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from transformers.initialization import no_init_weights
 import recompute
 from recompute.errors import NoEffectError, PolicyWarning, RecomputeError
 
-STEPS, LEARNING_RATE, NOISE = 2, 0.05, 0.02
+STEPS, LEARNING_RATE, NOISE = 7, 0.05, 0.02  # the last two of the steps run what has been captured by then
 MOST_PARAMETERS = 65_000_000
 CLOSE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far kernels may be off: the norm of the differences of a step's gradients, divided by the gradients' norm."""
@@ -50,6 +51,10 @@ class Outcome:
     dropped_nbytes: int = 0
     kept_nbytes: int = 0
     regenerations: int = 0
+    regions: int = 0
+    """How many regions ran often enough to be captured."""
+    captured: int = 0
+    """How many of them run as captured code."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -184,7 +189,7 @@ def said(error: Exception) -> str:
 
 
 def train(subject: Subject, preset: str | None) -> tuple[Trace, Any]:
-    """Two steps of SGD from the same seed, and the policy's handle."""
+    """Steps of SGD from the same seed, and the policy's handle."""
     model = subject.model()
     handle = None if preset is None else recompute.apply(model, preset)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -251,6 +256,10 @@ def outcome_of(subject: Subject, preset: str, plain: Trace, on_error: Callable[[
         regenerations=stats.regenerations,
         warnings=messages,
     )
+    shares = re.findall(r"([\d,]+) of ([\d,]+) run as captured code", str(handle.explain()))
+    for captured, regions in shares:
+        outcome.captured += int(captured.replace(",", ""))
+        outcome.regions += int(regions.replace(",", ""))
     differing = differences(trace, plain)
     if differing:
         error = error_of(trace, plain)

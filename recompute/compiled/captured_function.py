@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from recompute.compiled.autocast_settings import autocast_in_force, cast_of
 from recompute.compiled.codegen import Versioned
 from recompute.compiled.fallback import Given, State, contributions_of
 from recompute.compiled.program import Program
@@ -32,6 +33,7 @@ from recompute.engine.saved_tensors import (
 )
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_NOTHING = nullcontext()
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 
@@ -40,6 +42,7 @@ class CapturedFrame:
 
     __slots__ = (
         "_are_packed",
+        "_casts",
         "_given",
         "_graph",
         "_has_plan",
@@ -63,6 +66,7 @@ class CapturedFrame:
         graph: Callable[..., Any],
         statistics: RegionStatistics,
         given: Sequence[Tensor],
+        casts: Sequence[Tensor],
         numerics: Numerics,
         on_replay: Callable[[Program, bool], None],
         *,
@@ -71,6 +75,7 @@ class CapturedFrame:
     ):
         """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
+        casts: what autocast has cast of the inputs, as the program wants it.
         on_replay: called when it does, with the program, and whether backward is differentiated in its turn.
         is_checkpoint: whether the statistics count a backward as one of a checkpoint.
         has_plan: whether the program's plan is to be seen in the statistics.
@@ -83,6 +88,7 @@ class CapturedFrame:
         self._numerics = numerics
         self.statistics = statistics
         self._given: Sequence[Tensor] = given
+        self._casts: Sequence[Tensor] = casts
         self._rng: RngState | None = None
         self.saved: list[Tensor] = []
         """What autograd is to save, as it does for other nodes: with its graph, and through the hooks in force."""
@@ -92,7 +98,11 @@ class CapturedFrame:
         program, given, statistics = self._program, self._given, self.statistics
         if program.draws:
             self._rng = _generators(given, statistics.name)
-        outputs, self._kept, self._states = program.forward(statistics.name, *given)
+        if program.autocast is None:
+            outputs, self._kept, self._states = program.forward(statistics.name, *given)
+        else:
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+                outputs, self._kept, self._states = program.forward(statistics.name, *given, *self._casts)
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
         self._are_packed = bool(self._kept) and not are_held_as_they_are(hooks := top_hooks())
         if self._are_packed:
@@ -100,7 +110,7 @@ class CapturedFrame:
         self._held: list[Versioned | None]
         self._others: list[tuple[Any, State]]
         self.saved, self._held, self._others = program.hold(*given)
-        self._given = ()
+        self._given = self._casts = ()
         plan = program.plan
         statistics.plan = plan if self._has_plan else None
         if program.outputs and (book := open_book()) is not None:
@@ -128,7 +138,11 @@ class CapturedFrame:
             self._free()
         statistics.regenerations += 1 if self._is_checkpoint else program.reruns
         statistics.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
-        given = list(gradients)
+        with _NOTHING if program.backward_autocast is None else torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return self._run_backward(held, kept, list(gradients))
+
+    def _run_backward(self, held: Any, kept: Any, given: list[Tensor | None]) -> Sequence[Tensor | None]:
+        program = self._program
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
             return program.under_settings(hidden_from_modes, held, kept, self._states, given)
         if not self._numerics.are_in_force():
@@ -140,7 +154,7 @@ class CapturedFrame:
 
     def _is_as_recorded(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether backward is called as it was when it was recorded."""
-        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        if torch.is_grad_enabled() or autocast_in_force() != self._program.backward_autocast:
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False
@@ -171,15 +185,18 @@ class CapturedFrame:
             inputs.hold(position, value)
         for (position, lives), (other, state) in zip(program.others, self._others, strict=True):
             inputs.find(position, other if lives else other(), state)
-        given = inputs.tensors(program.edges, is_differentiated=torch.is_grad_enabled())
+        edges = {*program.edges, *program.casts}
+        leaves = edges if program.autocast is None else program.cached
+        given = inputs.tensors(edges, leaves, is_differentiated=torch.is_grad_enabled())
         with (
-            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST) if program.autocast is None else program.autocast.again(),
             temporarily_clear_interpreter_stack(),
             nullcontext() if self._rng is None else self._rng.replayed(),
             self._numerics.replayed(),
             torch.enable_grad(),
         ):
             outputs = self._graph(*given)
+            given += [cast_of(given[position]) for position in program.casts]
         found = contributions_of(outputs, gradients, given, program.edges)
         if not _keeps_graph():
             self._free()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
 from recompute.compiled.observation import GraphTape, Observation
@@ -50,6 +51,7 @@ class GraphCaller(Protocol):
     statistics: RegionStatistics
     is_checkpoint: bool
     recording: Recording | None
+    recorded_variant: Hashable
 
     @property
     def fusion(self) -> Fusion | None: ...
@@ -92,6 +94,8 @@ class GuardedGraphs:
         """How many traces are going on."""
         self._substitutes: dict[Any, Any] = {}
         """For functions that kernels stand in for, what the graph calls in their place."""
+        self._fusions: list[Fusion] = []
+        """Of the kernels that stand in for the module, and of those that do for modules inside of it."""
         self.graphs: list[CapturedGraph] = []
 
     def trace(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -107,15 +111,16 @@ class GuardedGraphs:
         with self._lock:
             if self._calls is None:
                 self._calls = GuardedCalls(self._compile)
+            runners = list(runners_in(function, args))
             self._substitutes = {
-                original: ours
-                for runner in runners_in(function, args)
-                for original, ours in getattr(runner, "substitutes", {}).items()
+                original: ours for runner in runners for original, ours in getattr(runner, "substitutes", {}).items()
             }
+            own = None if _running.region is None else _running.region.fusion
+            found = own, *[runner.fusion_around for runner in runners]
+            self._fusions = [fusion for fusion in dict.fromkeys(found) if fusion is not None]
             self._traces += 1
         try:
-            fusion = _fusion()
-            whole = [*self._substitutes, *(() if fusion is None else fusion.parts)]
+            whole = [*self._substitutes, *[part for fusion in self._fusions for part in fusion.parts]]
             return self._calls.trace(function, args, kwargs, whole)
         finally:
             self._traces -= 1
@@ -148,7 +153,7 @@ class GuardedGraphs:
         for node in module.graph.nodes:
             if node.op == "call_function":
                 node.target = self._substitutes.get(node.target, node.target)
-        if (fusion := _fusion()) is not None:
+        for fusion in self._fusions:
             fusion.fuse(module.graph)
         module.recompile()
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
@@ -165,10 +170,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-
-
-def _fusion() -> Fusion | None:
-    return None if _running.region is None else _running.region.fusion
 
 
 def waits_for_another() -> bool:
@@ -203,12 +204,13 @@ class CapturedGraph:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
         region = _running.region
         assert region is not None
-        numerics = Numerics()
-        program = _fitting(self._programs, region, numerics)
+        numerics, autocast = Numerics(), autocast_in_force()
+        cached = () if autocast is None else autocast.cached(given)
+        program = _fitting(self._programs, region, numerics, autocast, cached)
         if program is None and not self.has_failed and region.recording is not None:
-            program = self._known(region, given, numerics)
+            program = self._known(region, given, numerics, autocast, cached)
             if program is None:
-                return self._observe(region, given, region.recording)
+                return self._observe(region, given, region.recording, autocast)
         if program is None:
             _running.waits = self._is_observed()
             raise Refusal
@@ -221,21 +223,31 @@ class CapturedGraph:
                 raise Refusal
         _running.has_begun = True
         region.count_frame(program.plan)
+        casts = [cast_of(given[position]) for position in program.casts]
         frame = CapturedFrame(
             program,
             self._graph,
             region.statistics,
             given,
+            casts,
             numerics,
             region.count_replay,
             is_checkpoint=region.is_checkpoint,
             has_plan=region.has_tape,
         )
-        return apply_captured(frame, program.fixed, *[given[position] for position in program.edges])
+        inputs = (*given, *casts) if casts else given
+        return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
 
-    def _known(self, region: GraphCaller, given: Sequence[Any], numerics: Numerics) -> Program | None:
+    def _known(
+        self,
+        region: GraphCaller,
+        given: Sequence[Any],
+        numerics: Numerics,
+        autocast: Autocast | None,
+        cached: tuple[int, ...],
+    ) -> Program | None:
         """The program that was made of the same graph in an equal region."""
-        program = _fitting(self._cached.programs.get(self._key(given), ()), region, numerics)
+        program = _fitting(self._cached.programs.get(self._key(given), ()), region, numerics, autocast, cached)
         if program is not None:
             self._programs.append(program)
         return program
@@ -243,7 +255,9 @@ class CapturedGraph:
     def _key(self, given: Sequence[Any]) -> Hashable:
         return self._code, tuple([_kind(value) for value in given])
 
-    def _observe(self, region: GraphCaller, given: Sequence[Any], expected: Recording) -> Any:
+    def _observe(
+        self, region: GraphCaller, given: Sequence[Any], expected: Recording, autocast: Autocast | None
+    ) -> Any:
         """Run the graph by the tape and record what runs. It must be what the recording of the region says."""
         if self._is_observed():
             _running.waits = True
@@ -255,9 +269,9 @@ class CapturedGraph:
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
-            seen = Observation(given, expected, learn)
+            seen = Observation(given, expected, autocast, learn)
             self._observed = weakref.ref(seen)
-            tape = GraphTape(region.tape, None, seen)
+            tape = GraphTape(region.tape, region.recorded_variant, seen)
             with tape:
                 outputs = self._graph(*given)
                 seen.end_forward()
@@ -299,23 +313,16 @@ class _GlobalState:
         self._rng = RngState()
         self._numerics = Numerics()
         self._grad = torch.is_grad_enabled()
-        self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
-        self._cache = torch.is_autocast_cache_enabled()
+        self._autocast = Autocast()
         self._nesting = _autocast_nesting()
 
     def put_back(self) -> None:
         self._rng.restore()
         self._numerics.put()
         torch.set_grad_enabled(self._grad)
-        for device, is_enabled, dtype in self._autocast:
-            torch.set_autocast_enabled(device, is_enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(self._cache)
+        self._autocast.put()
         while _autocast_nesting() > self._nesting:
             torch.autocast_decrement_nesting()
-
-
-_DEVICES = ("cpu", "cuda")
 
 
 def _autocast_nesting() -> int:
@@ -338,10 +345,21 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
             runner = getattr(runner, "inner", None)
 
 
-def _fitting(programs: Iterable[Program], region: GraphCaller, numerics: Numerics) -> Program | None:
+def _fitting(
+    programs: Iterable[Program],
+    region: GraphCaller,
+    numerics: Numerics,
+    autocast: Autocast | None,
+    cached: tuple[int, ...],
+) -> Program | None:
     """The program that does what the region's own frames do, and that was made under the same settings of torch."""
     for program in programs:
-        if region.can_run(program) and numerics.are(program.numerics):
+        if (
+            region.can_run(program)
+            and numerics.are(program.numerics)
+            and autocast == program.autocast
+            and cached == program.cached
+        ):
             return program
     return None
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
+from recompute.compiled.autocast_settings import Autocast, autocast_in_force
 from recompute.compiled.captured_graph import (
     MAX_FAILURES,
     CachedGraphs,
@@ -113,8 +114,10 @@ class CapturedRegion:
         self._frames = 0
         self.recording: Recording | None = None
         """The calls of the last frame's forward, if a graph is to be taken of the next one."""
-        self._recorded_under: Numerics | None = None
+        self._recorded_under: tuple[Numerics, Autocast | None] | None = None
         """torch's settings in that frame."""
+        self.recorded_variant: Hashable = None
+        """The variant of that frame."""
         self._cache = cache
         self._shared_graphs: CachedGraphs | None = None
         self._own_graphs: GuardedGraphs | None = None
@@ -249,8 +252,10 @@ class CapturedRegion:
         if shared.draws:
             self.deoptimize(_DRAWS)
             return MISSED
-        if self.recording is not None and self._recorded_under is not None and not self._recorded_under.are_in_force():
-            self.recording = None  # other settings may lead to other ops, as those of attention do
+        if self.recording is not None and self._recorded_under is not None:
+            numerics, autocast = self._recorded_under
+            if not numerics.are_in_force() or autocast != autocast_in_force():
+                self.recording = None  # other settings may lead to other ops, as those of attention do
         graphs = self._own_graphs or shared.graphs
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
@@ -345,7 +350,7 @@ class CapturedRegion:
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
         before = [Counts.so_far(each) for each in counting.values()]
-        self._recorded_under = Numerics()
+        self._recorded_under, self.recorded_variant = (Numerics(), autocast_in_force()), variant
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
@@ -397,6 +402,6 @@ def is_undisturbed() -> bool:
     return (
         has_only_our_hooks(top_hooks())
         and not torch.is_anomaly_enabled()
-        and not torch._C._is_any_autocast_enabled()
+        and ((autocast := autocast_in_force()) is None or autocast.is_known)
         and not is_in_cuda_graph()  # in which no state of a generator can be read
     )

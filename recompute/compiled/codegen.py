@@ -54,7 +54,7 @@ class Code:
     """The buffers of the parameters of which autograd has saved a view."""
     reruns: list[Call] = field(default_factory=list)
     """The calls in it that run again."""
-    _views: dict[tuple[str, Layout, bool], str] = field(default_factory=dict)
+    _views: dict[tuple[str, tuple[Any, ...], bool], str] = field(default_factory=dict)
 
     def call(self, call: Call, *, again: bool = False) -> None:
         """Write a call whose arguments have variables. again: it runs on copies of what it writes to."""
@@ -91,12 +91,14 @@ class Code:
         name = self.tensors[use.buffer]
         if again or use.buffer in self.saved_views:
             name = self.memories.get(use.buffer, name)
-        if use.layout == whole:
+        if use.layout == whole and not use.is_conjugate:
             return name
-        view = self._views.get((name, use.layout, again))
+        key = name, use[1:], again
+        view = self._views.get(key)
         if view is None:
-            view = self._views[name, use.layout, again] = f"v{len(self._views)}"
-            self._write(f"{view} = {self._view(name, use, whole)}", [name], [view], again)
+            view = self._views[key] = f"v{len(self._views)}"
+            seen = name if use.layout == whole else self._view(name, use, whole)
+            self._write(f"{view} = {seen}{'.conj()' if use.is_conjugate else ''}", [name], [view], again)
         return view
 
     def _view(self, name: str, use: Use, whole: Layout) -> str:

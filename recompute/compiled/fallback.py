@@ -5,7 +5,7 @@ The backward of that is exact for any gradients, and can be differentiated in it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from recompute.engine.saved_tensors import describe
 from recompute.errors import UnsupportedError
 
 _DIFFERS = (
-    "in {}: backward differs from those before it (other outputs take a gradient, or gradients of another layout, or "
-    "it is differentiated in its turn), and forward cannot run again, as {}. Give the rule `capture: false`."
+    "in {}: backward differs from those before it (other outputs take a gradient, or gradients of another layout, it "
+    "runs under another autocast, or it is differentiated in its turn), and forward cannot run again, as {}. Give the "
+    "rule `capture: false`."
 )
 
 
@@ -50,12 +51,17 @@ class Given:
             )
         self._tensors[position] = tensor
 
-    def tensors(self, edges: Sequence[int], *, is_differentiated: bool) -> list[Tensor]:
-        """All inputs. They have their graphs if backward is differentiated; otherwise those at ``edges`` are leaves."""
+    def tensors(self, edges: Collection[int], leaves: Collection[int], *, is_differentiated: bool) -> list[Tensor]:
+        """All inputs. They have their graphs if backward is differentiated. Otherwise those at ``edges`` have new ones.
+
+        leaves: which of these are leaves. Autocast may cast a leaf once, and any other tensor where it is read.
+        """
         tensors = [self._tensors[position] for position in range(len(self._tensors))]
         if is_differentiated:
             return tensors
-        return [tensor.detach().requires_grad_(position in edges) for position, tensor in enumerate(tensors)]
+        given = [tensor.detach().requires_grad_(position in edges) for position, tensor in enumerate(tensors)]
+        with torch.enable_grad():
+            return [each if position in leaves else each.view_as(each) for position, each in enumerate(given)]
 
 
 def contributions_of(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
@@ -109,11 +110,17 @@ class _BackwardOps(TorchDispatchMode):
 class Observation:
     """What is recorded of a frame, until its backward has ended.
 
-    expected: the calls that forward made by the tape. done: called with the program that was made, or with the reason
-    why there is none.
+    expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
+    the program that was made, or with the reason why there is none.
     """
 
-    def __init__(self, given: Sequence[Tensor], expected: Recording, done: Callable[[Program | str], None]):
+    def __init__(
+        self,
+        given: Sequence[Tensor],
+        expected: Recording,
+        autocast: Autocast | None,
+        done: Callable[[Program | str], None],
+    ):
         self.reason: str | None = None
         self._recording = Recording(expected=expected)
         self._done: Callable[[Program | str], None] | None = done
@@ -132,6 +139,11 @@ class Observation:
         self._pending: dict[tuple[int, int], Use] = {}
         self._contributions: list[tuple[int, Use | None]] = []
         self._numerics = Numerics()
+        self._autocast = autocast
+        self._backward_autocast: Autocast | None = None
+        self._cached = () if autocast is None else autocast.cached(given)
+        self._casts: dict[int, int] = {}
+        """The buffers of the parameters that autocast has cast and cached, and the positions of these parameters."""
         self._sums: set[int] = set()
         self._mode = _BackwardOps(self)
         self._is_running = False
@@ -193,12 +205,33 @@ class Observation:
             self._results = [self._recording.use(tensor) for tensor in outputs]
             if len({use.buffer for use in self._results}) < len(outputs):
                 raise NotCapturable("two of its outputs share memory")
+            if any(use.is_conjugate for use in self._results):
+                raise NotCapturable("it gives conjugates that are not computed yet")
             self._gradients = [None] * len(outputs)
             self._fixed = {position for position, tensor in enumerate(outputs) if not tensor.requires_grad}
-            return self._walk(given, outputs)
+            return self._walk([*given, *self._find_casts(given)], outputs)
         except NotCapturable as error:
             self._fail(error)
             return outputs
+
+    def _find_casts(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """What autocast has cast of the parameters, and cached. To the region these are further inputs."""
+        casts: list[Tensor] = []
+        buffers = self._recording.buffers
+        for call in self._recording.calls:
+            if call.op is not torch.ops.aten._to_copy.default:
+                continue
+            (source,) = call.uses()
+            position, (result,) = buffers[source.buffer].given, call.results
+            if position is None or result is None or position not in self._cached:
+                continue
+            if not 1 <= given[position].dim() <= 5:
+                raise NotCapturable("autocast casts a parameter of no dimension, or of more than five")
+            cast = cast_of(given[position])
+            if self._recording.knows(cast) and self._recording.use(cast).buffer == result:
+                self._casts[result] = position
+                casts.append(cast)
+        return casts
 
     def _walk(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Put hooks on the nodes of the region's graph; returns the outputs.
@@ -275,15 +308,12 @@ class Observation:
     def _before(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """A node of the graph is about to run."""
         if not self._is_running:
-            self._is_running = True
+            self._is_running, self._backward_autocast = True, autocast_in_force()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self.reason is not None:
             return
         if torch.is_grad_enabled():
             self._fail("its backward is differentiated in its turn")
-            return
-        if torch._C._is_any_autocast_enabled():
-            self._fail("its backward runs under autocast")
             return
         try:
             for slot, gradient in enumerate(gradients):
@@ -356,6 +386,10 @@ class Observation:
                 self._saved_views,
                 self._fixed,
                 self._numerics,
+                self._autocast,
+                self._backward_autocast,
+                self._cached,
+                self._casts,
             ).program()
         except NotCapturable as error:
             self._fail(error)

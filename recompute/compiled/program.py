@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tag
 
+from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, code_that_holds
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
@@ -67,7 +68,7 @@ class Program:
 
     plan: SavePlan
     forward: Callable[..., Any]
-    """``(name, *given) -> (outputs, kept, states)``."""
+    """``(name, *given, *casts) -> (outputs, kept, states)``."""
     backward: Callable[..., Any]
     """``(held, kept, states, gradients) -> contributions``."""
     under_settings: Callable[..., Any]
@@ -104,6 +105,14 @@ class Program:
     """The indices of what is kept and shares memory with an output, so that others may write to it."""
     numerics: Numerics
     """torch's settings, which may decide which ops a function calls."""
+    autocast: Autocast | None
+    """The autocast that forward ran under. Its casts are ops of the program, which runs without it."""
+    backward_autocast: Autocast | None
+    """The one that backward ran under."""
+    cached: tuple[int, ...]
+    """The positions of the inputs that autocast casts but once, if it casts them."""
+    casts: tuple[int, ...]
+    """The positions of the parameters that are given as autocast has cast them, too. Their casts are further inputs."""
     gradients: tuple[Layout | None, ...]
     """The layout of each output's gradient; None if it has none."""
     fixed: tuple[int, ...]
@@ -135,6 +144,11 @@ class ProgramWriter:
     fixed: Collection[int]
     """The outputs that take no gradient."""
     numerics: Numerics
+    autocast: Autocast | None
+    backward_autocast: Autocast | None
+    cached: tuple[int, ...]
+    casts: Mapping[int, int]
+    """The buffers of what autocast has cast and cached, and the positions of the parameters, in order."""
 
     def __post_init__(self) -> None:
         self._forward = self.recording.calls[: self.steps]
@@ -187,6 +201,10 @@ class ProgramWriter:
             offsets=self._offsets(),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
             numerics=self.numerics,
+            autocast=self.autocast,
+            backward_autocast=self.backward_autocast,
+            cached=self.cached,
+            casts=tuple(self.casts.values()),
             gradients=tuple([None if n is None else buffers[n].layout for n in self.gradients]),
             fixed=tuple(sorted(self.fixed)),
             draws=any(Tag.nondeterministic_seeded in call.op.tags for call in self._forward),
@@ -350,6 +368,7 @@ class ProgramWriter:
         code = Code(self.recording)
         given = [number for number, buffer in enumerate(self.recording.buffers) if buffer.given is not None]
         given.sort(key=lambda number: self.recording.buffers[number].given or 0)
+        given += self.casts
         for number in given:
             code.tensors[number] = f"t{number}"
         for number, buffer in enumerate(self.recording.buffers):
@@ -361,6 +380,8 @@ class ProgramWriter:
                 root = self.recording.buffers[self.recording.buffers[before].root]
                 if root.given is not None or root.constant is not None:
                     raise NotCapturable(f"it writes to a tensor that it did not make ({call.op})")
+            if self.casts and call.results and call.results[0] in self.casts:
+                continue  # autocast has done so
             if index in self._again and facts(call.op).kind is Kind.RANDOM:
                 states[index] = code.draw(call)
             code.call(call)

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
+from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.op_arguments import LISTS, at, is_plain, tensors_in
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -39,6 +40,8 @@ class Use(NamedTuple):
 
     buffer: int
     layout: Layout
+    is_conjugate: bool = False
+    """Whether it has the conjugates of what is in memory: torch computes these only where an op reads them."""
 
 
 @dataclass
@@ -129,6 +132,9 @@ class Recording:
 
     def use(self, tensor: Tensor) -> Use:
         """A tensor that an op reads, as a ``Use`` of a buffer that has been seen before."""
+        is_conjugate = tensor.is_conj()
+        if is_conjugate:
+            tensor = tensor.conj()  # what is in memory
         if not is_plain(tensor):
             raise NotCapturable(f"an op reads a {type(tensor).__name__} that is no plain view of a storage")
         number = self._current.get(tensor.untyped_storage()._cdata)
@@ -138,7 +144,7 @@ class Recording:
             raise NotCapturable("an op reads a tensor that the region was not given and did not make")
         if tensor.dtype is not self.buffers[number].layout.dtype:
             self._place(tensor)
-        return Use(number, Layout.of(tensor))
+        return Use(number, Layout.of(tensor), is_conjugate)
 
     def knows(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._current
@@ -164,12 +170,16 @@ class Recording:
             return None
         if not isinstance(op, OpOverload):
             raise NotCapturable(f"{op} is no op of the dispatcher")
+        if (known.casts_inside or torch.is_inference_mode_enabled()) and left_out():
+            raise NotCapturable(f"autocast applies inside of {known.name}")
         if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
             raise NotCapturable(f"{known.name} depends on data")
         written = tensors_in(at(known.writes, args, kwargs))
         started = _Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
         if self.is_open or self.expected is not None:
             for tensor in written:  # before the op writes, which could not be taken back
+                if tensor.is_conj():
+                    raise NotCapturable(f"{known.name} writes to conjugates")
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
                     raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
         self._compare(started)
@@ -192,9 +202,7 @@ class Recording:
         if type(expected) is not type(found):
             return False
         if type(expected) is Use:
-            return (
-                expected.layout == found.layout and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
-            )
+            return expected[1:] == found[1:] and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
         if isinstance(expected, (list, tuple)):
             return len(expected) == len(found) and all(map(self._agrees, expected, found))
         if isinstance(expected, dict):

@@ -27,6 +27,8 @@ class Runner:
     """What it does, for ``explain``."""
     fusion: Fusion | None = None
     """How the graph of a module's own forward comes to call what this runs; None if it is not known."""
+    fusion_around: Fusion | None = None
+    """How the graph of a region around the module comes to call kernels that compute more than the module does."""
 
     @property
     def variant(self) -> Hashable:

@@ -220,11 +220,16 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
         freed = []
         most: dict[tuple[str, ...], int] = {}
         """By the modules of rules: what the best of them saves."""
+        recomputed: dict[tuple[str, ...], int] = {}
+        """What ``action: recompute`` alone saves, which takes as long as with ``compress``, and is exact."""
         for rule in _rules(model, estimator, now):
             rules = [rule, *(() if policy is None else policy.rules)]
             saved = peak_nbytes - _peak(estimator.step(Policy(name="with one more", rules=rules), latest.autocast))[0]
-            if saved > (most.get(rule.match, 0) if rule.offload else 0):  # which takes memory of the host, too
+            better = most if rule.offload else recomputed if rule.compress else {}
+            if saved > max(0, better.get(rule.match, 0)):
                 freed.append(Freed(_text(rule), saved))
+            if rule.action == "recompute" and not (rule.offload or rule.compress):
+                recomputed[rule.match] = saved
             most[rule.match] = max(saved, most.get(rule.match, 0))
     return OutOfMemory(
         found.where,
@@ -258,6 +263,7 @@ def _rules(model: nn.Module, estimator: ModelEstimator, step: SimulatedStep) -> 
             yield Rule(match=glob, action="checkpoint")
         yield Rule(match=layer, action="recompute", offload=True)
         yield Rule(match=layer, action="checkpoint", offload=True)
+        yield Rule(match=layer, action="recompute", compress=True)
     if (head := estimator.head()) is not None:
         yield Rule(match=head, action="recompute", via="kernel")
 
@@ -266,4 +272,6 @@ def _text(rule: Rule) -> str:
     """The rule as a line of a policy file."""
     via = f", via: {rule.via}" if rule.via == "kernel" else ""
     offload = ", offload: true" if rule.offload else ""
-    return f'- {{match: "{rule.match[0]}", action: {rule.action}{via}{offload}}}'
+    compress = ", compress: true" if rule.compress else ""
+    lossy = "  # not exact" if rule.compress else ""
+    return f'- {{match: "{rule.match[0]}", action: {rule.action}{via}{offload}{compress}}}{lossy}'

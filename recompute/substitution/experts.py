@@ -7,14 +7,21 @@ holds neither the activation's output nor the product.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.nn import functional as F
 
+from recompute.compiled.captured_graph import Fusion
+from recompute.compiled.guards import is_tracing
 from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.kernels.swiglu import APPROXIMATE, geglu, swiglu
 from recompute.substitution.kernel_runner import KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor
 
@@ -31,13 +38,11 @@ class KernelActivationRunner(KernelRunner):
         return f"{self.activation}, fused with the product behind it"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.swiglu import APPROXIMATE, geglu, swiglu
-
         gate = only_argument(args, kwargs)
         activation = self.activation
 
         def kernel(gate: Tensor, up: Tensor) -> Tensor:
-            return swiglu(gate, up) if activation == "silu" else geglu(gate, up, APPROXIMATE[activation])
+            return gated(gate, up, activation)
 
         def as_written(gate: Tensor, up: Tensor) -> Tensor:
             return forward(gate) * up
@@ -47,11 +52,49 @@ class KernelActivationRunner(KernelRunner):
 
         return LazyActivation.of(gate, lambda: forward(*args, **kwargs), product)
 
+    @property
+    def fusion_around(self) -> Fusion:  # type: ignore[override]
+        return FUSION
+
     def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return forward(*args, **kwargs)  # a compiler fuses what it can
 
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if is_tracing():
+            return activated(only_argument(args, kwargs), self.activation)
         return forward(*args, **kwargs)  # nothing is held for backward
+
+
+def activated(gate: Tensor, activation: str) -> Tensor:
+    """The activation in the graph of a captured region, in which ``FUSION`` looks for the product behind it."""
+    if activation == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate=APPROXIMATE[activation])
+
+
+def _fuse(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not activated:
+            continue
+        gate, activation = node.args
+        for product in list(node.users):
+            if product.op != "call_function" or product.target not in _PRODUCTS or product.kwargs:
+                continue
+            (other,) = [factor for factor in product.args if factor is not node] or (None,)
+            if isinstance(other, Node) and _is_like(other.meta["example_value"], gate.meta["example_value"]):
+                product.target, product.args = gated, (gate, other, activation)
+        if not node.users:
+            graph.erase_node(node)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up``, by a kernel."""
+    return swiglu(gate, up) if activation == "silu" else geglu(gate, up, APPROXIMATE[activation])
+
+
+_PRODUCTS = frozenset({operator.mul, torch.mul, torch.multiply})
+FUSION = Fusion((activated,), _fuse)
+"""Of the activations of stacked experts with the products behind them."""
 
 
 class LazyActivation(LazyTensor):

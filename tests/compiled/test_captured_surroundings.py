@@ -265,8 +265,15 @@ def under_autocast(self: Any, x: Tensor) -> Tensor:
     return F.gelu(y.float())
 
 
+def on_complex_numbers(self: Any, x: Tensor) -> Tensor:
+    """As rotary embeddings do it: backward reads conjugates, which torch does not compute before they are read."""
+    pairs = torch.view_as_complex(self.lin(x).view(-1, SIZE // 2, 2))
+    turned = pairs * torch.polar(torch.ones(SIZE // 2), torch.arange(SIZE / 2))
+    return torch.view_as_real(turned * turned.conj() + pairs.conj()).flatten(1)
+
+
 INSIDE = {each.__name__: each for each in (kept, with_a_checkpoint, mapped, differentiated, hooked, with_a_function)}
-CAPTURED = {each.__name__: each for each in (without_gradients, under_autocast)}
+CAPTURED = {each.__name__: each for each in (without_gradients, under_autocast, on_complex_numbers)}
 
 
 @pytest.mark.parametrize("forward", INSIDE.values(), ids=INSIDE)

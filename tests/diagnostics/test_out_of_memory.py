@@ -74,7 +74,9 @@ def peak_of(model: nn.Module, policy: Any) -> int:
     return timeline.peak_nbytes
 
 
-@pytest.mark.parametrize(("policy", "helps"), [(None, {"layers.*", "layers.*.mlp"}), *slow(("hook", {"layers.*"}))])
+@pytest.mark.parametrize(
+    ("policy", "helps"), [(None, {"layers.*", "layers.*.mlp"}), *slow(("hook", {"layers.*.self_attn"}))]
+)
 def test_it_says_who_holds_what_and_what_each_rule_frees(
     policy: str | None, helps: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +114,34 @@ def test_it_names_offloading_where_nothing_else_frees_as_much(caplog: pytest.Log
     ((rule, freed),) = re.findall(r"^- \{match: \"\*\", (.*)\} +([\d.]+) MiB$", report, re.MULTILINE)
     assert rule == "action: recompute, offload: true"
     assert float(freed) > 10 * x.nbytes / (1 << 20)
+
+
+def test_it_names_compression_where_that_frees_more_than_exact_regeneration(caplog: pytest.LogCaptureFixture) -> None:
+    layers = (nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(4))
+    model = nn.Sequential(*layers)
+    x = torch.ones(192, 64)
+    hook = model[2].register_forward_hook(run_out_of_real_memory)
+    report = report_of(model, lambda: model(x), caplog)
+    hook.remove()
+    lines = re.findall(
+        r'^- \{match: "\*", action: recompute(.*)\}(?:  # (.*))? +([\d.]+) KiB$', report, re.MULTILINE
+    )
+    (compressed, note, saved), (exact, _, less) = lines
+    assert (compressed, note.strip(), exact) == (", compress: true", "not exact", "")
+    assert float(saved) > 1.4 * float(less)
+
+    def peak(**options: Any) -> int:
+        rules = [{"match": "*", "action": "recompute", **options}]
+        with recompute.apply(model, {"rules": rules} if options else "none", strict=False):
+            for _ in range(2):
+                model(x).sum().backward()
+                model.zero_grad()
+            with Timeline(model) as timeline:
+                model(x).sum().backward()
+        model.zero_grad()
+        return timeline.peak_nbytes
+
+    assert (peak() - peak(compress=True)) / 1024 == pytest.approx(float(saved), abs=0.06)
 
 
 @pytest.mark.slow

@@ -21,21 +21,23 @@ def policy(**options: Any) -> dict[str, Any]:
     return {"rules": [{"type": "*DecoderLayer", "action": "recompute", "via": "kernel", **options}]}
 
 
-def gradients(model: nn.Module, batch: Mapping[str, Tensor], *, autocast: bool = False) -> list[Tensor]:
+def gradients(
+    model: nn.Module, batch: Mapping[str, Tensor], *, autocast: bool = False, use_cache: bool = False
+) -> list[Tensor]:
     """The loss of a step, and all gradients."""
     model.zero_grad()
     torch.manual_seed(0)
     device = next(iter(batch.values())).device.type
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        loss = model(**batch, use_cache=False).loss
+        loss = model(**batch, use_cache=use_cache).loss
     loss.backward()
     return [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
 
 
-def captured(model: nn.Module, batch: Mapping[str, Tensor], handle: AppliedPolicy) -> None:
-    """Take steps until all layers run as captured code."""
+def captured(model: nn.Module, batch: Mapping[str, Tensor], handle: AppliedPolicy, **options: bool) -> None:
+    """Take steps until all layers run as captured code. options: of ``gradients``."""
     for _ in range(STEPS_TO_SETTLE):
-        gradients(model, batch)
+        gradients(model, batch, **options)
     regions = [region_in(attachment.runner) for attachment in handle._attachments]
     found = [region for region in regions if region is not None]
     assert found

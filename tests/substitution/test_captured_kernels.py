@@ -95,6 +95,42 @@ def test_other_layers_are_captured_with_the_kernels_bits(change: Any, options: d
     assert_same(gradients(code, batch), expected)
 
 
+@pytest.mark.parametrize("option", ["autocast", "use_cache"])
+def test_layers_are_captured_under_autocast_and_with_a_cache(option: str) -> None:
+    code, kernels, batch = models.make("llama"), models.make("llama"), models.batch("llama")
+    recompute.apply(kernels, policy(capture=False))
+    captured(code, batch, recompute.apply(code, policy()), **{option: True})
+    for _ in range(2):
+        expected = gradients(kernels, batch, **{option: True})
+    with runs_code() as count:
+        found = gradients(code, batch, **{option: True})
+    assert count() == LAYERS
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("experts", by_default(["grouped_mm", "batched_mm"], "grouped_mm"))
+@pytest.mark.parametrize("name", by_default(["mixtral", "qwen3_moe"], "mixtral"))
+def test_layers_with_stacked_experts_are_captured_with_the_kernels_bits(name: str, experts: str) -> None:
+    """The activation of the experts and the product behind it are one kernel in the graph, too."""
+
+    def make() -> Any:
+        model: Any = models.make(name, dtype=torch.bfloat16, output_router_logits=False)
+        model.set_experts_implementation(experts)
+        return model
+
+    code, kernels, batch = make(), make(), models.batch(name)
+    recompute.apply(kernels, policy(capture=False))
+    handle = recompute.apply(code, policy())
+    captured(code, batch, handle)
+    assert "silu, fused with the product behind it" in handle.explain()
+    for _ in range(2):
+        expected = gradients(kernels, batch)
+    with runs_code() as count:
+        found = gradients(code, batch)
+    assert count() == LAYERS
+    assert_same(found, expected)
+
+
 def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
     code, kernels = (models.make("llama", num_hidden_layers=1).to(device) for _ in range(2))
     batch = {key: value.to(device) for key, value in models.batch("llama").items()}

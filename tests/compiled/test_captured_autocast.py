@@ -1,0 +1,225 @@
+"""Captured regions under autocast, whose casts of parameters are shared by all who read these in its span."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Block, Norm, Step, Twins, body, fresh, tokens
+from engine_testing import assert_same, loss_of
+from tiers import by_default
+from torch import Tensor, nn
+
+import recompute
+from recompute import counters
+
+
+def bfloat16(**options: Any) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, **options)
+
+
+def under_autocast(
+    x: Tensor, forward: Callable[[nn.Module, Tensor], Any] | None = None, *, inside: bool = False, **options: Any
+) -> Step:
+    """A step whose forward runs under autocast; inside: and its backward, too."""
+
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        with bfloat16(**options):
+            y = module(given) if forward is None else forward(module, given)
+            loss = loss_of(y)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [y, given.grad]
+
+    return step
+
+
+def around(inside: nn.Module) -> nn.Module:
+    return Around(inside, before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE))
+
+
+class MLP(nn.Module):
+    """Reads its input in two products, and a weight in two, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(SIZE, SIZE, bias=bias) for bias in (True, False, True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x)) + self.up(x)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.plane = nn.Conv1d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+        self.mixed = nn.Parameter(torch.randn(1, SIZE, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.gelu(self.line(x.unsqueeze(1))).transpose(0, 1)
+        return torch.bmm(F.gelu(self.plane(rows)), self.mixed)[0]
+
+
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(SIZE))
+        self.volume = nn.Conv3d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.volume(x.reshape(1, 1, 2, 2, SIZE))).reshape(ROWS, SIZE)
+        return y * (y @ self.vector).unsqueeze(1)
+
+
+INSIDE = {"block": Block, "norm": Norm, "mlp": MLP, "convolutions": Convolutions, "products": Products}
+
+
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("inside", by_default(INSIDE, "mlp", "convolutions", "products"))
+def test_regions_are_captured_and_give_the_bits_of_eager(inside: Callable[[], nn.Module], action: str) -> None:
+    x = tokens(grad=False)
+    rules = {"rules": [{"match": "inside", "action": action}]}
+    Twins(around(inside()), rules).settle(under_autocast(x))
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("caches", [True, False], ids=["cache", "no cache"])
+def test_wherever_backward_runs_and_whatever_is_cached(is_inside: bool, caches: bool) -> None:
+    step = under_autocast(tokens(), inside=is_inside, cache_enabled=caches)
+    Twins(around(MLP())).settle(step)
+
+
+def test_backward_moves_into_autocast_and_out_of_it() -> None:
+    x = tokens()
+    twins = Twins(around(Block())).settle(under_autocast(x))
+    twins.step(under_autocast(x, inside=True))
+    twins.step(under_autocast(x))
+
+
+def test_another_autocast_has_code_of_its_own() -> None:
+    x = tokens()
+
+    def in_float16(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        with torch.autocast("cpu", torch.float16):
+            y = module(given)
+        loss_of(y).backward()
+        return [y, given.grad]
+
+    twins = Twins(around(Block())).settle(under_autocast(x))
+    twins.settle(in_float16)
+    assert twins.runs_code(under_autocast(x)) == 1
+    assert twins.runs_code(in_float16) == 1
+
+
+SHARED: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "the region, twice": lambda module, x: module(x) + module(x.flip(0)),
+    "other code, before": lambda module, x: F.linear(x, module.inside.up.weight) + module(x),
+    "other code, afterwards": lambda module, x: F.linear(module(x), module.inside.up.weight),
+}
+
+
+@pytest.mark.parametrize("forward", SHARED.values(), ids=SHARED)
+def test_a_cast_is_shared_with_all_who_read_the_parameter(forward: Callable[[nn.Module, Tensor], Any]) -> None:
+    """Its gradients are added up in bfloat16, and only then cast: other bits than those of two casts."""
+    x = tokens()
+    twins = Twins(around(MLP())).settle(under_autocast(x))
+    assert twins.runs_code(under_autocast(x, forward)) >= 1
+
+
+def test_a_leaf_is_cast_once_and_what_was_computed_wherever_it_is_read() -> None:
+    x = tokens()
+    outer = MLP()
+    twins = Twins(Around(outer)).settle(under_autocast(x))
+    twins.step(under_autocast(x, lambda module, given: module(given * 1.0)))
+    twins.settle(under_autocast(x, lambda module, given: module(given * 1.0)))
+    twins.step(under_autocast(x))
+
+
+@pytest.mark.parametrize("way", ["a second backward", "differentiated gradients", "one output's gradient"])
+def test_other_backwards(way: str) -> None:
+    x = tokens()
+
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        with bfloat16():
+            loss = loss_of(module(given))
+        wanted = [given, *module.parameters()]
+        if way == "a second backward":
+            loss.backward(retain_graph=True)
+            loss.backward()
+            return [given.grad]
+        if way == "one output's gradient":
+            return [*torch.autograd.grad(loss, [module.inside.up.weight])]
+        gradients = torch.autograd.grad(loss, wanted, create_graph=True)
+        return [*torch.autograd.grad(sum(each.square().sum() for each in gradients), wanted, allow_unused=True)]
+
+    twins = Twins(around(Block())).settle(under_autocast(x))
+    if way == "differentiated gradients":
+        with pytest.warns(recompute.errors.PolicyWarning, match="differentiated in their turn"):
+            plain, under = (step(module) for module in (twins.plain, twins.under))
+        for expected, found in zip(plain, under, strict=True):
+            if expected is not None:
+                assert (found - expected).norm() <= 0.02 * expected.norm()  # both round to bfloat16
+    else:
+        twins.step(step)
+
+
+def test_an_op_inside_of_which_autocast_applies_stays_on_the_tape() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return torch.tanh(self.both(x, x))
+
+    twins = Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE))))
+    twins.settle(under_autocast(tokens()), captured=False)
+    assert "autocast applies inside of aten._trilinear" in twins.why_not
+
+
+def test_a_region_holds_no_cast_of_a_weight() -> None:
+    """Autograd would hold each weight in bfloat16 until backward. A cast is cheap: it is made again."""
+    width = 64
+    x = torch.randn(4, width, requires_grad=True)
+    held = {}
+    for options in ({"action": "keep"}, {"capture": False}, {}):
+        model = nn.Sequential(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))))
+        recompute.apply(model, {"rules": [{"match": "0", "action": "recompute", **options}]}, strict=False)
+        step = under_autocast(x)
+        for _ in range(STEPS_TO_SETTLE):
+            step(model)
+
+        def loss(model: nn.Module = model) -> Tensor:
+            with bfloat16():
+                return model(x).float().sum()
+
+        held[str(options)] = counters.step_memory(loss, torch.device("cpu")).activation_bytes_held
+    plain, taped, captured = held.values()
+    assert plain - taped >= 8 * width * width * 2
+    assert captured <= taped
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "full", "hook", "auto"])
+@pytest.mark.parametrize("name", by_default(["llama", "gpt2", "mixtral"], "llama"))
+def test_whole_models_train_as_without_a_policy(name: str, policy: str) -> None:
+    def trained(model: nn.Module) -> list[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        found: list[Any] = []
+        for _ in range(8):
+            with bfloat16():
+                loss = model(**models.batch(name)).loss
+            loss.backward()
+            found += [loss.detach(), *[each.grad.clone() for each in model.parameters() if each.grad is not None]]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    expected = trained(models.make(name))
+    model = models.make(name)
+    handle = recompute.apply(model, policy)
+    assert_same(dict(enumerate(trained(model))), dict(enumerate(expected)))
+    assert "captured code" in str(handle.explain())
