@@ -123,9 +123,7 @@ def test_it_names_compression_where_that_frees_more_than_exact_regeneration(capl
     hook = model[2].register_forward_hook(run_out_of_real_memory)
     report = report_of(model, lambda: model(x), caplog)
     hook.remove()
-    lines = re.findall(
-        r'^- \{match: "\*", action: recompute(.*)\}(?:  # (.*))? +([\d.]+) KiB$', report, re.MULTILINE
-    )
+    lines = re.findall(r'^- \{match: "\*", action: recompute(.*)\}(?:  # (.*))? +([\d.]+) KiB$', report, re.MULTILINE)
     (compressed, note, saved), (exact, _, less) = lines
     assert (compressed, note.strip(), exact) == (", compress: true", "not exact", "")
     assert float(saved) > 1.4 * float(less)
