@@ -305,7 +305,7 @@ class _Problem:
 
     def leanest(self, budget_nbytes: int) -> Assignment | None:
         """An assignment within the budget and the host's memory; None if there is none."""
-        found = self._first(budget_nbytes, cheapest_walk.reachable, _held)
+        found = self._within_room(budget_nbytes, cheapest_walk.reachable, _held)
         if found is None or _fits_the_host(self.profile, found):
             return found
         places = self._places(budget_nbytes, lambda choice: choice.moved_nbytes, host_binds=True)
@@ -319,7 +319,7 @@ class _Problem:
         """
         if self.leanest(budget_nbytes) is None:
             return None
-        found = self._first(
+        found = self._within_room(
             budget_nbytes,
             lambda places: cheapest_walk.cheapest(places, most_picoseconds),
             lambda choices: sum(map(_picoseconds, choices)),
@@ -333,7 +333,7 @@ class _Problem:
                 found = self._first_offload(budget_nbytes, places)
         return None if found is None else _tidied(self.profile, found)
 
-    def _first(
+    def _within_room(
         self,
         budget_nbytes: int,
         find: Callable[[cheapest_walk.Places], Assignment | None],

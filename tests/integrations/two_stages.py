@@ -51,6 +51,8 @@ class Stage(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if index == 0 else nn.Identity()
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        for layer in self.layers:
+            layer.norm1 = nn.RMSNorm(HIDDEN)  # the other one counts its runs, which torch 2.11 does not capture
         is_last = index == count - 1
         self.norm = RMSNorm() if is_last else nn.Identity()
         self.head = nn.Linear(HIDDEN, VOCABULARY) if is_last else nn.Identity()
