@@ -197,7 +197,7 @@ def peak_of_step(schedule: Any, module: nn.Module, ids: Tensor) -> int:
         found.append(trace.peak_nbytes)
     stage = schedule._stage
     travelling = [
-        info.buffer
+        getattr(info, "buffer", None)  # the first stage is given its input
         for table in (stage.args_recv_info, stage.grad_recv_info)
         for infos in table.values()
         for info in infos
