@@ -143,7 +143,8 @@ def ablate(
         list[str] | None, typer.Option(help="Preset or policy file, instead of the config's. Repeatable.")
     ] = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="torch-checkpoint or torch-selective, instead of the config's. Repeatable.")
+        list[str] | None,
+        typer.Option(help="torch-checkpoint, liger …, instead of the config's. Repeatable."),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Train on this file's bytes.")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.", file_okay=False)] = Path("results/ablation"),
@@ -153,30 +154,61 @@ def ablate(
         str | None,
         typer.Option(help="package.module:factory, which returns a model and a batch, instead of a Llama and a text."),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the results in the folder; measure again what failed.")
+    ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Train nothing: say what changed between two results.json, or their folders."),
+    ] = None,
 ) -> None:
-    """Train one model under each of several policies, and compare memory, time, losses and gradients.
+    """Train models under each of several policies, and compare memory, time, losses and gradients.
 
-    Writes results.json, results.md and results.png. Exits with 1 if a policy failed or does not match.
+    Writes results.json, and tables, plots and a page of it. Exits with 1 if a policy failed or does not match.
     """
+    if compare is not None:
+        from recompute.ablation.compare_results import compare as compare_results
+
+        typer.echo(compare_results(*compare))
+        return
+
     from recompute.ablation.ablate_command import AblateRequest
 
-    where = device and device.value
-    request = AblateRequest(
-        config=config, policies=policy, peers=peer, text=text, device=where, steps=steps, model=model, out=out
-    )
+    given: dict[str, Any] = {"policies": policy, "peers": peer, "device": device and device.value, "steps": steps}
+    request = AblateRequest(config=config, text=text, model=model, out=out, resume=resume, **given)
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        cells = progress.add_task("", total=None, visible=False)
         task = progress.add_task("", total=None)
 
         def show(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        outcome = request.run(command=shlex.join(["recompute", *sys.argv[1:]]), progress=show, tell=stderr.print)
+        def show_left(done: int, total: int, seconds: float | None) -> None:
+            left = f", about {_duration(seconds)} left" if seconds else ""
+            progress.update(
+                cells, description=f"{done} of {total} done{left}", completed=done, total=total, visible=True
+            )
+
+        def tell(line: str) -> None:
+            left = "" if stderr.is_terminal else progress.tasks[cells].description  # where no bar can show it
+            stderr.print(f"{line} ({left})" if left else line)
+
+        command = shlex.join(["recompute", *sys.argv[1:]])
+        outcome = request.run(command=command, progress=show, tell=tell, tell_left=show_left)
     Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(outcome.table)
-    typer.echo(f"results.json, results.md and results.png are in {out}")
+    typer.echo(f"{', '.join(outcome.files[:-1])} and {outcome.files[-1]} are in {out}")
     for problem in outcome.problems:
         typer.echo(problem, err=True)
     raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else 1 if outcome.problems else 0)
+
+
+def _duration(seconds: float) -> str:
+    """Roughly, in one unit: what is estimated has no more digits to show."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 @app.command()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import platform
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
@@ -226,19 +227,37 @@ class StepMemory:
     """Activation memory: alive when forward has returned and backward has not begun."""
     peak_bytes: int
     """Peak memory: the most alive at once during forward and backward."""
+    bytes_held_after_inner: int | None = None
+    """Activation memory: alive at the first end of the inner module's forward; None if there was none."""
 
 
-def step_memory(forward: Callable[[], torch.Tensor], device: torch.device) -> StepMemory:
+def step_memory(
+    forward: Callable[[], torch.Tensor], device: torch.device, inner: torch.nn.Module | None = None
+) -> StepMemory:
     """Run `forward` (which returns the loss) and its backward, and count what they hold above static memory.
 
     Static memory is what is allocated before: parameters, optimizer state, the batch, and the gradients. So
     call it when every parameter has a gradient to accumulate into: one made inside counts towards the peak.
+
+    inner: a module that `forward` runs, such as the decoder below a head, at whose first end to count, too.
     """
     with memory_trace(device) as trace:
-        loss = forward()
+        with _marked_end(inner, trace) if inner is not None else nullcontext():
+            loss = forward()
         trace.mark("forward")
         loss.backward()
-    return StepMemory(activation_bytes_held=trace.held_nbytes["forward"], peak_bytes=trace.peak_nbytes)
+    return StepMemory(trace.held_nbytes["forward"], trace.peak_nbytes, trace.held_nbytes.get("inner"))
+
+
+@contextmanager
+def _marked_end(module: torch.nn.Module, trace: MemoryTrace) -> Iterator[None]:
+    """Set a mark where the module's first forward ends."""
+    ends = itertools.count()
+    hook = module.register_forward_hook(lambda *_: None if next(ends) else trace.mark("inner"))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def resolve_device(device: str) -> torch.device:

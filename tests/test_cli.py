@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from recompute import cli
 from recompute.ablation import trials
 from recompute.cli import app
 from recompute.policy.loading import preset_names, preset_path
@@ -45,14 +46,17 @@ def saved(out: Path) -> dict[str, Any]:
     return json.loads((out / "results.json").read_text(encoding="utf-8"))
 
 
-def test_ablate_prints_a_table_and_writes_three_files(config: Path, tmp_path: Path) -> None:
+def test_ablate_prints_a_table_and_writes_all_files(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     code, output = recompute("ablate", config, "--out", out)
     assert code == 0, output
-    assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md", "results.png"]
+    files = ["results.json", "results.md", "results.csv", "results.png", "memory.png", "times.png", "report.html"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(files)
+    assert f"{', '.join(files[:-1])} and {files[-1]} are in {out}" in output
     table = (out / "results.md").read_text(encoding="utf-8")
-    for policy in ("none", "full", "hook"):
-        assert f"{policy}, sequence 64: " in output
+    for number, policy in enumerate(("none", "full", "hook"), start=1):
+        left = r", about \d+ (s|min) left" if number < 3 else ""
+        assert re.search(rf"^{policy}, sequence 64: .* ms a step \({number} of 3 done{left}\)$", output, re.MULTILINE)
         assert re.search(rf"│ {policy} +│", output)
         assert f"| {policy} " in table
     assert saved(out)["complete"]
@@ -82,6 +86,30 @@ def test_options_replace_what_the_config_says(config: Path, tmp_path: Path) -> N
     assert [len(row["losses"]) for row in results["rows"]] == [1, 1, 1]
     assert results["text"] == {"source": "text.txt", "nbytes": 200}
     assert results["config"]["sequence_lengths"] == [64]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (7200, "2 h")]
+)
+def test_what_is_left_is_told_in_one_unit(seconds: float, text: str) -> None:
+    assert cli._duration(seconds) == text
+
+
+@pytest.mark.slow
+def test_an_interrupted_matrix_is_resumed_and_compared(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    config.write_text(TINY.replace("[64]", "[16, 32]").replace("steps: 2", "steps: 1\nrepeats: 2"), encoding="utf-8")
+    assert recompute("ablate", config, "--out", out)[0] == 0
+    code, output = recompute("ablate", config, "--out", out, "--resume")
+    assert (code, "ms a step (" in output) == (0, False), output  # all is there: nothing is trained
+    assert len(saved(out)["resumed"]) == 1
+    code, output = recompute("ablate", config, "--out", out, "--resume", "--steps", 2)
+    assert code == 2
+    assert "config.steps: results.json has 1, this run 2" in output
+    code, output = recompute("ablate", "--compare", out, out)
+    assert code == 0
+    assert "beyond" not in output
+    assert recompute("ablate", "--resume", "--model", "a:b", "--out", out)[0] == 2
 
 
 def test_a_failing_policy_gives_exit_code_1_and_leaves_the_other_rows(config: Path, tmp_path: Path) -> None:

@@ -114,8 +114,6 @@ HIDDEN_IMPORTS = {
     "recompute.engine.cut.minimum_cut": ("networkx",),
     # A kernel loads Triton, so it is imported where one stands in.
     "recompute.substitution": ("recompute.kernels",),
-    # Optional dependencies.
-    "recompute.ablation.peers": ("liger_kernel",),
 }
 """What functions of a module, or of a folder's modules, may import as they run, and why. All else is at the top."""
 
@@ -390,7 +388,7 @@ def test_the_command_line_loads_torch_only_where_it_is_used() -> None:
 
 def test_importing_does_nothing_else() -> None:
     heavy = "matplotlib networkx transformers typer rich triton.language"
-    heavy += " recompute.kernels.launch recompute.ablation.llama_ablation recompute.ablation.ablate"
+    heavy += " recompute.kernels.launch recompute.ablation.run_ablation recompute.ablation.ablate"
     run(
         "import sys, torch;"
         "before = set(sys.modules); state = torch.get_rng_state();"

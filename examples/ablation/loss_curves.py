@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.progress import Progress
@@ -24,8 +25,9 @@ from tabulate import tabulate
 from torch.optim import AdamW
 
 from recompute import counters
-from recompute.ablation.llama_ablation import AblationConfig, build_model, default_config, load_text, sample_batches
+from recompute.ablation.ablation_config import AblationConfig, default_config
 from recompute.ablation.peers import under
+from recompute.ablation.subjects import build_model, load_text, sample_batches
 from recompute.ablation.trials import seeded
 from recompute.policy.document import load_document
 
@@ -65,7 +67,7 @@ def configuration(path: Path | None, steps: int) -> AblationConfig:
     config = default_config() if path is None else load_document(AblationConfig, path, kind="configuration")
     if path is None and counters.resolve_device(config.device).type == "cuda":
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 8})})
-    return config.model_copy(update={"steps": steps, "sequence_lengths": config.sequence_lengths[:1]})
+    return config.single().model_copy(update={"steps": steps, "sequence_lengths": config.sequence_lengths[:1]})
 
 
 def train(config: AblationConfig, policy: str, text: bytes, advance: Any) -> list[float]:
@@ -79,7 +81,8 @@ def train(config: AblationConfig, policy: str, text: bytes, advance: Any) -> lis
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, fused=True)
         for batch in batches:
             optimizer.zero_grad()
-            loss = model(input_ids=batch, labels=batch).loss
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "autocast"):
+                loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

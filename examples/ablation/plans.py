@@ -30,8 +30,9 @@ from transformers import LlamaForCausalLM
 
 import recompute
 from recompute import counters
-from recompute.ablation.llama_ablation import AblationConfig, build_model, load_text, sample_batches
+from recompute.ablation.ablation_config import AblationConfig
 from recompute.ablation.peers import under
+from recompute.ablation.subjects import build_model, load_text, sample_batches
 from recompute.counters import resolve_device
 from recompute.errors import BudgetError
 from recompute.policy.document import load_document
@@ -93,7 +94,9 @@ class Trainer:
 
 
 def main(config_path: Path, out: Path, count: int, peers: bool, profile_path: Path | None) -> None:
-    config = load_document(AblationConfig, config_path, kind="configuration")
+    config = load_document(AblationConfig, config_path, kind="configuration").single()
+    if config.dtype == "autocast":
+        raise SystemExit(f"{config_path}: dtype: expected float32 or bfloat16; found autocast")
     device = resolve_device(config.device)
     _, text = load_text(config.text)
     batch = sample_batches(config, text, config.sequence_lengths[0])[0].to(device)

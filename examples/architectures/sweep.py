@@ -46,7 +46,7 @@ import transformers
 import transformers.modeling_utils
 from configurations import Architecture, architectures
 from sweep_report import report, summary
-from trials import Outcome, examine, is_wrong
+from trials import STEPS, Outcome, examine, is_wrong
 
 from recompute.counters import describe_machine
 
@@ -102,6 +102,7 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
         "device": options.device,
         "dtype": options.dtype,
         "presets": options.presets,
+        "steps": STEPS,
     }
     path = options.out / "results.json"
     if not path.exists():
@@ -111,9 +112,9 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
         head_value, before_value = head["machine"][name], before["machine"][name]
         if head_value != before_value:
             raise SystemExit(f"{path} is of {name} {before_value}, this is {head_value}: use another --out")
-    for name in ("device", "dtype"):
-        if head[name] != before[name]:
-            raise SystemExit(f"{path} is of {name} {before[name]}, not {head[name]}: use another --out")
+    for name in ("device", "dtype", "steps"):
+        if head[name] != before.get(name, 2):  # records of before there was a number of steps have two
+            raise SystemExit(f"{path} is of {name} {before.get(name, 2)}, not {head[name]}: use another --out")
     return {**head, "rows": before["rows"]}
 
 

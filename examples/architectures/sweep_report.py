@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 from tabulate import tabulate
-from trials import STEPS
 
 from recompute.units import humanize
 
@@ -81,8 +80,9 @@ def _conditions(record: dict[str, Any]) -> str:
         else "On a CPU `auto` has no kernels, so it is compared bit for bit, too."
     )
     return (
-        f"{STEPS} steps of SGD of tiny models in training mode, with dropout, on {where} in {record['dtype']}: losses, "
-        "gradients, and parameters and buffers afterwards, compared bit for bit with those without a policy. "
+        f"{record.get('steps', 2)} steps of SGD of tiny models in training mode, with dropout, on {where} in "
+        f"{record['dtype']}: losses, gradients, and parameters and buffers afterwards, compared bit for bit with those "
+        "without a policy. "
         f"{kernels} A cell says how many bytes of saved tensors were dropped, in all steps, and how many "
         "of the regions ran as captured code in the end.\n\n"
         f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}, "
@@ -95,5 +95,6 @@ def _cell(outcome: dict[str, Any] | None) -> str:
         return "not tried"
     if outcome["verdict"] in ("bitwise", "close"):
         mark = "✓" if outcome["verdict"] == "bitwise" else "close,"
-        return f"{mark} {humanize(outcome['dropped_nbytes'])}, {outcome['captured']}/{outcome['regions']}"
+        captured = f", {outcome['captured']}/{outcome['regions']}" if "captured" in outcome else ""
+        return f"{mark} {humanize(outcome['dropped_nbytes'])}{captured}"
     return {"idle": "nothing", "refused": "refused", "wrong": "WRONG"}[outcome["verdict"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,22 +16,15 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from recompute import counters
-from recompute.ablation import ablation_report
+from recompute.ablation import ablation_plots, ablation_report, results_file
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, treatments
-from recompute.ablation.trials import AblationRow, Experiment, Progress, recorded, seeded
+from recompute.ablation.row_recorder import RowRecorder
+from recompute.ablation.subjects import FactorySubject
+from recompute.ablation.trials import AblationRow, Experiment, Progress
 from recompute.attach.apply import PolicyLike
 from recompute.counters import resolve_device
-from recompute.errors import AblationError, ModelError
-from recompute.estimation.factories import (
-    Factory,
-    call,
-    check_batch,
-    check_factory,
-    describe,
-    loss_in,
-    make,
-    placed,
-)
+from recompute.errors import AblationError
+from recompute.estimation.factories import Factory
 from recompute.policy.loading import load_policy
 
 POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel")
@@ -65,13 +57,13 @@ class Ablation:
 
     def plot(self) -> Figure:
         """Memory against the time of a step, as a matplotlib figure."""
-        return ablation_report.plot(self.results["rows"])
+        return ablation_plots.memory_against_time(self.results["rows"])
 
     def save(self, folder: str | Path) -> None:
-        """Write ``results.json``, ``results.md`` and ``results.png`` into ``folder``, which is made."""
+        """Write ``results.json``, tables, plots and a page of all into ``folder``, which is made."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        (path / "results.json").write_text(json.dumps(self.results, indent=2) + "\n", encoding="utf-8")
+        results_file.save(self.results, path)
         ablation_report.write(self.results, path)
 
 
@@ -103,7 +95,8 @@ def ablate(
     policies: as ``recompute.apply`` takes them, or a mapping from names for their rows to such policies. The baseline
         ``none`` runs first, listed or not.
     peers: what others offer, as further rows: "torch-checkpoint", "torch-selective", "torch-compile",
-        "torch-compile-selective", "torch-budget-0.5" (any share), "liger" (Llama alone).
+        "torch-compile-selective", "torch-budget-0.5" (any share), "torch-save-on-cpu", "torchtune-offload", "liger"
+        (Llama alone), "cut-cross-entropy" (models of transformers).
     layers: globs over the paths of the modules that peers and ``compile`` take for layers; None: those whose classes
         are called ``*Layer`` or ``*Block``.
     compile: whether each policy also runs, as ``POLICY+compile``, with these layers compiled.
@@ -113,7 +106,7 @@ def ablate(
     seed: for the weights, and for what training draws, such as dropout.
     dtype: of the model and of the batch's tensors of floats; None to leave them as they are.
     device: "auto" (CUDA if there is one), "cpu", "cuda", or a ``torch.device``.
-    out: a folder for ``results.json``, written again after each row, and for the table and the plot at the end.
+    out: a folder for ``results.json``, written again after each row, and for tables and plots at the end.
     progress: called after each step with what runs, the steps done, and the steps in all.
     on_row: called with each row.
 
@@ -126,10 +119,10 @@ def ablate(
     _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
     named = _named(policies)
     place = resolve_device(device) if isinstance(device, str) else device
-    subject = _Subject(model_factory, batch, steps, seed, dtype, place)
+    subject = FactorySubject(model_factory, batch, steps, seed, dtype, place, loss)
     experiment = Experiment(
         make=subject.model,
-        loss=partial(subject.loss, loss),
+        loss=subject.loss,
         batches=subject.batches,
         optimizer=optimizer or partial(AdamW, lr=1e-3),
         device=place,
@@ -142,62 +135,18 @@ def ablate(
     )
     results = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": counters.describe_machine(place),
+        "machine": counters.describe_machine(place) | {"recompute": results_file.package_version()},
         "config": {"model": subject.description, "steps": steps, "warmup": warmup, "seed": seed},
     }
-    trained = experiment.rows(treatments(named, peers, compiled=compile))
-    rows = []
-    for row in recorded(results, trained, None if out is None else Path(out)):
-        rows.append(row)
+    recorder = RowRecorder(results, None if out is None else Path(out))
+    for row in recorder.train(experiment, treatments(named, peers, compiled=compile), experiment.facts):
         if on_row is not None:
             on_row(row)
-    found = Ablation(tuple(rows), results)
+    recorder.finish()
+    found = Ablation(recorder.rows, results)
     if out is not None:
         found.save(out)
     return found
-
-
-class _Subject:
-    """What is trained: models with equal weights, and one batch for each step."""
-
-    def __init__(
-        self,
-        factory: Factory,
-        batch: Any,
-        steps: int,
-        seed: int,
-        dtype: torch.dtype | None,
-        device: torch.device,
-    ):
-        self.name = getattr(factory, "__qualname__", type(factory).__name__)
-        self._factory = check_factory(factory, self.name)
-        self._seed, self._dtype, self._device = seed, dtype, device
-        model, own = self._make()
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ModelError(f"{self.name}: expected a model with parameters to train; {type(model).__name__} has none")
-        self._weights = _fingerprint(model)
-        found = _batches(own, batch, steps, seed, device, self.name)
-        self.batches = [placed(each, dtype=dtype, device=device) for each in found]
-        self.description = describe(model, self.batches[0])
-        halves = {torch.float16, torch.bfloat16}.intersection(each.dtype for each in model.parameters())
-        self.wider = torch.float32 if halves else torch.float64
-
-    def _make(self) -> tuple[nn.Module, Any]:
-        with seeded(self._seed, self._device):
-            return make(self._factory, self.name, dtype=self._dtype, device=self._device)
-
-    def model(self) -> nn.Module:
-        model, _ = self._make()
-        if _fingerprint(model) != self._weights:
-            raise AblationError(
-                f"{self.name} gives other weights when it is called again with the same random state, so that policies "
-                "cannot be compared: have it draw from the default generators of torch, NumPy or Python alone"
-            )
-        return model
-
-    def loss(self, loss: Callable[[Any], Tensor] | None, model: nn.Module, batch: Any) -> Tensor:
-        output = call(model, batch)
-        return loss_in(output, self.name) if loss is None else loss(output)
 
 
 def _check(numbers: Mapping[str, tuple[Any, int]], dtype: Any, peers: Any) -> None:
@@ -230,22 +179,3 @@ def _named(policies: Any) -> dict[str, PolicyLike]:
             )
         named[name] = loaded
     return named
-
-
-def _batches(own: Any, batch: Any, steps: int, seed: int, device: torch.device, name: str) -> list[Any]:
-    """One batch for each step: the factory's own, the one given, or what the function given returns."""
-    if own is not None and batch is not None:
-        raise AblationError(f"{name} returns a batch, and one is passed, too: drop either")
-    if own is None and batch is None:
-        raise AblationError(f"expected a batch: pass one, or have {name} return (model, batch)")
-    if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
-        with seeded(seed, device):
-            return [check_batch(batch(), "batch") for _ in range(steps)]
-    return [own if batch is None else check_batch(batch, "batch")] * steps
-
-
-def _fingerprint(model: nn.Module) -> list[tuple[float, float]]:
-    """Two sums of each parameter, by which models with other weights are told apart."""
-    with torch.no_grad():
-        wide = (parameter.double().flatten() for parameter in model.parameters())
-        return [(each.sum().item(), each.square().sum().item()) for each in wide]

@@ -1,33 +1,71 @@
-"""Tables and a plot of an ablation's results, as `results.json` holds them."""
+"""Tables of an ablation's results, as `results.json` holds them, and all files that are made of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.text import Annotation
-from matplotlib.transforms import BboxBase
 from rich.table import Table
 from tabulate import tabulate
 
+from recompute.ablation import ablation_plots
+from recompute.ablation.html_report import Section, page
+from recompute.ablation.peers import BASELINE
+from recompute.ablation.row_places import AXES, place, place_of, varied
+from recompute.estimation.factories import names_factory
 from recompute.units import humanize
 
 RowDict = Mapping[str, Any]
-"""One of the ``rows`` of `results.json`; `recompute.ablation.trials.Row` documents the keys."""
+"""One of the ``rows`` of `results.json`; `recompute.ablation.trials.AblationRow` documents the keys.
 
-_BASELINE = "none"
+Results from before a key was known lack it."""
+
 _NOTHING = "-"
+_TITLES = {"model": "model", "batch_size": "batch", "dtype": "dtype", "sequence_length": "sequence"}
+_NOT_IN_CSV = ("losses", "timings")
 
 
-def write(results: Mapping[str, Any], out: Path) -> None:
-    """Write ``results.md`` and ``results.png`` into the folder `out`, from what ``results.json`` holds."""
+def write(results: Mapping[str, Any], out: Path) -> list[str]:
+    """Write all that is made of ``results.json`` into the folder `out`. Returns the names of the files.
+
+    These are ``results.md``, ``results.csv``, plots (``results.png`` and others, as far as there are numbers for them)
+    and ``report.html``, a page with all of it.
+    """
     (out / "results.md").write_text(markdown(results), encoding="utf-8")
-    plot(results["rows"]).savefig(out / "results.png")
+    _write_csv(results["rows"], out / "results.csv")
+    drawn = ablation_plots.pictures(results["rows"])
+    for name in ablation_plots.NAMES:
+        if name in drawn:
+            (out / name).write_bytes(drawn[name])
+        else:
+            (out / name).unlink(missing_ok=True)  # of an earlier run
+    sections = [Section(title, cells) for title, cells in tables(results["rows"])]
+    text = page(results, describe(results), failures(results), sections, drawn)
+    (out / "report.html").write_text(text, encoding="utf-8")
+    return ["results.md", "results.csv", *drawn, "report.html"]
+
+
+def _write_csv(rows: Sequence[RowDict], file: Path) -> None:
+    """One line for each row; a pair of quartiles takes two columns."""
+    flat = [_flat(row) for row in rows]
+    columns = list(dict.fromkeys(key for row in flat for key in row))
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def _flat(row: RowDict) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if key.endswith("_quartiles"):
+            names = (key.replace("quartiles", "first_quartile"), key.replace("quartiles", "third_quartile"))
+            found |= zip(names, value or (None, None), strict=True)
+        elif key not in _NOT_IN_CSV:
+            found[key] = value
+    return found
 
 
 def table(rows: Sequence[RowDict]) -> Table:
@@ -47,34 +85,41 @@ def text(rows: Sequence[RowDict]) -> str:
     columns, *lines = _cells(rows)
     align = ["left", *["right"] * (len(columns) - 1)]
     block = tabulate(lines, columns, colalign=align, disable_numparse=True)
-    return "\n".join([block, *(line(row) for row in rows if _problem(row))])
+    return "\n".join([block, *(line(row, varied(rows)) for row in rows if _problem(row))])
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The rows as a GitHub table, and below it what failed, what was run, where, and by which command."""
-    columns, *lines = _cells(results["rows"])
-    align = ["left", *["right"] * (len(columns) - 1)]
-    blocks = [tabulate([columns, *lines], "firstrow", "github", colalign=align, disable_numparse=True)]
+    """The rows as GitHub tables, and below them what failed, what was run, where, and by which command."""
+    (_, first), *others = tables(results["rows"])
+    blocks = [_github(first)]
     if problems := failures(results):
         blocks.append("\n".join(f"- {problem}" for problem in problems))
+    blocks += [f"{title}:\n\n{_github(cells)}" for title, cells in others]
     blocks += [describe(results), f"`{results['command']}`"]
     return "\n\n".join(blocks) + "\n"
 
 
+def _github(cells: Sequence[Sequence[str]]) -> str:
+    align = ["left", *["right"] * (len(cells[0]) - 1)]
+    return tabulate(cells, "firstrow", "github", colalign=align, disable_numparse=True)
+
+
 def failures(results: Mapping[str, Any]) -> list[str]:
     """One line for each row that failed or does not match the baseline, and one if rows are missing."""
-    lines = [line(row) for row in results["rows"] if _problem(row)]
+    axes = varied(results["rows"])
+    lines = [line(row, axes) for row in results["rows"] if _problem(row)]
     return lines if results["complete"] else [*lines, "interrupted: the rows still to come are missing"]
 
 
-def line(row: RowDict) -> str:
-    """A row in one line: what it measured, or what is wrong with it."""
+def line(row: RowDict, axes: Iterable[str] = ()) -> str:
+    """A row in one line: what it measured, or what is wrong with it. axes: those on which it differs from others."""
     text = _problem(row)
     if text is None:
         held, peak = humanize(row["activation_bytes_held"]), humanize(row["peak_bytes"])
         text = f"{held} held, {peak} peak, {_milliseconds(row['step_seconds'])} ms a step"
-    length = row["sequence_length"]
-    return f"{row['policy']}{'' if length is None else f', sequence {length}'}: {text}"
+        if (longest := row.get("longest_sequence")) is not None:
+            text += f", longest sequence {longest:,}"
+    return f"{row['policy']}{place_of(row, axes)}: {text}"
 
 
 def describe(results: Mapping[str, Any]) -> str:
@@ -87,107 +132,131 @@ def describe(results: Mapping[str, Any]) -> str:
     if isinstance(shape, str):  # of the caller's own
         return f"{shape}; {config['steps']} steps. {where}"
     of_layers = " of all but head, loss and optimizer" if config.get("step") == "layers" else ""
+    repeats = f", each {config['repeats']} times" if config.get("repeats", 1) > 1 else ""
+    models = config.get("models") or {}
+    if models and all(isinstance(source, str) and names_factory(source) for source in models.values()):
+        return f"{_models(config)}; {_listed(config, 'dtype')}, {config['steps']} steps{repeats}. {where}"
     return (
-        f"Llama with {shape['layers']} layers, hidden size {shape['hidden_size']}, intermediate size "
-        f"{shape['intermediate_size']}, {shape['heads']} heads and {shape['kv_heads']} kv heads; "
-        f"batch {config['batch_size']}, sequence {', '.join(map(str, config['sequence_lengths']))}, "
-        f"{config['dtype']}, {config['steps']} steps{of_layers} on bytes of: {results['text']['source']}. {where}"
+        f"{_models(config)}; batch {_listed(config, 'batch_size')}, "
+        f"sequence {', '.join(map(str, config['sequence_lengths']))}, {_listed(config, 'dtype')}, {config['steps']} "
+        f"steps{of_layers} on bytes of: {results['text']['source']}{repeats}. {where}"
     )
 
 
-def plot(rows: Sequence[RowDict]) -> Figure:
-    """Memory against step time, with a point for each row that did not fail.
-
-    A point is a bar from what is held after forward (open marker) up to the peak (filled); the baseline's are
-    square. A color is a sequence length.
-    """
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    measured = [row for row in rows if row["error"] is None]
-    large = any(row["peak_bytes"] >= 2**30 for row in measured)
-    unit, unit_nbytes = ("GiB", 2**30) if large else ("MiB", 2**20)
-    axes = figure.add_subplot(xlabel="milliseconds a step", ylabel=f"{unit} above static memory")
-    lengths = sorted({row["sequence_length"] for row in measured})
-    labels = []
-    for row in measured:
-        marker = "s" if row["policy"] == _BASELINE else "o"
-        color = f"C{lengths.index(row['sequence_length'])}"
-        held, peak = row["activation_bytes_held"] / unit_nbytes, row["peak_bytes"] / unit_nbytes
-        milliseconds = row["step_seconds"] * 1e3
-        axes.plot([milliseconds, milliseconds], [held, peak], color=color, alpha=0.5)
-        axes.plot(milliseconds, held, marker, color=color, markerfacecolor="white")
-        axes.plot(milliseconds, peak, marker, color=color)
-        labels.append(axes.annotate(row["policy"], (milliseconds, peak), (0, 0), textcoords="offset points"))
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.2)
-    axes.grid(alpha=0.3)
-    legend = axes.legend(handles=_legend(lengths), loc="best")
-    canvas.draw()
-    _spread(labels, axes.bbox, [artist.get_window_extent() for artist in (legend, *axes.lines)])
-    return figure
+def _models(config: Mapping[str, Any]) -> str:
+    if models := config.get("models"):
+        return "; ".join(f"{name}: {_model(source)}" for name, source in models.items())
+    return _model(config["model"])
 
 
-def _legend(lengths: Sequence[int]) -> list[Line2D]:
-    kinds = [("peak", "black"), ("held after forward", "white")]
-    markers = [
-        Line2D([], [], color="black", marker="o", linestyle="", markerfacecolor=face, label=label)
-        for label, face in kinds
-    ]
-    named = [(i, length) for i, length in enumerate(lengths) if length is not None]
-    return markers + [Line2D([], [], color=f"C{i}", label=f"sequence {length}") for i, length in named]
+def _model(source: Any) -> str:
+    if isinstance(source, str):
+        return source
+    if "model_type" in source:
+        others = ", ".join(f"{key} {value}" for key, value in source.items() if key != "model_type")
+        return f"{source['model_type']} with {others}" if others else source["model_type"]
+    return (
+        f"Llama with {source['layers']} layers, hidden size {source['hidden_size']}, intermediate size "
+        f"{source['intermediate_size']}, {source['heads']} heads and {source['kv_heads']} kv heads"
+    )
 
 
-def _spread(labels: Sequence[Annotation], frame: BboxBase, taken: list[BboxBase]) -> None:
-    """Move each label to the nearest place beside its point that is in the frame and not taken by anything."""
-    heights = sorted(range(-108, 109, 9), key=abs)
-    for label in labels:
-        for dy, side in product(heights, (1, -1)):
-            label.set(position=(8 * side, dy), va="center", ha="left" if side > 0 else "right")
-            box = label.get_window_extent()
-            inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
-            if inside and not box.count_overlaps(taken):
-                break
-        taken.append(label.get_window_extent())
+def _listed(config: Mapping[str, Any], key: str) -> str:
+    return ", ".join(map(str, config.get(f"{key}s") or [config[key]]))
 
 
 Cell = Callable[[RowDict, RowDict], str]
-"""The text of a cell, from its row and the baseline's at the same sequence length."""
+"""The text of a cell, from its row and the baseline's of the same comparison."""
+
+
+def tables(rows: Sequence[RowDict]) -> list[tuple[str, list[list[str]]]]:
+    """Titles and tables: what every row has; then what times and memory are made of, where that was measured."""
+    found = [("Memory, time, losses and gradients", _cells(rows))]
+    if any(row.get("backward_seconds") is not None for row in rows):
+        found.append(("Milliseconds of a step, by part: the median, and both quartiles", _filled(rows, _TIMES)))
+    if any(row.get("parameter_bytes") is not None for row in rows):
+        found.append(("Bytes between forward and backward, by what they are", _filled(rows, _MEMORY)))
+    return found
 
 
 def _cells(rows: Sequence[RowDict]) -> list[list[str]]:
     """The names of the columns, then the texts of each row."""
     columns: dict[str, Cell] = {
-        "policy": lambda row, _: row["policy"],
-        "sequence": lambda row, _: str(row["sequence_length"]),
         "held after forward": _measure("activation_bytes_held", humanize),
         "peak": _measure("peak_bytes", humanize),
         "ms a step": _measure("step_seconds", _milliseconds),
         "CPU ms a forward": _measure("forward_cpu_seconds", _milliseconds),
+        "longest sequence": _measure("longest_sequence", lambda length: f"{length:,}"),
         "losses": _losses,
         "gradients": _gradients,
     }
-    if len({row["sequence_length"] for row in rows}) < 2:
-        del columns["sequence"]
-    if all(row["forward_cpu_seconds"] is None for row in rows):
-        del columns["CPU ms a forward"]
-    baselines = {row["sequence_length"]: row for row in rows if row["policy"] == _BASELINE}
-    lines = [[cell(row, baselines[row["sequence_length"]]) for cell in columns.values()] for row in rows]
+    for key, name in (("forward_cpu_seconds", "CPU ms a forward"), ("longest_sequence", "longest sequence")):
+        if all(row.get(key) is None for row in rows):
+            del columns[name]
+    return _filled(rows, columns)
+
+
+def _filled(rows: Sequence[RowDict], columns: Mapping[str, Cell]) -> list[list[str]]:
+    """The table of these columns, behind those that tell the rows apart."""
+    axes = varied(rows)
+    named: dict[str, Cell] = {"policy": lambda row, _: row["policy"]}
+    named |= {_TITLES[axis]: _axis(axis) for axis in AXES if axis in axes}
+    columns = {**named, **columns}
+    baselines = {place(row): row for row in rows if row["policy"] == BASELINE}
+    lines = [[cell(row, baselines.get(place(row), _NO_ROW)) for cell in columns.values()] for row in rows]
     return [list(columns), *lines]
+
+
+_NO_ROW: RowDict = {"policy": BASELINE}
+
+
+def _axis(key: str) -> Cell:
+    return lambda row, _: _NOTHING if row.get(key) is None else str(row[key])
 
 
 def _measure(key: str, show: Callable[[Any], str]) -> Cell:
     def cell(row: RowDict, baseline: RowDict) -> str:
-        if row[key] is None:
+        if (value := row.get(key)) is None:
             return _NOTHING
-        if row is baseline or not baseline[key]:
-            return show(row[key])
-        return f"{show(row[key])} ({row[key] / baseline[key]:.2f}x)"
+        if row is baseline or not baseline.get(key):
+            return show(value)
+        return f"{show(value)} ({value / baseline[key]:.2f}x)"
 
     return cell
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
+
+
+def _with_quartiles(key: str) -> Cell:
+    def cell(row: RowDict, _: RowDict) -> str:
+        if row.get(key) is None:
+            return _NOTHING
+        first, third = map(_milliseconds, row[f"{key}_quartiles"])
+        return f"{_milliseconds(row[key])} ({first} to {third})"
+
+    return cell
+
+
+def _plain(key: str, show: Callable[[Any], str]) -> Cell:
+    return lambda row, _: _NOTHING if row.get(key) is None else show(row[key])
+
+
+_TIMES: Mapping[str, Cell] = {
+    "step": _with_quartiles("step_seconds"),
+    "forward": _with_quartiles("forward_seconds"),
+    "backward": _with_quartiles("backward_seconds"),
+    "added to backward": _plain("backward_added_seconds", lambda seconds: f"{seconds * 1e3:+.1f}"),
+    "optimizer": _with_quartiles("optimizer_seconds"),
+}
+_MEMORY: Mapping[str, Cell] = {
+    "parameters": _plain("parameter_bytes", humanize),
+    "gradients": _plain("gradient_bytes", humanize),
+    "optimizer": _plain("optimizer_bytes", humanize),
+    "activations": _plain("activation_bytes_held", humanize),
+    "of these by head and loss": _plain("logits_bytes_held", humanize),
+}
 
 
 def _losses(row: RowDict, baseline: RowDict) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib import import_module
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama import modeling_llama
 
 from recompute.attach.apply import PolicyLike, apply
@@ -31,10 +33,10 @@ BASELINE = "none"
 COMPILED = "+compile"
 """Follows a policy's name where every layer is compiled, too."""
 
-_PEERS = (
-    *("torch-checkpoint", "torch-selective", "torch-save-on-cpu"),
-    *("torch-compile", "torch-compile-selective", "liger"),
-)
+EXACT_PEERS = ("torch-checkpoint", "torch-selective", "torch-save-on-cpu", "torchtune-offload")
+"""Those that promise the baseline's bits. The others round in their own ways."""
+
+_PEERS = (*EXACT_PEERS, "torch-compile", "torch-compile-selective", "liger", "cut-cross-entropy")
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
 
 
@@ -67,6 +69,8 @@ Peer = Annotated[str, AfterValidator(_known_peer)]
 - torch-compile: torch.compile. torch-compile-selective: the same on top of torch-selective.
 - torch-budget-0.5: torch.compile, which may save this share of what it would save otherwise (its memory budget).
 - liger: Liger-Kernel's norms, SwiGLU and rotary embedding.
+- cut-cross-entropy: the loss from the decoder's output, without logits, by the package of that name.
+- torchtune-offload: torchtune's OffloadActivations, which copies to pinned memory on a stream of its own.
 """
 
 
@@ -105,9 +109,13 @@ def under(
                 layer.compile()
             yield
         torch.compiler.reset()
-    elif policy == "torch-save-on-cpu":
+    elif policy == "cut-cross-entropy":
+        _cut_cross_entropy(model)
+        yield
+    elif policy in ("torch-save-on-cpu", "torchtune-offload"):
+        offloading = _torchtune_offload() if policy == "torchtune-offload" else _save_on_cpu
         for layer in find_regions(model, match).values():
-            layer.forward = partial(_saved_on_cpu, layer.forward, torch.cuda.is_available())
+            layer.forward = partial(_run_inside, offloading, layer.forward)
         yield
     else:
         options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
@@ -116,9 +124,56 @@ def under(
         yield
 
 
-def _saved_on_cpu(forward: Callable[..., Any], pin: bool, *args: Any, **kwargs: Any) -> Any:
-    with save_on_cpu(pin_memory=pin):
+def _run_inside(
+    context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with context():
         return forward(*args, **kwargs)
+
+
+def _save_on_cpu() -> AbstractContextManager[Any]:
+    return save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+def _torchtune_offload() -> Callable[[], AbstractContextManager[Any]]:
+    """One manager for all layers and steps: it counts what it offloads from forward to backward."""
+    training = _imported("torchtune-offload", "torchtune.training", "torchtune torchao")
+    if not torch.cuda.is_available():
+        raise AblationError("the peer torchtune-offload needs a CUDA device; torch finds none")
+    manager = training.OffloadActivations()
+    return lambda: manager
+
+
+def _cut_cross_entropy(model: Any) -> None:
+    """Have forward compute its loss from the decoder's output and the head's weight, by the package's own function."""
+    library = _imported("cut-cross-entropy", "cut_cross_entropy", "cut-cross-entropy")
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if decoder is model or not isinstance(head, nn.Linear):
+        raise AblationError(
+            f"the peer cut-cross-entropy is for a model of transformers with a decoder and a Linear head; found "
+            f"{type(model).__name__}"
+        )
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def forward(input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        hidden = decoder(input_ids=input_ids).last_hidden_state
+        loss = library.linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, softcap=softcap, shift=1)
+        return CausalLMOutput(loss=loss)
+
+    model.forward = forward
+
+
+def _imported(peer: str, module: str, packages: str) -> Any:
+    """The module of a peer. packages: what to install for it, first the one that is named."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            needed = f"needs the package {packages.split()[0]}"
+        else:
+            needed = f"cannot import {module} ({error})"
+        raise AblationError(f"the peer {peer} {needed}: pip install {packages}") from error
 
 
 @contextmanager
@@ -126,12 +181,9 @@ def _liger(model: nn.Module) -> Iterator[None]:
     """Liger changes the model, and a module of transformers for all models: that one is put back as it was."""
     if not isinstance(model, LlamaForCausalLM):
         raise AblationError(f"the peer liger is for transformers' LlamaForCausalLM; found {type(model).__name__}")
-    try:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise AblationError("the peer liger needs the package liger-kernel: pip install liger-kernel") from error
+    liger = _imported("liger", "liger_kernel.transformers", "liger-kernel")
     before = dict(vars(modeling_llama))
-    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    liger.apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
     try:
         yield
     finally:

@@ -6,25 +6,23 @@ Each training starts from the same weights and sees the same batches and random 
 from __future__ import annotations
 
 import gc
-import json
-import os
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
 
 from recompute import counters
-from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
+from recompute.ablation.peers import BASELINE, COMPILED, EXACT_PEERS, is_peer, under
 from recompute.attach.apply import PolicyLike
 from recompute.diagnostics.comparing_runs import (
     COMPRESSION_TOLERANCE,
@@ -40,14 +38,32 @@ Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
 
 
+Timings = Mapping[str, Sequence[float]]
+"""The seconds of each timed step, by what they are of: ``TIMED``."""
+
+TIMED = ("step", "forward", "backward", "optimizer", "forward_cpu")
+
+
 @dataclass(frozen=True)
 class AblationRow:
     """What training under one policy, or peer, took and gave. If it failed, ``error`` says how.
 
-    What was not measured is None. ``sequence_length`` is None for a model of the caller's own.
+    What was not measured is None. ``sequence_length``, ``batch_size`` and ``model`` are None for a model of the
+    caller's own.
 
-    ``step_seconds`` is the median of forward, backward and optimizer together. ``forward_cpu_seconds`` is the median of
-    the time that launching forward takes the CPU; it is None where the model itself runs on the CPU.
+    Bytes are those of tensors. ``activation_bytes_held`` are alive between forward and backward, and
+    ``logits_bytes_held`` is by how many these are more than when the decoder returned: what head and loss hold, less
+    the decoder's output where a policy drops it. It is not known under autocast. ``peak_bytes`` is the most alive at
+    once in forward and backward. None of these count what is alive before the step: ``parameter_bytes``,
+    ``gradient_bytes`` and ``optimizer_bytes``, its states.
+
+    Times are medians over the timed steps of all repeats; their ``_quartiles`` are the first and the third. On CUDA
+    ``step_seconds`` ends when the device has finished, and its parts are by the device's clock. ``forward_cpu_seconds``
+    is the time that launching forward takes the CPU; it is None where the model itself runs on the CPU.
+    ``backward_added_seconds`` is the backward's time minus that of the baseline's. That is what regenerating adds, less
+    what the policy makes faster. ``timings`` has the seconds of each timed step, for each repeat.
+
+    ``longest_sequence`` is the longest of those that were tried whose whole step fits the budget; 0 if none does.
 
     The other fields compare with the baseline, and are None where the baseline failed. ``loss_error`` is the largest
     relative error of a step's loss. The error of a gradient g is ‖g - r‖ / ‖r‖, with the baseline's gradient r, over
@@ -63,13 +79,29 @@ class AblationRow:
     """
 
     policy: str
-    sequence_length: int | None
+    sequence_length: int | None = None
+    model: str | None = None
+    batch_size: int | None = None
+    dtype: str | None = None
     exact: bool | None = None
     activation_bytes_held: int | None = None
+    logits_bytes_held: int | None = None
     peak_bytes: int | None = None
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
     bytes_per_token_layer_hidden: float | None = None
     step_seconds: float | None = None
+    step_seconds_quartiles: tuple[float, float] | None = None
+    forward_seconds: float | None = None
+    forward_seconds_quartiles: tuple[float, float] | None = None
+    backward_seconds: float | None = None
+    backward_seconds_quartiles: tuple[float, float] | None = None
+    optimizer_seconds: float | None = None
+    optimizer_seconds_quartiles: tuple[float, float] | None = None
     forward_cpu_seconds: float | None = None
+    forward_cpu_seconds_quartiles: tuple[float, float] | None = None
+    backward_added_seconds: float | None = None
     losses: tuple[float, ...] | None = None
     losses_match: bool | None = None
     loss_error: float | None = None
@@ -77,22 +109,29 @@ class AblationRow:
     grad_error: float | None = None
     grad_error_last: float | None = None
     grad_tolerance: float | None = None
+    longest_sequence: int | None = None
+    timings: tuple[Timings, ...] = ()
     error: str | None = None
 
-
-def _write(results: dict[str, Any], path: Path) -> None:
-    unfinished = path.with_suffix(".json.part")
-    unfinished.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    def timed(self, timings: Iterable[Timings]) -> AblationRow:
+        """The same row with these timings, and the medians and quartiles over all of them."""
+        repeats = tuple(timings)
+        found: dict[str, Any] = {"timings": repeats}
+        for name in TIMED:
+            seconds = [each for repeat in repeats for each in repeat.get(name, ())]
+            found[f"{name}_seconds"] = statistics.median(seconds) if seconds else None
+            found[f"{name}_seconds_quartiles"] = tuple(np.percentile(seconds, (25, 75)).tolist()) if seconds else None
+        return replace(self, **found)
 
 
 @dataclass(frozen=True)
 class Training:
+    """What a training gave. It is what the others are compared with if it is the baseline's."""
+
     losses: tuple[float, ...]
-    step_seconds: float
-    forward_cpu_seconds: float
     first_gradient: tuple[Tensor, ...]
     last_gradient: tuple[Tensor, ...]
+    timings: Timings
 
 
 @dataclass
@@ -113,6 +152,8 @@ class Experiment:
     progress: Progress
     wider: torch.dtype
     """A dtype in which gradients are exact enough to judge the model's own by."""
+    autocast: torch.dtype | None = None
+    """The dtype that forward runs in by ``torch.autocast``; None to leave it as it is."""
     warmup: int = 0
     """How many of the first steps are not timed."""
     updates: bool = True
@@ -123,14 +164,23 @@ class Experiment:
     """Policies by names of their own. Other names are those of peers, presets or files."""
     layers: str | Sequence[str] | None = None
     """Globs over the paths of the modules that peers take for layers; None: by the names of their classes."""
-    sequence_length: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of a row that say what is trained, and at which sizes."""
+    place: str = ""
+    """What follows the policy's name where progress is told."""
     token_elements: int | None = None
     """Tokens times layers times the hidden size of a step, for bytes by these."""
     baseline: Training | None = None
+    known_tolerance: float | None = None
 
-    @cached_property
+    @property
     def grad_tolerance(self) -> float:
         """Twice the relative error of the baseline's first gradient, as compared with that in a wider dtype."""
+        if self.known_tolerance is None:
+            self.known_tolerance = self._grad_tolerance()
+        return self.known_tolerance
+
+    def _grad_tolerance(self) -> float:
         assert self.baseline is not None, "a tolerance is earned by the baseline's error"
         wider = self.wider
         model = self.make()
@@ -142,11 +192,53 @@ class Experiment:
             self.loss(model, batch).backward()
         return 2 * relative_error(self.baseline.first_gradient, _gradient(model))
 
-    def rows(self, names: Iterable[str]) -> Iterator[AblationRow]:
-        """Train under each policy or peer. The first has to be the baseline, which the others are compared with."""
-        for name in names:
-            gc.collect()  # Hugging Face modules form reference cycles, and no model may outlive its row
-            yield _row(self, name)
+    @property
+    def has_baseline(self) -> bool:
+        return self.baseline is not None
+
+    def row(self, policy: str) -> AblationRow:
+        """Train under a policy or peer, and compare with the baseline if that ran before. A failure is in the row."""
+        row, error = attempted(lambda: _measure(self, policy))
+        return row or AblationRow(policy, **self.facts, error=error)
+
+    def timings(self, policy: str) -> tuple[Timings | None, str | None]:
+        """Train under a policy or peer once more, for the time that it takes. Returns that, or an error."""
+
+        def train() -> Timings:
+            model = self.make()
+            with under(policy, model, self.policies, self.layers):
+                return _train(self, model, self.optimizer(model.parameters()), policy).timings
+
+        return attempted(train)
+
+    def step_peak(self, policy: str) -> tuple[int | None, str | None]:
+        """The most bytes of tensors alive at once in a step, of what lives all through training, too; or an error.
+
+        The step is the second one, in which the optimizer has its states. On the CPU what the optimizer itself
+        allocates for a moment does not count.
+        """
+        return attempted(lambda: _step_peak(replace(self, batches=self.batches[:1], warmup=0), policy))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss, under autocast if that is asked for."""
+        if self.autocast is None:
+            return self.loss(model, batch)
+        with torch.autocast(self.device.type, dtype=self.autocast):
+            return self.loss(model, batch)
+
+
+Result = TypeVar("Result")
+
+
+def attempted(work: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """What ``work`` returns, or the error that it raises."""
+    gc.collect()  # Hugging Face modules form reference cycles, and no model may outlive its row
+    try:
+        return work(), None
+    except Exception as error:
+        # What fails may be the user's policy file, our code, Triton or memory. Whatever it is belongs in the row
+        # of its policy, because the others still deserve theirs. Ctrl-C is not an Exception: it ends the run.
+        return None, f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -164,35 +256,6 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
             np.random.set_state(arrays)
 
 
-def recorded(results: dict[str, Any], rows: Iterable[AblationRow], out: Path | None) -> Iterator[AblationRow]:
-    """Add each row to ``results``, write that to ``results.json`` in the folder ``out``, if given, and yield the row.
-
-    The file is replaced as a whole each time. So an interrupted run leaves a good file with the rows until then, whose
-    ``complete`` is false.
-    """
-    results |= {"complete": False, "rows": []}
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        _write(results, out / "results.json")
-    for row in rows:
-        results["rows"].append(asdict(row))
-        if out is not None:
-            _write(results, out / "results.json")
-        yield row
-    results["complete"] = True
-    if out is not None:
-        _write(results, out / "results.json")
-
-
-def _row(experiment: Experiment, policy: str) -> AblationRow:
-    try:
-        return _measure(experiment, policy)
-    except Exception as error:
-        # What fails may be the user's policy file, our code, Triton or memory. Whatever it is belongs in this
-        # row, because the other policies still deserve theirs. Ctrl-C is not an Exception: it ends the run.
-        return AblationRow(policy, experiment.sequence_length, error=f"{type(error).__name__}: {error}")
-
-
 def _measure(experiment: Experiment, policy: str) -> AblationRow:
     device = experiment.device
     exact = _is_exact(policy, experiment.policies)
@@ -206,22 +269,60 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
             trained = _train(experiment, model, optimizer, policy)
         timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
         with seeded(experiment.seed, device):
-            memory = counters.step_memory(partial(experiment.loss, model, experiment.batches[-1]), device)
+            forward = partial(experiment.forward, model, experiment.batches[-1])
+            memory = counters.step_memory(forward, device, _decoder_in(model))
     if policy == BASELINE:
         experiment.baseline = trained
     held, elements = memory.activation_bytes_held, experiment.token_elements
     row = AblationRow(
         policy,
-        experiment.sequence_length,
+        **experiment.facts,
         exact=exact,
         activation_bytes_held=held,
+        logits_bytes_held=_after_decoder(experiment, memory),
         peak_bytes=memory.peak_bytes,
+        **_static_bytes(model, optimizer),
         bytes_per_token_layer_hidden=None if elements is None else held / elements,
-        step_seconds=timed.step_seconds,
-        forward_cpu_seconds=timed.forward_cpu_seconds if device.type == "cuda" else None,
         losses=trained.losses,
-    )
+    ).timed([timed.timings])
     return _compared(row, trained, experiment.baseline, tolerance) if experiment.baseline else row
+
+
+def _step_peak(experiment: Experiment, policy: str) -> int:
+    device = experiment.device
+    model = experiment.make()
+    with under(policy, model, experiment.policies, experiment.layers):
+        optimizer = experiment.optimizer(model.parameters())
+        _train(experiment, model, optimizer, policy)
+        counters.start_peak(device)
+        _train(experiment, model, optimizer, policy)
+        if (counted := counters.allocated_nbytes(device)) is not None:
+            return counted[1]
+        memory = counters.step_memory(partial(experiment.forward, model, experiment.batches[0]), device)
+    return memory.peak_bytes + sum(_static_bytes(model, optimizer).values())
+
+
+def _after_decoder(experiment: Experiment, memory: counters.StepMemory) -> int | None:
+    if memory.bytes_held_after_inner is None or experiment.autocast is not None:
+        return None  # autocast's copies of the weights live until forward has ended, not until the decoder has
+    return memory.activation_bytes_held - memory.bytes_held_after_inner
+
+
+def _decoder_in(model: nn.Module) -> nn.Module | None:
+    """What a model of transformers runs below its head; None for any other model, and for one without a head."""
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
+
+
+def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What lives all through training, by the names of a row's fields."""
+    parameters = list(model.parameters())
+    tensors: dict[str, list[Any]] = {
+        "parameter_bytes": parameters,
+        "gradient_bytes": [each.grad for each in parameters],
+        "optimizer_bytes": tree_leaves(list(optimizer.state.values())),
+    }
+    return {name: sum(each.nbytes for each in kept if isinstance(each, Tensor)) for name, kept in tensors.items()}
 
 
 def _compared(row: AblationRow, trained: Training, baseline: Training, tolerance: float | None) -> AblationRow:
@@ -242,30 +343,36 @@ def _compared(row: AblationRow, trained: Training, baseline: Training, tolerance
 
 def _train(experiment: Experiment, model: nn.Module, optimizer: Optimizer, policy: str) -> Training:
     device, steps = experiment.device, len(experiment.batches)
-    losses, seconds, forward_seconds, gradients = [], [], [], []
-    length = experiment.sequence_length
-    what = policy if length is None else f"{policy}, sequence {length}"
+    seconds: dict[str, list[float]] = {name: [] for name in TIMED}
+    losses, gradients = [], []
     with seeded(experiment.seed, device):
         for step, batch in enumerate(experiment.batches):
             optimizer.zero_grad()
-            start, cpu_start = counters.wall_seconds(device), counters.thread_seconds()
-            loss = experiment.loss(model, batch)
-            forward_seconds.append(counters.thread_seconds() - cpu_start)
-            loss.backward()
-            if experiment.updates:
-                optimizer.step()
-            seconds.append(counters.wall_seconds(device) - start)
+            with counters.clock(device) as clock:  # the device is idle now
+                start, cpu_start = counters.host_seconds(), counters.thread_seconds()
+                loss = experiment.forward(model, batch)
+                seconds["forward_cpu"].append(counters.thread_seconds() - cpu_start)
+                clock.mark("forward")
+                loss.backward()
+                clock.mark("backward")
+                if experiment.updates:
+                    optimizer.step()
+                    clock.mark("optimizer")
+                seconds["step"].append(counters.wall_seconds(device) - start)
+            for name, spent in clock.seconds.items():
+                seconds[name].append(spent)
             losses.append(loss.item())
             if step in (0, steps - 1):
                 gradients.append(_gradient(model))
-            experiment.progress(what, step + 1, steps)
+            experiment.progress(f"{policy}{experiment.place}", step + 1, steps)
+    if device.type != "cuda":
+        del seconds["forward_cpu"]
     warmup = min(experiment.warmup, steps - 1)
     return Training(
         losses=tuple(losses),
-        step_seconds=statistics.median(seconds[warmup:]),
-        forward_cpu_seconds=statistics.median(forward_seconds[warmup:]),
         first_gradient=gradients[0],
         last_gradient=gradients[-1],
+        timings={name: tuple(each[warmup:]) for name, each in seconds.items() if each},
     )
 
 
@@ -274,7 +381,7 @@ def _is_exact(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
     if policy.endswith(COMPILED):
         return False
     if policy not in policies and is_peer(policy):
-        return policy in ("torch-checkpoint", "torch-selective", "torch-save-on-cpu")
+        return policy in EXACT_PEERS
     return all(meaning.is_exact for meaning in _meanings(policy, policies))
 
 

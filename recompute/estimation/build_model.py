@@ -40,6 +40,7 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     stretches: bool = False,
+    seed: int = _SEED,
 ) -> tuple[nn.Module, Any]:
     """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
 
@@ -50,17 +51,18 @@ def build(
         - ``package.module:factory``, a function that returns a model and a batch, whose sizes are its own.
     sequence_length: token ids are (batch_size, sequence_length), which the model must have positions for.
     stretches: whether to give the model more positions where its configuration has too few.
+    seed: of the weights, and of the batch.
 
     Leaves the global random state as it was. Raises ``PolicyError`` for a configuration that is not valid, and
     ``ModelError`` where there is none, or the model takes neither tokens nor images.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(_SEED)
+        torch.manual_seed(seed)
         if isinstance(source, str) and names_factory(source):
             return _of_factory(source, dtype, device)
         if isinstance(source, str) and source.endswith((".yaml", ".yml")):
             shape = load_document(ModelFile, source, kind="configuration").model
-            model: nn.Module = build_llama(shape, positions=sequence_length, dtype=dtype, device=device, seed=_SEED)
+            model: nn.Module = build_llama(shape, positions=sequence_length, dtype=dtype, device=device, seed=seed)
         else:
             model = _hugging_face(source, dtype, device, sequence_length if stretches else 0)
         return model, batch_of(model, source, sequence_length, batch_size, dtype, device)
@@ -136,7 +138,7 @@ def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, posi
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with device, _refusals_named(source):
+        with device, refusals_named(source):
             return make(config).train()
     finally:
         torch.set_default_dtype(before)
@@ -144,12 +146,12 @@ def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, posi
 
 def _read(source: str) -> transformers.PretrainedConfig:
     check_source(source)
-    with _refusals_named(source):
+    with refusals_named(source):
         return transformers.AutoConfig.from_pretrained(source)
 
 
 @contextmanager
-def _refusals_named(source: Source) -> Iterator[None]:
+def refusals_named(source: Source) -> Iterator[None]:
     """Raise ``ModelError`` with the configuration's name and a line for whatever transformers raises."""
     try:
         yield

@@ -35,6 +35,12 @@ Progress = Callable[[str, int, int], None]
 
 _WARMUP = 2  # steps: the first makes plans and compiles kernels, the second uses what kernels learned in it
 
+SLOW_SECONDS = 1.0
+"""If the last step of a warm-up takes longer, one step is timed, as so long a step varies little.
+
+On CUDA it is the one whose bytes are counted: what counting takes the host is hidden behind the device's work.
+"""
+
 
 def measure_regions(
     run: DryRun,
@@ -115,6 +121,8 @@ class _RegionMeasurer:
     storages_of: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     """Which storages may leave the device, in bytes, by the ``id`` of a kind and the name of a candidate."""
     optimizer_seconds: list[float] = field(default_factory=list)
+    is_slow: bool = False
+    """Whether steps take longer than ``SLOW_SECONDS``."""
     fillers: dict[int, Candidate] = field(default_factory=dict)
     """By the ``id`` of a kind, how its places run that are not being measured: in the way that holds least."""
 
@@ -153,7 +161,16 @@ class _RegionMeasurer:
 
     @property
     def _steps_of_a_job(self) -> int:
-        return _WARMUP + (self.steps if self.run.is_calculated else 1 + 2 * self.steps)
+        return _WARMUP + (self._timed_steps if self._is_timed_as_counted else 1 + 2 * self._timed_steps)
+
+    @property
+    def _timed_steps(self) -> int:
+        return 1 if self.is_slow else self.steps
+
+    @property
+    def _is_timed_as_counted(self) -> bool:
+        """Whether the step whose bytes are counted is timed, too."""
+        return self.run.is_calculated or (self.is_slow and self.run.device.type == "cuda")
 
     def _names(self, placement: _Placement) -> str:
         return self.layout.kinds[placement.places[-1]].name
@@ -220,16 +237,18 @@ class _RegionMeasurer:
         chosen = self._chosen(job)
         rules = self.layout.rules(chosen)
         with apply(self.run.model, policy_from_rules(rules)):
+            seconds = 0.0
             for _ in range(_WARMUP):
-                self.run.warm_up(regions)
+                seconds = self.run.warm_up(regions)
                 self._tell()
-            at_once = self.run.is_calculated
+            self.is_slow = seconds > SLOW_SECONDS
+            at_once = self._is_timed_as_counted
             clock = self.run.clock() if at_once else None
             counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
             self._tell()
             timed = [counted] if at_once else []
             whole = list(timed)
-            while len(timed) < self.steps:
+            while len(timed) < self._timed_steps:
                 for traces, parts in ((timed, regions), (whole, None)):
                     traces.append(self.run.step(parts, clock=self.run.clock()))
                     self._tell()

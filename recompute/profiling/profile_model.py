@@ -62,7 +62,8 @@ def profile(
         The profile's ``source`` says so.
     sharding, devices: beside ``device``, as ``recompute.estimate`` takes them: how several such GPUs share the model.
     steps: how many training steps are timed for each assignment of ways to regions, after warm-up and one step that
-        counts bytes. As many again are timed as a whole, because telling regions apart slows a step down.
+        counts bytes. As many again are timed as a whole, because telling regions apart slows a step down. Where a step
+        takes longer than a second, one is timed; on CUDA it is the one whose bytes are counted.
 
     Raises ``ModelError`` where there are no regions or nothing fits the device; ``AlreadyAppliedError`` for a model
     under a policy; ``ValueError`` where nothing requires a gradient, or for steps below 1.

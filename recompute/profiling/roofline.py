@@ -167,9 +167,10 @@ class _FakeDryRun(DryRun):
     def static_nbytes(self) -> int:
         return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
 
-    def warm_up(self, regions: Mapping[str, nn.Module]) -> None:
+    def warm_up(self, regions: Mapping[str, nn.Module]) -> float:
         """Run a forward, in which policies learn what to hold. Backward needs none, as it has no kernels to compile."""
         self.forward()
+        return 0.0
 
     def memory_trace(self) -> MemoryTrace:
         return StorageTrace(BLOCK_NBYTES)

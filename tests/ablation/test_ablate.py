@@ -82,6 +82,7 @@ def ablate(*arguments: Any, **options: Any) -> Ablation:
     return recompute.ablate(*arguments, **{"steps": 2, "warmup": 0, "device": "cpu", "peers": (), **options})
 
 
+ALL_FILES = {"results.json", "results.md", "results.csv", "results.png", "memory.png", "times.png", "report.html"}
 CHECKPOINT = {"name": "again", "rules": [{"match": ["blocks.*", "stages.*"], "action": "checkpoint"}]}
 
 
@@ -135,7 +136,7 @@ def test_what_is_returned_shows_and_saves_itself(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert saved["complete"]
     assert [row["policy"] for row in saved["rows"]] == ["none", "elementwise"]
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md", "results.png"}
+    assert {path.name for path in tmp_path.iterdir()} == ALL_FILES
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(
     factory: Any, options: dict[str, Any], kind: type[RecomputeError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(trials, "_row", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(trials, "_measure", lambda *_: pytest.fail("trained"))
     with pytest.raises(kind, match=message):
         ablate(factory, **options)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import json
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recompute.ablation import ablation_report
+from recompute.ablation import ablation_plots, ablation_report
 
 MIB = 2**20
 BITWISE = {
@@ -186,7 +190,7 @@ def test_line_says_what_was_measured_or_what_is_wrong() -> None:
 def test_plot_labels_each_policy_once_inside_and_no_label_covers_another() -> None:
     near = [row(f"policy-{index}", peak=10 * MIB + index, seconds=0.1 + index * 1e-6) for index in range(6)]
     last = row("the-last-one-to-the-right", seconds=0.14)
-    figure = ablation_report.plot([NONE, FULL, BROKEN, *near, last])
+    figure = ablation_plots.memory_against_time([NONE, FULL, BROKEN, *near, last])
     labels = figure.axes[0].texts
     names = ["none", "full", *(row["policy"] for row in near), "the-last-one-to-the-right"]
     assert [label.get_text() for label in labels] == names
@@ -202,7 +206,7 @@ def test_plot_goes_from_held_to_peak(scale: int, unit: str) -> None:
         {**row, "activation_bytes_held": held * scale * MIB, "peak_bytes": peak * scale * MIB}
         for row, held, peak in ((NONE, 8, 10), (FULL, 2, 4))
     ]
-    axes = ablation_report.plot(rows).axes[0]
+    axes = ablation_plots.memory_against_time(rows).axes[0]
     bars = [line.get_xydata().tolist() for line in axes.lines if len(line.get_xdata()) == 2]
     assert bars == [[[100, 8], [100, 10]], [[130, 2], [130, 4]]]
     assert axes.get_ylabel() == f"{unit} above static memory"
@@ -220,3 +224,170 @@ def test_files_are_written(tmp_path: Path) -> None:
 def test_nothing_at_all_can_be_plotted(tmp_path: Path) -> None:
     ablation_report.write(results(complete=False), tmp_path)
     assert (tmp_path / "results.png").stat().st_size > 1000
+
+
+def timed(policy: str, seconds: float = 0.1, backward: float = 0.05, **changes: Any) -> dict[str, Any]:
+    """A row as it is written now, with all numbers."""
+    found = row(policy, seconds=seconds)
+    for name, value in (("step", seconds), ("forward", 0.03), ("backward", backward), ("optimizer", 0.01)):
+        found |= {f"{name}_seconds": value, f"{name}_seconds_quartiles": [value * 0.9, value * 1.1]}
+    facts = {"model": "m", "batch_size": 2, "dtype": "float32", "backward_added_seconds": backward - 0.05}
+    static = {"parameter_bytes": MIB, "gradient_bytes": MIB, "optimizer_bytes": 2 * MIB, "logits_bytes_held": 3 * MIB}
+    more = {"losses": [1.0], "timings": [{"step": [seconds]}], "longest_sequence": 4096}
+    return {**found, **facts, **static, **more, **changes}
+
+
+def tables_in(text: str) -> list[list[list[str]]]:
+    blocks = text.split("\n\n")
+    return [cells(block) for block in blocks if block.startswith("|")]
+
+
+def test_times_by_part_and_memory_by_kind_have_tables_of_their_own() -> None:
+    first, times, memory = tables_in(ablation_report.markdown(results(timed("none"), timed("full", 0.12, 0.07))))
+    assert first[0] == ["policy", "held after forward", "peak", "ms a step", "longest sequence", "losses", "gradients"]
+    assert first[2][4] == "4,096 (1.00x)"
+    assert times == [
+        ["policy", "step", "forward", "backward", "added to backward", "optimizer"],
+        ["none", "100.0 (90.0 to 110.0)", "30.0 (27.0 to 33.0)", "50.0 (45.0 to 55.0)", "+0.0", "10.0 (9.0 to 11.0)"],
+        ["full", "120.0 (108.0 to 132.0)", "30.0 (27.0 to 33.0)", "70.0 (63.0 to 77.0)", "+20.0", "10.0 (9.0 to 11.0)"],
+    ]
+    assert memory[0] == ["policy", "parameters", "gradients", "optimizer", "activations", "of these by head and loss"]
+    assert memory[1] == ["none", "1.0 MiB", "1.0 MiB", "2.0 MiB", "8.0 MiB", "3.0 MiB"]
+
+
+def test_columns_tell_apart_what_differs_and_nothing_else() -> None:
+    rows = [timed("none"), timed("none", model="n"), timed("none", dtype="autocast", model="n")]
+    table = cells(ablation_report.markdown(results(*rows)))
+    assert [line[:3] for line in table[:4]] == [
+        ["policy", "model", "dtype"], ["none", "m", "float32"], ["none", "n", "float32"], ["none", "n", "autocast"],
+    ]  # fmt: skip
+    assert [ablation_report.line(each, {"model", "dtype"}).partition(":")[0] for each in rows] == [
+        "none, m, sequence 64, float32", "none, n, sequence 64, float32", "none, n, sequence 64, autocast",
+    ]  # fmt: skip
+
+
+def test_ratios_are_to_the_baseline_of_the_same_model() -> None:
+    rows = [timed("none"), timed("none", 0.4, model="n"), timed("full", 0.2), timed("full", 0.2, model="n")]
+    table = cells(ablation_report.markdown(results(*rows)))
+    column = table[0].index("ms a step")
+    assert [line[column] for line in table[1:5]] == ["100.0", "400.0", "200.0 (2.00x)", "200.0 (0.50x)"]
+
+
+def test_a_comparison_whose_baseline_is_missing_has_no_ratios() -> None:
+    table = cells(ablation_report.markdown(results(timed("full"))))
+    assert table[1][3] == "100.0"
+
+
+def test_a_matrix_is_described_with_its_models() -> None:
+    found = results(NONE)
+    models = {"own": "a.module:make", "q": {"model_type": "qwen3", "hidden_size": 8}, "l": found["config"]["model"]}
+    found["config"] |= {"models": models, "batch_sizes": [1, 2], "dtypes": ["float32", "autocast"], "repeats": 3}
+    text = ablation_report.describe(found)
+    assert text.startswith("own: a.module:make; q: qwen3 with hidden_size 8; l: Llama with 2 layers, ")
+    assert "batch 1, 2, sequence 64, float32, autocast, 8 steps on bytes of: a text, each 3 times. a CPU" in text
+
+
+def test_of_factories_no_sizes_are_told_that_are_their_own() -> None:
+    found = results(NONE)
+    found["config"] |= {"models": {"a": "m:a", "b": "m:b"}}
+    assert ablation_report.describe(found).startswith("a: m:a; b: m:b; float32, 8 steps. a CPU")
+
+
+def test_csv_has_a_line_for_each_row_and_a_column_for_each_number(tmp_path: Path) -> None:
+    ablation_report.write(results(timed("none"), BROKEN), tmp_path)
+    with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as stream:
+        none, broken = csv.DictReader(stream)
+    assert none["policy"] == "none"
+    assert float(none["backward_seconds"]) == 0.05
+    assert float(none["backward_seconds_first_quartile"]) == pytest.approx(0.045)
+    assert float(none["backward_seconds_third_quartile"]) == pytest.approx(0.055)
+    assert none["longest_sequence"] == "4096"
+    assert not {"losses", "timings"} & none.keys()
+    assert broken["error"].startswith("OutOfMemoryError: tried to allocate 80 GiB\n")
+    assert broken["backward_seconds"] == ""
+
+
+def test_the_page_holds_all_and_asks_no_network(tmp_path: Path) -> None:
+    found = results(timed("none"), timed("full <script>", 0.12, 0.07), BROKEN)
+    files = ablation_report.write(found, tmp_path)
+    pictures = ["results.png", "memory.png", "times.png", "longest.png"]
+    assert files == ["results.md", "results.csv", *pictures, "report.html"]
+    assert {path.name for path in tmp_path.iterdir()} == {*files}
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for name in pictures:
+        picture = base64.b64encode((tmp_path / name).read_bytes()).decode()
+        assert f'<img alt="{name}" src="data:image/png;base64,{picture}">' in text
+    assert not re.search(r"https?://|<script|<link|src=\"(?!data:)", text)
+    for part in ("full &lt;script&gt;", "a CPU", "tried to allocate 80 GiB", "recompute ablate", "intermediate_size"):
+        assert part in text
+    assert text.count("<table>") == 3
+
+
+def test_plots_without_numbers_are_not_drawn_and_old_ones_go(tmp_path: Path) -> None:
+    (tmp_path / "longest.png").write_bytes(b"of an earlier run")
+    assert ablation_report.write(results(NONE), tmp_path) == ["results.md", "results.csv", "results.png", "report.html"]
+    assert not (tmp_path / "longest.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("points", "best"),
+    [
+        ([], []),
+        ([(1, 5)], [(1, 5)]),
+        ([(2, 4), (1, 5), (3, 3)], [(1, 5), (2, 4), (3, 3)]),
+        ([(1, 5), (2, 5), (3, 6), (4, 1)], [(1, 5), (4, 1)]),
+        ([(1, 5), (1, 4)], [(1, 4)]),
+    ],
+)
+def test_the_frontier_is_what_no_other_row_beats_in_both(points: list[Any], best: list[Any]) -> None:
+    rows = [row("a", seconds=seconds, peak=peak) for seconds, peak in points]
+    assert [(each["step_seconds"], each["peak_bytes"]) for each in ablation_plots.frontier(rows)] == best
+
+
+def test_the_frontier_is_drawn_as_stairs_for_each_length() -> None:
+    longer = [row("none", seconds=0.3, sequence_length=128), row("full", seconds=0.2, sequence_length=128)]
+    axes = ablation_plots.memory_against_time([NONE, FULL, *longer]).axes[0]
+    stairs = [each.get_segments()[0].tolist() for each in axes.collections]
+    assert stairs == [[[100, 10], [130, 10], [130, 4], [130, 4]], [[200, 10], [200, 10]]]
+
+
+def test_each_model_has_axes_of_its_own() -> None:
+    rows = [timed("none"), timed("none", model="n"), timed("full", model="n")]
+    figure = ablation_plots.memory_against_time(rows)
+    assert [axes.get_title() for axes in figure.axes] == ["m", "n"]
+    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [["none"], ["none", "full"]]
+
+
+def test_lengths_have_axes_of_their_own_where_points_are_too_many() -> None:
+    def titles(count: int) -> list[str]:
+        names = ["none", *(f"policy-{number}" for number in range(count - 1))]
+        rows = [
+            row(name, peak=number, sequence_length=length) for length in (64, 128) for number, name in enumerate(names)
+        ]
+        return [axes.get_title() for axes in ablation_plots.memory_against_time(rows).axes]
+
+    assert titles(15) == [""]
+    assert titles(16) == ["sequence 64", "sequence 128"]
+
+
+def test_bars_add_up_to_what_was_measured() -> None:
+    rows = [timed("none"), timed("full", 0.12, 0.07), timed("kernel", 0.08, 0.04)]
+    none = rows[0]
+    assert list(ablation_plots._memory_parts(none, none).values()) == [MIB, MIB, 2 * MIB, 5 * MIB, 3 * MIB]
+    added = [ablation_plots._time_parts(each, none)["added to backward of none"] for each in rows]
+    assert added == pytest.approx([0, 0.02, 0])
+    for each in rows:
+        parts = ablation_plots._time_parts(each, none)
+        assert sum(parts.values()) == pytest.approx(0.03 + each["backward_seconds"] + 0.01)
+
+
+RESULTS = Path(__file__).parents[2] / "examples" / "ablation" / "results"
+OLD = ("default-cpu", "llama-1b-h200", "llama-8b-compiled-h200", "llama-8b-offload-h200", "offload-preset-h200")
+
+
+@pytest.mark.parametrize("folder", OLD)
+def test_results_of_earlier_versions_can_be_read(folder: str) -> None:
+    found = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))
+    text = ablation_report.markdown(found)
+    assert cells(text) == cells((RESULTS / folder / "results.md").read_text(encoding="utf-8"))
+    assert len(ablation_plots.memory_against_time(found["rows"]).axes[0].texts) == len(found["rows"])

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,37 @@ def test_loss_curves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "| compress" in (tmp_path / "results.md").read_text()
 
 
+def test_scale(tmp_path: Path) -> None:
+    script = runpy.run_path(str(EXAMPLES / "ablation" / "scale.py"))
+    rows = [
+        asdict(script["estimated"](script["Case"]("Llama 3.2 1B", "fsdp2", 8, loss=loss))) for loss in script["LOSSES"]
+    ]
+    whole, chunked = rows
+    assert chunked["peak_bytes"] < whole["peak_bytes"] - whole["logits_bytes"] / 2
+    assert sum(whole["parts"].values()) == whole["peak_bytes"]
+    machine = {"torch": "2", "transformers": "5", "date": "2026-01-01"}
+    report = script["Report"]({"command": "scale.py", "machine": machine, "rows": rows})
+    saved = 1 - chunked["peak_bytes"] / whole["peak_bytes"]
+    assert f"{saved:.0%}" in report.markdown()
+    report.plot().savefig(tmp_path / "results.png")
+
+
+def test_hook_against_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("--ops", "RMSNorm", "cross-entropy", "--tokens", "64", "--widths", "128", "--steps", "1")
+    output_of(
+        "ablation/hook_against_kernel.py", *arguments, "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys
+    )
+    rows = {(row["op"], row["way"]): row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    held = {way: rows["RMSNorm", way]["held_nbytes"] for way in ("eager", "hook", "tape", "kernel")}
+    assert held["hook"] == held["tape"] < held["kernel"] < held["eager"] / 2
+    assert "do not come back" in rows["cross-entropy", "hook"]["error"]
+    assert rows["cross-entropy", "kernel"]["error"] == ""
+    assert "## RMSNorm, width 128" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "results.png").stat().st_size > 0
+
+
 def test_long_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     policies = [str(EXAMPLES / "policies" / "long-on-device.yaml"), "long"]
     arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--out", str(tmp_path))
@@ -248,7 +280,8 @@ def test_compare_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     output = output_of("compare_policies.py", "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
     for policy in ("none", "elementwise", "blocks again", "torch-checkpoint"):
         assert re.search(f"^{policy} .*✓ bitwise +✓ bitwise$", output, re.MULTILINE)
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md", "results.png"}
+    files = {"results.json", "results.md", "results.csv", "results.png", "memory.png", "times.png", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == files
 
 
 @pytest.mark.slow

@@ -262,6 +262,22 @@ def test_progress_is_told() -> None:
     assert told[-1][1] == told[-1][2] == len(done)
 
 
+@pytest.mark.parametrize(("slow_seconds", "steps_of_a_job"), [(float("inf"), 2 + 1 + 2 * 3), (-1.0, 2 + 1 + 2)])
+def test_fewer_steps_are_timed_where_they_are_long(
+    monkeypatch: pytest.MonkeyPatch, slow_seconds: float, steps_of_a_job: int
+) -> None:
+    monkeypatch.setattr(measure_regions, "SLOW_SECONDS", slow_seconds)
+    told: list[tuple[str, int, int]] = []
+    jobs = []
+    measure = measure_regions._RegionMeasurer._measure
+    monkeypatch.setattr(
+        measure_regions._RegionMeasurer, "_measure", lambda self, job: (jobs.append(job), measure(self, job))
+    )
+    model, ids, loss = decoder_and_loss(2)
+    recompute.profile(model, ids, loss=loss, steps=3, progress=lambda *now: told.append(now))
+    assert told[-1][1] == told[-1][2] == len(jobs) * steps_of_a_job
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = measure_regions._RegionMeasurer._measure

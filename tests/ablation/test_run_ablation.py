@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from recompute.ablation import llama_ablation, peers
-from recompute.ablation.llama_ablation import AblationConfig
+from recompute.ablation import ablation_config, peers, run_ablation, subjects
+from recompute.ablation.ablation_config import AblationConfig
 from recompute.ablation.trials import AblationRow, Progress
 from recompute.diagnostics.comparing_runs import Widened
 from recompute.errors import AblationError, PolicyError
@@ -46,7 +46,7 @@ def quiet(what: str, done: int, total: int) -> None:
 
 def run(out: Path, *, progress: Progress = quiet, **changes: Any) -> dict[str, AblationRow]:
     config = TINY.model_copy(update=changes)
-    return {row.policy: row for row in llama_ablation.run(config, out, command="recompute ablate", progress=progress)}
+    return {row.policy: row for row in run_ablation.run(config, out, command="recompute ablate", progress=progress)}
 
 
 def saved(out: Path) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path: Path, monk
 def test_without_a_baseline_the_others_are_measured_and_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_model = llama_ablation.build_model
+    build_model = subjects.build_model
     failures = [MemoryError("no room for the first model")]
 
     def fail_once(*args: Any) -> nn.Module:
@@ -195,7 +195,7 @@ def test_without_a_baseline_the_others_are_measured_and_not_compared(
             raise failures.pop()
         return build_model(*args)
 
-    monkeypatch.setattr(llama_ablation, "build_model", fail_once)
+    monkeypatch.setattr(subjects, "build_model", fail_once)
     rows = run(tmp_path, policies=("full", "kernel"))
     assert rows["none"].error == "MemoryError: no room for the first model"
     for policy in ("full", "kernel"):
@@ -242,22 +242,22 @@ def test_the_baseline_runs_first_and_once_whatever_is_listed() -> None:
 def test_model_and_batches_come_from_the_seed_and_leave_the_global_rng_alone() -> None:
     cpu, text = torch.device("cpu"), bytes(range(256)) * 8
     before = torch.get_rng_state()
-    first, again = (llama_ablation.build_model(TINY, cpu).state_dict() for _ in range(2))
-    other = llama_ablation.build_model(TINY.model_copy(update={"seed": 1}), cpu).state_dict()
+    first, again = (subjects.build_model(TINY, cpu).state_dict() for _ in range(2))
+    other = subjects.build_model(TINY.model_copy(update={"seed": 1}), cpu).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
-    batches = llama_ablation.sample_batches(TINY, text, 16)
+    batches = subjects.sample_batches(TINY, text, 16)
     assert batches.shape == (2, 4, 16)
     assert batches.dtype == torch.int64
-    assert torch.equal(batches, llama_ablation.sample_batches(TINY, text, 16))
+    assert torch.equal(batches, subjects.sample_batches(TINY, text, 16))
     assert torch.equal(batches.diff() % 256, torch.ones(2, 4, 15, dtype=torch.int64))
     assert len(set(batches[..., 0].flatten().tolist())) > 1
 
 
 def test_bfloat16_model_keeps_its_rotary_table_in_float32() -> None:
-    model = llama_ablation.build_model(TINY.model_copy(update={"dtype": "bfloat16"}), torch.device("cpu"))
+    model = subjects.build_model(TINY.model_copy(update={"dtype": "bfloat16"}), torch.device("cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
@@ -285,12 +285,12 @@ def test_the_reference_is_wider_throughout(cast: Callable[[torch.Tensor], torch.
 def test_text_is_a_file_or_the_standard_library(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"\x00\xff text")
-    assert llama_ablation.load_text(path) == ("text.txt", b"\x00\xff text")
-    source, text = llama_ablation.load_text(None)
+    assert subjects.load_text(path) == ("text.txt", b"\x00\xff text")
+    source, text = subjects.load_text(None)
     assert source.startswith("standard library of Python 3.")
     assert len(text) > 1 << 20
     assert b"import" in text
-    assert llama_ablation.load_text(None) == (source, text)
+    assert subjects.load_text(None) == (source, text)
 
 
 def test_text_that_cannot_be_used_is_refused_before_training(tmp_path: Path) -> None:
@@ -307,17 +307,17 @@ def test_asking_for_an_absent_gpu_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(AblationError, match="finds no CUDA device"):
         run(tmp_path, device="cuda")
-    assert llama_ablation.default_config() == AblationConfig()
+    assert ablation_config.default_config() == AblationConfig()
 
 
 def test_a_gpu_gets_the_large_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert llama_ablation.default_config() == llama_ablation.LLAMA_1B
-    assert llama_ablation.default_config("cpu") == AblationConfig(device="cpu")
+    assert ablation_config.default_config() == ablation_config.LLAMA_1B
+    assert ablation_config.default_config("cpu") == AblationConfig(device="cpu")
 
 
 @pytest.mark.parametrize(
-    ("file", "builtin"), [("default.yaml", AblationConfig()), ("llama-1b.yaml", llama_ablation.LLAMA_1B)]
+    ("file", "builtin"), [("default.yaml", AblationConfig()), ("llama-1b.yaml", ablation_config.LLAMA_1B)]
 )
 def test_example_configs_spell_out_the_defaults(file: str, builtin: AblationConfig) -> None:
     assert load_document(AblationConfig, CONFIGS / file) == builtin

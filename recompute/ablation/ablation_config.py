@@ -1,0 +1,229 @@
+"""What an ablation trains, under what, and how long, as a configuration file says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    Strict,
+    Tag,
+    model_validator,
+)
+
+from recompute.ablation.peers import BASELINE, Peer, treatments
+from recompute.counters import resolve_device
+from recompute.errors import AblationError, BudgetError
+from recompute.estimation.factories import names_factory
+from recompute.estimation.llama import ModelShape
+from recompute.units import parse_budget
+
+DEVICE = "device"
+"""The budget of ``longest_sequence`` that is all memory of the device: whatever runs fits."""
+
+SequenceLength = Annotated[int, Field(ge=2)]
+Dtype = Literal["float32", "bfloat16", "autocast"]
+
+
+class HuggingFaceFields(BaseModel):
+    """A model of transformers: its ``model_type``, and any fields of that type's configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    model_type: str
+
+
+def _kind_of_model(value: Any) -> str:
+    if isinstance(value, str):
+        return "source"
+    is_hugging_face = isinstance(value, HuggingFaceFields) or (isinstance(value, Mapping) and "model_type" in value)
+    return "hugging_face" if is_hugging_face else "llama"
+
+
+ModelSource = Annotated[
+    Annotated[ModelShape, Tag("llama")]
+    | Annotated[HuggingFaceFields, Tag("hugging_face")]
+    | Annotated[str, Tag("source")],
+    Discriminator(_kind_of_model),
+]
+"""A byte-level Llama's shape; fields of a Hugging Face configuration; or the name of either a Hugging Face model, its
+folder or its ``config.json``, or of a ``package.module:factory``."""
+
+
+class LongestSequence(BaseModel):
+    """How to search, for each policy and peer, for the longest sequence whose whole training step fits a budget.
+
+    budget: bytes ("139GiB"), a share of the device ("80%"), or "device": whatever runs without an error fits.
+    start: the first length that is tried. It is doubled until one does not fit.
+    multiple: the answer is a multiple of it.
+    most: no longer one is tried.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    budget: str | PositiveInt
+    start: SequenceLength = 1024
+    multiple: PositiveInt = 256
+    most: SequenceLength = 1 << 20
+
+    @model_validator(mode="after")
+    def _can_be_searched(self) -> LongestSequence:
+        if self.budget != DEVICE:
+            try:
+                parse_budget(self.budget, capacity_nbytes=1 << 40)
+            except BudgetError as error:
+                raise ValueError(f"budget: {error}, or '{DEVICE}'") from error
+        if self.start > self.most:
+            raise ValueError(f"expected start to be at most most = {self.most}")
+        return self
+
+
+_ONE_AND_SEVERAL = {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}
+"""The keys of one of something, and those that stand in their places where there are several."""
+
+
+class AblationConfig(BaseModel):
+    """What to train and how long. The defaults suit two CPU cores; `default_config` knows a GPU's.
+
+    Each policy and peer runs with each model, batch size, dtype and sequence length. ``models``, ``batch_sizes`` and
+    ``dtypes`` stand in the place of ``model``, ``batch_size`` and ``dtype`` where there are several.
+
+    policies: preset names, and paths of policy files from the current folder; `none` always runs, first.
+    compile: whether each policy also runs, as `POLICY+compile`, with every layer compiled by torch.compile.
+    step: what is trained and measured: "training" is forward, loss, backward and optimizer; "layers" is forward and
+        backward of all but the head, the loss and the optimizer, whose weights stay as they are.
+    dtype: of weights and arithmetic; "autocast" is float32 weights under bfloat16 autocast.
+    steps: training steps a policy; the first `warmup` of them are not timed, except where no other is left.
+    repeats: how often each policy is timed. All of them run once before any runs again.
+    isolate: whether each policy's training has a process of its own, so that whatever ends it is an error in its row.
+    cell_timeout_seconds: after which such a process is ended.
+    text: the file to train on, as bytes; None is the source of Python's standard library.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    model: ModelShape = ModelShape()
+    models: dict[str, ModelSource] = Field(default_factory=dict)
+    policies: Annotated[tuple[str, ...], Strict(False)] = (BASELINE, "full", "hook", "elementwise", "kernel")
+    compile: bool = False
+    peers: Annotated[tuple[Peer, ...], Strict(False)] = ("torch-checkpoint",)
+    sequence_lengths: Annotated[tuple[SequenceLength, ...], Strict(False), Field(min_length=1)] = (256,)
+    batch_size: PositiveInt = 4
+    batch_sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    step: Literal["training", "layers"] = "training"
+    dtype: Dtype = "float32"
+    dtypes: Annotated[tuple[Dtype, ...], Strict(False)] = ()
+    steps: PositiveInt = 12
+    warmup: Annotated[int, Field(ge=0)] = 6
+    repeats: PositiveInt = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    isolate: bool = False
+    cell_timeout_seconds: PositiveFloat | None = None
+    longest_sequence: LongestSequence | None = None
+    text: Annotated[Path | None, Strict(False)] = None
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> AblationConfig:
+        for one, several in _ONE_AND_SEVERAL.items():
+            if getattr(self, several) and one in self.model_fields_set:
+                raise ValueError(f"expected {one} or {several}; found both")
+        if self.cell_timeout_seconds is not None and not self.isolate:
+            raise ValueError("cell_timeout_seconds: expected isolate: true beside it, as only a process can be ended")
+        if self.longest_sequence and self.longest_sequence.budget == DEVICE and not self.isolate:
+            raise ValueError(
+                f"longest_sequence: budget {DEVICE}: expected isolate: true beside it, so that what does not fit ends "
+                "nothing but its own process"
+            )
+        for name, source in self.models.items():
+            if _is_factory(source) and (self.step == "layers" or self.longest_sequence):
+                key = "step: layers" if self.step == "layers" else "longest_sequence"
+                raise ValueError(f"{key}: expected models of transformers; found models.{name}, the factory {source}")
+        return self
+
+    def single(self) -> AblationConfig:
+        """The same configuration. Raises ``AblationError`` if it has several models, batch sizes or dtypes."""
+        for one, several in _ONE_AND_SEVERAL.items():
+            if getattr(self, several):
+                raise AblationError(f"expected a configuration with one {one}; found {several}")
+        return self
+
+    def as_given(self) -> dict[str, Any]:
+        """The keys that were given, as JSON can hold them. Another configuration is read from these."""
+        replaced = {one for one, several in _ONE_AND_SEVERAL.items() if getattr(self, several)}
+        return self.model_dump(mode="json", exclude_unset=True, exclude=replaced)
+
+    def treatments(self) -> tuple[str, ...]:
+        """What each model is trained under, beginning with the baseline."""
+        return treatments(self.policies, self.peers, compiled=self.compile)
+
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """One for each model, batch size, dtype and sequence length, in this order."""
+        sources: Mapping[str, ModelSource] = self.models or {"llama": self.model}
+        return tuple(
+            Comparison(self, name, source, length, batch_size, dtype)
+            for name, source in sources.items()
+            for batch_size, dtype, length in self._sizes(source)
+        )
+
+    def _sizes(self, source: ModelSource) -> Sequence[tuple[int | None, Dtype, int | None]]:
+        """The sizes of a factory's model and batch are its own."""
+        is_factory = _is_factory(source)
+        batch_sizes = (None,) if is_factory else self.batch_sizes or (self.batch_size,)
+        lengths = (None,) if is_factory else self.sequence_lengths
+        return list(product(batch_sizes, self.dtypes or (self.dtype,), lengths))
+
+
+def _is_factory(source: ModelSource) -> bool:
+    return isinstance(source, str) and names_factory(source)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One model at one batch size, dtype and sequence length, which is trained under each policy and peer."""
+
+    config: AblationConfig
+    model: str
+    """The name of ``source`` in the configuration."""
+    source: ModelSource
+    sequence_length: int | None
+    """None, as is the batch size, for a factory, whose batches are its own."""
+    batch_size: int | None
+    dtype: Dtype
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What tells the rows of this comparison from those of others."""
+        return {
+            "model": self.model,
+            "sequence_length": self.sequence_length,
+            "batch_size": self.batch_size,
+            "dtype": self.dtype,
+        }
+
+
+LLAMA_1B = AblationConfig(
+    model=ModelShape(hidden_size=2048, intermediate_size=8192, layers=16, heads=32, kv_heads=8),
+    policies=("none", "full", "hook", "elementwise", "kernel", "auto"),
+    peers=("torch-checkpoint", "torch-selective"),
+    sequence_lengths=(4096,),
+    batch_size=1,
+    dtype="bfloat16",
+    learning_rate=1e-4,
+)
+
+
+def default_config(device: str = "auto") -> AblationConfig:
+    """A Llama-1B shape if `device` is a GPU or "auto" finds one; otherwise a small model that two cores can train."""
+    config = LLAMA_1B if resolve_device(device).type == "cuda" else AblationConfig()
+    return config.model_copy(update={"device": device})

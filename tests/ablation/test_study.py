@@ -1,0 +1,92 @@
+"""The study's configurations: each says what it asks, loads, and runs in small on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recompute.ablation import run_ablation
+from recompute.ablation.ablation_config import AblationConfig, HuggingFaceFields, ModelSource
+from recompute.ablation.peers import EXACT_PEERS, is_peer
+from recompute.ablation.subjects import hugging_face_source
+from recompute.estimation.llama import ModelShape
+from recompute.policy.document import load_document
+from recompute.policy.loading import load_policy
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "ablation"
+STUDY = {path.stem: path for path in sorted((EXAMPLES / "study").glob("*.yaml"))}
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2,
+}  # fmt: skip
+
+
+def loaded(name: str) -> AblationConfig:
+    return load_document(AblationConfig, STUDY[name], kind="configuration")
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies' paths are those from the root."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_default_has_every_key() -> None:
+    assert load_document(AblationConfig, EXAMPLES / "default.yaml").model_fields_set == {*AblationConfig.model_fields}
+
+
+@pytest.mark.parametrize("name", STUDY)
+def test_each_configuration_asks_a_question_and_can_be_run(name: str) -> None:
+    comment = [line for line in STUDY[name].read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
+    assert "?" in " ".join(comment)
+    config = loaded(name)
+    assert config.isolate
+    assert config.cell_timeout_seconds
+    for policy in config.treatments():
+        assert is_peer(policy) or load_policy(policy).rules is not None
+    for comparison in config.comparisons():
+        source = comparison.source
+        if not isinstance(source, ModelShape):
+            read: Any = hugging_face_source(comparison)
+            given = source.model_dump() if isinstance(source, HuggingFaceFields) else {}
+            assert {key: getattr(read, key) for key in given} == given, "transformers knows every field"
+
+
+def small(source: ModelSource) -> ModelSource:
+    if isinstance(source, ModelShape):
+        return ModelShape(hidden_size=32, intermediate_size=48, layers=1, heads=2, kv_heads=1)
+    assert isinstance(source, HuggingFaceFields)
+    fields = source.model_dump()
+    if fields["model_type"] == "gpt2":  # whose defaults are large
+        fields = {"n_embd": 0, "n_layer": 0, "n_head": 0, "vocab_size": 0} | fields
+    return HuggingFaceFields(**{key: SMALL.get(key, value) for key, value in fields.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STUDY)
+def test_each_configuration_runs_in_small(name: str, tmp_path: Path) -> None:
+    config = loaded(name)
+    search = config.longest_sequence and config.longest_sequence.model_copy(
+        update={"budget": "2MiB", "start": 16, "multiple": 8, "most": 128}
+    )
+    changes = {
+        "models": {name: small(source) for name, source in config.models.items()},
+        "peers": tuple(peer for peer in config.peers if peer in EXACT_PEERS and peer.startswith("torch-")),
+        "sequence_lengths": (16,),
+        "longest_sequence": search,
+        **{"steps": 2, "warmup": 0, "repeats": 1, "isolate": False, "cell_timeout_seconds": None, "device": "cpu"},
+    }
+    config = config.model_copy(update=changes)
+    rows = list(run_ablation.run(config, tmp_path, command="recompute ablate", progress=lambda *_: None))
+    assert len({(row.policy, row.model, row.batch_size, row.dtype) for row in rows}) == len(config.treatments()) * len(
+        config.comparisons()
+    )
+    for row in rows:
+        assert row.error is None, row
+        assert row.grads_match is not False, row
+    if search:
+        assert all((row.longest_sequence or 0) > 0 for row in rows[-3:])
