@@ -127,6 +127,10 @@ DTypeOption = Annotated[DType, typer.Option(help="The model's dtype.", parser=_d
 TrainingDevice = Annotated[Device, typer.Option(help="Where to train.")]
 ShardingOption = Annotated[str, typer.Option(help="none, ddp, zero1, zero2, zero3 or fsdp2.")]
 DevicesOption = Annotated[int, typer.Option(help="That share the model; the batch is one device's.", min=1)]
+MicrobatchesOption = Annotated[int, typer.Option(help="Of a step; the batch is one of them.", min=1)]
+InFlightOption = Annotated[
+    int, typer.Option(help="Of a pipeline's stage: how many are between forward and backward at once.", min=1)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -245,6 +249,8 @@ def estimate(
     gpu_memory: Annotated[str | None, typer.Option(help="The GPU's memory instead: 24GiB.")] = None,
     policy: Annotated[str | None, typer.Option(help="Preset or policy file.")] = None,
     loss: Annotated[str, typer.Option(help="full: with all logits; chunked: without them.")] = "full",
+    microbatches: MicrobatchesOption = 1,
+    microbatches_in_flight: InFlightOption = 1,
     as_json: JsonOption = False,
     sweep: Annotated[
         bool,
@@ -262,7 +268,7 @@ def estimate(
     from recompute.estimation.estimate_command import EstimateRequest
     from recompute.estimation.estimate_options import EstimateOptions
 
-    options = EstimateOptions(dtype, optimizer, sharding, devices, loss)
+    options = EstimateOptions(dtype, optimizer, sharding, devices, loss, microbatches, microbatches_in_flight)
     fitted = read_capacity(gpu, gpu_memory)
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
     request = EstimateRequest.checked(
@@ -324,6 +330,8 @@ def plan(
     gpu_bandwidth: Annotated[str | None, typer.Option(help="Of a GPU by its data sheet: 1008GB/s.")] = None,
     sharding: ShardingOption = "none",
     devices: DevicesOption = 1,
+    microbatches: MicrobatchesOption = 1,
+    microbatches_in_flight: InFlightOption = 1,
     optimizer: Annotated[
         str, typer.Option(help="adamw (torch's own choice), adamw-fused, adamw-loop, sgd or sgd-momentum.")
     ] = "adamw",
@@ -349,6 +357,7 @@ def plan(
 
     training: dict[str, Any] = {"dtype": dtype.value, "device": device.value, "optimizer": optimizer}
     training |= {"seq_len": seq_len, "batch_size": batch_size, "sharding": sharding, "devices": devices}
+    training |= {"microbatches": microbatches, "microbatches_in_flight": microbatches_in_flight}
     files: dict[str, Any] = {"profile": profile, "save_profile": save_profile, "out": out}
     request = PlanRequest(
         budget=budget,

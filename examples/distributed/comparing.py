@@ -102,10 +102,10 @@ class Run:
                 loss = self.loss()
                 loss.backward()
                 losses.append(loss.item())
-                gradients.append([_sum_of_bits(parameter.grad) for parameter in self.model.parameters()])
+                gradients.append([sum_of_bits(parameter.grad) for parameter in self.model.parameters()])
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        weights = [_sum_of_bits(parameter) for parameter in self.model.parameters()]
+        weights = [sum_of_bits(parameter) for parameter in self.model.parameters()]
         with profile() as profiled:
             self.loss().backward()
         names = (event.name().partition("c10d::") for event in profiled.kineto_results.events())
@@ -156,7 +156,7 @@ def _captured(explanation: str) -> list[str]:
     return [line for line in explanation.splitlines() if "run as captured code" in line]
 
 
-def _sum_of_bits(tensor: torch.Tensor | None) -> int:
+def sum_of_bits(tensor: torch.Tensor | None) -> int:
     """A sum over the bits of this rank's part of a tensor, which differs if a single bit differs."""
     if tensor is None:
         return 0

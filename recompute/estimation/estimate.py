@@ -25,6 +25,8 @@ def estimate(
     devices: int = 1,
     policy: PolicyLike | None = None,
     loss: str = "full",
+    microbatches: int = 1,
+    microbatches_in_flight: int = 1,
     batch: Any = None,
     advise: bool = True,
 ) -> Estimate:
@@ -50,15 +52,20 @@ def estimate(
     devices: how many share the model. The batch is that of one of them.
     policy: as ``recompute.apply`` takes it.
     loss: "full" with whole logits, or "chunked" without them, by ``recompute.kernels.linear_cross_entropy``.
+    microbatches, microbatches_in_flight: as ``recompute.plan`` takes them, for gradient accumulation and stages of
+        pipelines. ``batch`` and ``batch_size`` are one microbatch's.
     advise: whether to try changes for ``advice``, each of which takes an estimate of its own.
 
     Raises ``EstimateError`` for an unknown option, ``PolicyError`` for a bad policy, and ``ModelError`` where there is
     no such model, or where it cannot run on tensors without values: then the error names the module.
     """
-    options = EstimateOptions(dtype, optimizer, sharding, devices, loss).read()
-    for name, number in (("batch_size", batch_size), ("seq_len", seq_len)):
+    numbers = {"batch_size": batch_size, "seq_len": seq_len}
+    numbers |= {"microbatches": microbatches, "microbatches_in_flight": microbatches_in_flight}
+    for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise EstimateError(f"{name}: expected at least 1; found {number!r}")
+    several = microbatches, microbatches_in_flight
+    options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several).read()
     loaded = None if policy is None else load_policy(policy)
 
     # Both import torch and transformers.

@@ -45,6 +45,8 @@ class EstimateSettings:
     devices: int
     policy: str
     loss: str
+    microbatches: int = 1
+    microbatches_in_flight: int = 1
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def _described(estimate: Estimate) -> str:
     """The text of an estimate."""
     settings, static = estimate.settings, estimate.static_bytes
     on = f"{settings.sharding} over {settings.devices} devices" if settings.devices > 1 else "one device"
+    if settings.microbatches > 1:
+        on += f", {settings.microbatches} microbatches a step, {settings.microbatches_in_flight} in flight"
     title = (
         f"{settings.model}; {settings.batch}\n{settings.dtype}, {settings.optimizer}, {on}, policy {settings.policy}, "
         f"{settings.loss} loss"

@@ -61,6 +61,8 @@ class ModelEstimator:
         static = self._static(options)
         governing = self._with_chunked_loss(policy) if options.loss == "chunked" else policy
         step = self.step(governing, DTYPE_RECIPES[options.dtype].autocast)
+        if options.microbatches > 1:
+            step = step.beside_others(options.microbatches_in_flight)
         optimizer_peak = self._optimizer_peak(options)
         if offloads:
             static, optimizer_peak = replace(static, optimizer=0), 0
@@ -128,6 +130,8 @@ class ModelEstimator:
             *options[:4],
             "none" if policy is None else policy.name,
             options.loss,
+            options.microbatches,
+            options.microbatches_in_flight,
         )
 
     def _static(self, options: EstimateOptions) -> StaticBytes:
@@ -136,6 +140,7 @@ class ModelEstimator:
             self._parameters, recipe=recipe, optimizer=optimizer, sharding=options.sharding, devices=options.devices
         )
         given = sum(each.nbytes for each in tree_leaves(self._subject.batch) if isinstance(each, Tensor))
+        given *= options.microbatches
         buffers = {
             **found.buffers,
             "the model's buffers": ExtraBuffer(sum(each.nbytes for each in self._subject.model.buffers())),

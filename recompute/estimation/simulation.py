@@ -47,6 +47,16 @@ class SimulatedStep:
     logits_peak_nbytes: int
     """The most that logits, their copies and their gradients take at once, with those that the model returned."""
 
+    def beside_others(self, in_flight: int) -> SimulatedStep:
+        """The step of a microbatch that runs beside others, so that so many are in flight, and beside all gradients."""
+        gradients = max(max(moment.alive) for moment in self.moments)
+        others = (in_flight - 1) * sum(self.held.values())
+        moments = [
+            MomentMemory(moment.name, {gradients: others + max(moment.alive.values())}) for moment in self.moments
+        ]
+        held = {path: in_flight * nbytes for path, nbytes in self.held.items()}
+        return SimulatedStep(tuple(moments), held, self.logits_peak_nbytes)
+
 
 def simulate(
     model: nn.Module,

@@ -1,4 +1,4 @@
-"""Several processes: what a policy does under DDP, FSDP2 and tensor parallelism, and plans that all ranks agree on.
+"""Several processes: policies under DDP, FSDP2, tensor, pipeline and expert parallelism; plans that ranks agree on.
 
 ``recompute.apply`` needs nothing more there. It may come before or after the wrapper (``DistributedDataParallel``,
 ``fully_shard``, ``parallelize_module``), whose hooks stay around the modules. Give each rank the same policy.
@@ -20,15 +20,26 @@
 
 A plan comes from measured times, which differ from rank to rank: use ``agree``, and ``verify_plan`` to run the plan.
 
+Pipelines (``torch.distributed.pipelining``): put a policy on the module of each stage, before or after the
+``PipelineStage`` is made. Several microbatches are then between forward and backward at once. How many differs from
+stage to stage, so each stage gets a plan of its own: ``microbatches_in_flight`` tells how many there are. Zero-bubble
+schedules run backward for inputs first and for weights later. Gradients are equal there, too, but captured code goes
+back to the tape, and what is regenerated for weights may live from the first part of backward to the second.
+
+Context parallelism (``context_parallel``) and expert parallelism (``all_to_all_single_autograd``): the keys, values and
+tokens that a rank has been sent are kept by ``recompute``, as any collective's output is. Under ``checkpoint`` they are
+exchanged once more, on all ranks in the same order. Routing that is computed again is the same, bit for bit.
+
 DeepSpeed: put the policy on the model before ``deepspeed.initialize``. Losses under ZeRO-1, 2 and 3 are those without
-the policy (tried with DeepSpeed 0.19 on CPUs; pipelines, offloading and its own activation checkpointing were not).
+the policy (tried with DeepSpeed 0.19 on CPUs; its pipelines, offloading and activation checkpointing were not).
 ZeRO-3 frees weights when it likes. So an op that reads a weight never runs again under ``recompute``: a norm's output
 is kept, for example, and less memory is saved than under FSDP2. ``checkpoint`` drops the same there as elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -125,6 +136,58 @@ def verify_plan(
         progress=progress,
         agree=lambda measured: _most_measured(_gathered(measured, group)),
     )
+
+
+def microbatches_in_flight(schedule: Any) -> dict[int, int]:
+    """For each stage of this rank, by its index: how many microbatches are between forward and backward at once.
+
+    schedule: one of ``torch.distributed.pipelining``, made for this rank's stages. ``recompute.plan`` needs the number,
+        since each of these microbatches holds what the stage's policy keeps::
+
+            schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
+            plan = recompute.plan(
+                stage.submod,
+                one_microbatch,
+                budget="40GiB",
+                microbatches=8,
+                microbatches_in_flight=microbatches_in_flight(schedule)[stage.stage_index],
+            )
+            recompute.apply(stage.submod, plan.policy)
+
+    A device that has several stages, as interleaved schedules give it, needs a budget for each: plan each stage for its
+    share of the device. Where backward for inputs and for weights are apart, a microbatch lands with the latter.
+
+    Raises ``PlanError`` for a schedule whose order is not known.
+    """
+    names = {kind.__name__ for kind in type(schedule).__mro__}
+    if {"ScheduleGPipe", "Schedule1F1B"} & names:
+        stage, count = schedule._stage, schedule._n_microbatches
+        most = count if "ScheduleGPipe" in names else min(count, stage.num_stages - stage.stage_index)
+        return {stage.stage_index: most}
+    if "PipelineScheduleMulti" in names and schedule.pipeline_order:
+        return _most_at_once(schedule.pipeline_order[schedule.rank])
+    raise PlanError(
+        "expected a schedule of torch.distributed.pipelining: ScheduleGPipe, Schedule1F1B, or one that has an order of "
+        f"its actions; found {type(schedule).__name__}. Count how many microbatches its stage has in flight"
+    )
+
+
+def _most_at_once(actions: Iterable[Any]) -> dict[int, int]:
+    """By the index of a stage, the most microbatches that have begun and not landed, of a rank's actions in order."""
+    flying: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    pending = [action for action in actions if action is not None][::-1]
+    while pending:
+        action = pending.pop()
+        kind = action.computation_type.name
+        if getattr(action, "sub_actions", None):  # a forward beside a backward
+            pending += reversed(action.sub_actions)
+        elif kind == "FORWARD":
+            flying[action.stage_index] += 1
+            most[action.stage_index] = max(most[action.stage_index], flying[action.stage_index])
+        elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
+            flying[action.stage_index] -= 1
+    return dict(most)
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from recompute.errors import PlanError
 from recompute.estimation.gpus import Gpu
 from recompute.planning.allowed_ways import check_allowed, only_allowed
+from recompute.planning.microbatches import check_microbatches, with_microbatches
 from recompute.planning.plan import Plan, solve_plan, with_frontier
 from recompute.policy.document import show
 from recompute.profiling.cost_table import Profile
@@ -31,6 +32,8 @@ def plan(
     device: str | Gpu | None = None,
     sharding: str = "none",
     devices: int = 1,
+    microbatches: int = 1,
+    microbatches_in_flight: int = 1,
     frontier: bool = False,
     verify: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
@@ -45,6 +48,10 @@ def plan(
     example_batch, loss, optimizer: as ``recompute.profile`` takes them.
     profile: a profile of this model and batch, to be used instead of a new one.
     device, sharding, devices: as ``recompute.profile`` takes them, for GPUs that are not here.
+    microbatches: how many such batches a step has, whose gradients add up: gradient accumulation, or a pipeline.
+    microbatches_in_flight: of a pipeline's stage, how many of them are between forward and backward at once, as
+        ``recompute.integrations.distributed.microbatches_in_flight`` tells of a schedule. Each holds what the plan
+        keeps. With more than 1, nothing is offloaded.
     budget: for the whole step, with parameters, gradients and optimizer states: a number of bytes, "40GiB", "40GB", or
         "80%" of the device.
     allowed: which of "keep" (as it is), "hook", "kernel", "checkpoint" and "offload" a region may run by; all of them
@@ -66,6 +73,7 @@ def plan(
         table = model
     else:
         check_request(budget, allowed)
+        check_microbatches(microbatches, microbatches_in_flight)
         if example_batch is None:
             raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
         if verify and device is not None:
@@ -73,7 +81,8 @@ def plan(
         options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
         shared = {"device": device, "sharding": sharding, "devices": devices}
         table = profile or _measured(model, example_batch, allowed, **options, **shared)
-    table = only_allowed(with_offloading(table), allowed)
+    table = with_microbatches(table, microbatches, microbatches_in_flight)
+    table = only_allowed(table if microbatches_in_flight > 1 else with_offloading(table), allowed)
     found = solve_plan(table, parse_budget(budget, table.capacity_nbytes))
     if not isinstance(model, Profile) and (verify or table.source == "measured"):
         from recompute.planning.plan_verification import verify_plan  # which imports torch

@@ -55,6 +55,7 @@ class Plan:
     predicted_peak_bytes: int
     """The most alive at once, static bytes included."""
     predicted_step_seconds: float
+    """Of all its microbatches and the optimizer; without what a pipeline's stage waits for others."""
     peak_moment: str
     """When that is: "backward of model.layers.3", "optimizer step" …"""
     uniform: UniformPolicy | None
@@ -93,6 +94,8 @@ class Plan:
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "predicted_step_seconds": self.predicted_step_seconds,
             "peak_moment": self.peak_moment,
+            "microbatches": self.profile.microbatches,
+            "microbatches_in_flight": self.profile.microbatches_in_flight,
             "offloaded_bytes": self.offloaded_bytes,
             "note": self.note,
             "policy": _document(self.policy),
@@ -134,7 +137,8 @@ class Plan:
         lines = [
             self.profile.model,
             f"budget {humanize(self.budget_nbytes)}; predicted: peak {humanize(self.predicted_peak_bytes)} in the "
-            f"{self.peak_moment}, {self.predicted_step_seconds * 1e3:.1f} ms a step{_offloaded(self.offloaded_bytes)}",
+            f"{self.peak_moment}, {self.predicted_step_seconds * 1e3:.1f} ms a step{_of_microbatches(self.profile)}"
+            f"{_offloaded(self.offloaded_bytes)}",
             "",
             _table(self.profile, self.assignment),
             "",
@@ -201,8 +205,15 @@ def _description(profile: Profile, prediction: Prediction, budget_nbytes: int) -
     return (
         f"planned for {profile.model}: budget {humanize(budget_nbytes)}, predicted peak "
         f"{humanize(prediction.peak_nbytes)} in the {prediction.peak_moment}, {prediction.step_seconds * 1e3:.1f} ms a "
-        f"step{_offloaded(prediction.moved_nbytes)}"
+        f"step{_of_microbatches(profile)}{_offloaded(prediction.moved_nbytes)}"
     )
+
+
+def _of_microbatches(profile: Profile) -> str:
+    if profile.microbatches == 1:
+        return ""
+    flying = f", {profile.microbatches_in_flight} in flight" if profile.microbatches_in_flight > 1 else ""
+    return f" of {profile.microbatches} microbatches{flying}"
 
 
 def _offloaded(nbytes: int) -> str:

@@ -13,6 +13,7 @@ from recompute.estimation.check_paths import check_source, check_writable
 from recompute.estimation.gpus import Gpu
 from recompute.estimation.static_memory import check_sharding, read_option
 from recompute.planning.make_plan import check_request, plan
+from recompute.planning.microbatches import check_microbatches
 from recompute.planning.plan import Plan
 from recompute.profiling.cost_table import Profile
 
@@ -42,6 +43,8 @@ class PlanRequest:
     gpu: Gpu | None = None
     sharding: str = "none"
     devices: int = 1
+    microbatches: int = 1
+    microbatches_in_flight: int = 1
     optimizer: str = "adamw"
     allowed: tuple[str, ...] | None = None
     frontier: bool = False
@@ -53,6 +56,7 @@ class PlanRequest:
         Raises ``PlanError``, ``EstimateError`` or ``ModelError`` for mistakes that can be found without torch.
         """
         check_request(self.budget, self.allowed)
+        check_microbatches(self.microbatches, self.microbatches_in_flight)
         if (self.model is None) == (self.profile is None) and not (self.verify and self.model is not None):
             raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
         if self.verify and self.model is None:
@@ -80,7 +84,13 @@ class PlanRequest:
     def run(self, progress: Callable[[str, int, int], None]) -> Plan:
         """Make the plan of a ``checked`` request; writes the profile, if asked to."""
         table = None if self.profile is None else Profile.load(self.profile)
-        asked: dict[str, Any] = {"budget": self.budget, "allowed": self.allowed, "frontier": self.frontier}
+        asked: dict[str, Any] = {
+            "budget": self.budget,
+            "allowed": self.allowed,
+            "frontier": self.frontier,
+            "microbatches": self.microbatches,
+            "microbatches_in_flight": self.microbatches_in_flight,
+        }
         if self.model is None:
             assert table is not None, "a checked request has a model or a profile"
             if self.save_profile is not None:

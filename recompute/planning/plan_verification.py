@@ -74,7 +74,11 @@ def verify_plan(
 
     Raises ``BudgetError`` where the measured profile leaves no plan.
     """
-    with dry_run(model, batch, loss=loss, optimizer=optimizer) as run:
+    several = {
+        "microbatches": plan.profile.microbatches,
+        "microbatches_in_flight": plan.profile.microbatches_in_flight,
+    }
+    with dry_run(model, batch, loss=loss, optimizer=optimizer, **several) as run:
 
         def measure(policy: Policy) -> MeasuredStep:
             if progress is not None:
@@ -207,10 +211,11 @@ def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> Measu
         static_nbytes = run.static_nbytes
         trace = run.step(regions, memory=memory_trace(run.device))
         # Steps are timed without marks at regions, which would slow them down where the host sets the pace.
-        seconds = [run.step(None, clock=clock(run.device)).seconds for _ in range(steps)]
+        timed = [run.step(None, clock=clock(run.device)) for _ in range(steps)]
     places = tuple(
         MeasuredPlace(part.held_nbytes, part.forward_peak_nbytes, part.backward_peak_nbytes) for part in trace.parts
     )
+    seconds = [run.microbatches * (one.seconds - one.optimizer_seconds) + one.optimizer_seconds for one in timed]
     return MeasuredStep(
         static_nbytes + trace.peak_nbytes,
         statistics.median(seconds),

@@ -11,6 +11,9 @@ moved_j is what place j offloads. It is on the device until forward of the next 
 back when backward reaches that place. So leaving_i is what the last place before i that offloads has moved; 0 if there
 is none. The host's memory bounds Σ moved_j, where the profile knows its link to the host.
 
+If n microbatches are in flight at once, forward and backward have n - 1 times the bytes beside them that all places
+hold: ``microbatches`` says how that is counted, and how choices within the budget are found.
+
 The gradients are the same whatever is chosen. So the choices before i affect i and what follows by few numbers, which
 allows dynamic programming: ``cheapest_walk`` says how. It assumes nothing of the order of the choices, of which peak is
 larger, or of which places are alike. It is exact, since bytes are integers and seconds are whole picoseconds. The table
@@ -42,6 +45,7 @@ import numpy as np
 from recompute.errors import BudgetError
 from recompute.planning import cheapest_walk
 from recompute.planning.cheapest_walk import Way
+from recompute.planning.microbatches import Needs, within_shared_room
 from recompute.profiling.cost_table import Choice, Profile
 from recompute.units import humanize
 
@@ -98,13 +102,19 @@ def choices_of(profile: Profile, assignment: Assignment) -> list[Choice]:
 def moments(profile: Profile, assignment: Assignment) -> Iterator[tuple[Moment, int]]:
     """Each moment of the step, and the most bytes alive at once during it, static bytes included."""
     choices, above = choices_of(profile, assignment), _gradients_above(profile)
-    stays, leaving = profile.static_nbytes, leaving_before(choices)
+    leaving = leaving_before(choices)
+    stays = profile.static_nbytes + (profile.microbatches_in_flight - 1) * _held(choices)
     for i, choice in enumerate(choices):
         alive = stays + leaving[i]
         yield Moment("forward", i), alive + choice.forward_peak_nbytes
         yield Moment("backward", i), alive + choice.backward_peak_nbytes + above[i + 1]
         stays += _staying(choice)
     yield Moment("optimizer step"), profile.static_nbytes + above[0] + profile.optimizer_peak_nbytes
+
+
+def _held(choices: Sequence[Choice]) -> int:
+    """What one microbatch holds on the device when its forward has ended."""
+    return sum(map(_staying, choices)) + leaving_before(choices)[-1]
 
 
 def leaving_before(choices: Sequence[Choice]) -> list[int]:
@@ -122,11 +132,12 @@ def predict(profile: Profile, assignment: Assignment) -> Prediction:
     """What the step takes if each place runs as ``assignment`` says."""
     choices = choices_of(profile, assignment)
     moment, peak = max(moments(profile, assignment), key=lambda pair: pair[1])
+    times = profile.microbatches
     seconds = [profile.optimizer_seconds]
     for choice in choices:
-        seconds += [choice.forward_seconds, choice.backward_seconds]
-    held = sum(map(_staying, choices)) + leaving_before(choices)[-1]
-    moved = sum(choice.moved_nbytes for choice in choices)
+        seconds += [times * choice.forward_seconds, times * choice.backward_seconds]
+    held = profile.microbatches_in_flight * _held(choices)
+    moved = times * sum(choice.moved_nbytes for choice in choices)
     return Prediction(peak, moment_name(profile, moment), held, math.fsum(seconds), moved)
 
 
@@ -224,7 +235,7 @@ def _unbounded(profile: Profile) -> int:
     return (
         profile.static_nbytes
         + profile.optimizer_peak_nbytes
-        + sum(_most_alive(dearest[place.region]) for place in profile.places)
+        + profile.microbatches_in_flight * sum(_most_alive(dearest[place.region]) for place in profile.places)
         + _gradients_above(profile)[0]
     )
 
@@ -294,7 +305,7 @@ class _Problem:
 
     def leanest(self, budget_nbytes: int) -> Assignment | None:
         """An assignment within the budget and the host's memory; None if there is none."""
-        found = cheapest_walk.reachable(self._places(budget_nbytes))
+        found = self._within_room(budget_nbytes, cheapest_walk.reachable, _held)
         if found is None or _fits_the_host(self.profile, found):
             return found
         places = self._places(budget_nbytes, lambda choice: choice.moved_nbytes, host_binds=True)
@@ -308,14 +319,48 @@ class _Problem:
         """
         if self.leanest(budget_nbytes) is None:
             return None
-        found = cheapest_walk.cheapest(self._places(budget_nbytes), most_picoseconds)
+        found = self._within_room(
+            budget_nbytes,
+            lambda places: cheapest_walk.cheapest(places, most_picoseconds),
+            lambda choices: sum(map(_picoseconds, choices)),
+        )
         if found is not None and not _fits_the_host(self.profile, found):
             assert self.profile.link is not None, "without a link the host has no bound"
+            assert self.profile.microbatches_in_flight == 1, "with several in flight no region offloads"
             places = self._places(budget_nbytes, host_binds=True)
             found = cheapest_walk.cheapest(places, most_picoseconds, self.profile.link.host_nbytes)
             if found is None and most_picoseconds is None:
                 found = self._first_offload(budget_nbytes, places)
         return None if found is None else _tidied(self.profile, found)
+
+    def _within_room(
+        self,
+        budget_nbytes: int,
+        find: Callable[[cheapest_walk.Places], Assignment | None],
+        cost: Callable[[Sequence[Choice]], int],
+    ) -> Assignment | None:
+        """What ``find`` finds within the budget, also if several microbatches are in flight; the host may not bind.
+
+        cost: what is the least where ``find`` looks.
+        """
+        others = self.profile.microbatches_in_flight - 1
+        room = budget_nbytes - self.profile.static_nbytes
+        if not others:
+            return find(self._places(budget_nbytes))
+
+        def find_one(own: int, held: int) -> Assignment | None:
+            # After its last place a microbatch is in flight as the others are: there it may hold what they may.
+            end = [Way(0, 0, 0, 0, held)]
+            found = find([*self._places(self.profile.static_nbytes + own, step_room=room), end])
+            return None if found is None else found[:-1]
+
+        def needs(assignment: Assignment) -> Needs:
+            choices = choices_of(self.profile, assignment)
+            held = _held(choices)
+            alive = [nbytes for moment, nbytes in moments(self.profile, assignment) if moment.place is not None]
+            return Needs(max(alive) - self.profile.static_nbytes - others * held, held, cost(choices))
+
+        return within_shared_room(room, others, find_one, needs)
 
     def _first_offload(self, budget_nbytes: int, places: cheapest_walk.Places) -> Assignment:
         """A fast assignment within the budget and the host's memory, where to find the fastest would take long.
@@ -342,12 +387,20 @@ class _Problem:
         return min(fitting, key=lambda assignment: _order(Solution(assignment, predict(self.profile, assignment))))
 
     def _places(
-        self, budget_nbytes: int, cost: Callable[[Choice], int] = _picoseconds, *, host_binds: bool = False
+        self,
+        budget_nbytes: int,
+        cost: Callable[[Choice], int] = _picoseconds,
+        *,
+        host_binds: bool = False,
+        step_room: int | None = None,
     ) -> list[list[Way]]:
-        """The ways to pass each place; none where the optimizer's step alone is over the budget."""
+        """The ways to pass each place; none where the optimizer's step alone is over the budget.
+
+        step_room: the bytes that the optimizer's step has, if these are not as many as forward and backward have.
+        """
         profile, room = self.profile, budget_nbytes - self.profile.static_nbytes
         above = _gradients_above(profile)
-        if above[0] + profile.optimizer_peak_nbytes > room:
+        if above[0] + profile.optimizer_peak_nbytes > (room if step_room is None else step_room):
             return [[] for _ in profile.places]
         if host_binds not in self._usable:
             self._usable[host_binds] = [_undominated(region.choices, host_binds) for region in profile.regions]
@@ -444,6 +497,8 @@ def _impossible(profile: Profile, budget_nbytes: int) -> str:
         helps.append("a cross-entropy in chunks, which makes no logits (policy auto, or kernels.linear_cross_entropy)")
     if static + alive >= peak // 2:
         helps.append("more shards (FSDP, ZeRO), optimizer states of fewer bytes, or offloading them")
+    if profile.microbatches_in_flight > 1:
+        helps.append("fewer microbatches in flight (more stages, or a schedule that has fewer)")
     helps.append("a smaller batch or shorter sequences")
     if budget_nbytes < static:
         what = f"is below static memory (parameters, optimizer states, the batch), which is {humanize(static)}"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from recompute.policy.document import load_document
 
 NBytes = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -111,6 +112,16 @@ class Profile(BaseModel):
     """Alive all the time: parameters, buffers, optimizer states, the batch."""
     regions: Annotated[tuple[RegionCosts, ...], Strict(False), Field(min_length=1)]
     places: Annotated[tuple[Place, ...], Strict(False), Field(min_length=1)]
+    microbatch_nbytes: NBytes = 0
+    """Of the static bytes, what every microbatch of a step has of its own: its batch, and the gradients that outputs
+    get. 0 also in profiles from before it was counted."""
+    output_nbytes: NBytes = 0
+    """Of the model's output, what nobody but its caller holds, such as logits beside a loss. A profiled step lets go of
+    it, and nothing counts it. A pipeline holds it for each microbatch in flight."""
+    microbatches: Count = 1
+    """Forwards and backwards in a step, whose gradients add up. A profile measures one; a plan may be for several."""
+    microbatches_in_flight: Count = 1
+    """The most that are between their forward and their backward at once; more than 1 in a pipeline."""
     optimizer_seconds: Seconds
     optimizer_peak_nbytes: NBytes
     """The most alive at once during the optimizer's step, above static bytes and all gradients."""
@@ -131,6 +142,11 @@ class Profile(BaseModel):
             names = [choice.name for choice in region.choices]
             if len(set(names)) < len(names):
                 raise ValueError(f"expected choices of {region.name} with different names; found {names}")
+        if self.microbatches_in_flight > self.microbatches:
+            raise ValueError(
+                f"expected at most {self.microbatches} microbatches in flight, as many as a step has; found "
+                f"{self.microbatches_in_flight}"
+            )
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:

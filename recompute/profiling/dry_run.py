@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from recompute import counters
 from recompute.counters import Clock, MemoryTrace
-from recompute.profiling.model_run import Loss, arguments_of, left_as_it_was, roots, sources_of
+from recompute.profiling.model_run import Loss, arguments_of, fixed_signs, left_as_it_was, roots, sources_of
 from recompute.profiling.step_trace import StepTrace, trace_step
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -39,6 +41,17 @@ class DryRun:
     kwargs: dict[str, Any]
     loss: Loss | None
     optimizer: Optimizer
+    microbatches: int = 1
+    """In a step. If there are several, a step whose bytes are counted runs beside the gradients of one before it."""
+    microbatches_in_flight: int = 1
+    """The most that are between forward and backward. A step whose bytes are counted is that of the last of them."""
+    output_gradients: dict[Any, Tensor] = field(default_factory=dict)
+    """The gradients that backward starts with where there is no loss, by dtype and shape of the output.
+
+    In a pipeline they come from the next stage, into memory that is there all the time. So here they are made once.
+    """
+    outputs_let_go: list[int] = field(default_factory=list)
+    """For each forward, the bytes of the model's output that went when it returned."""
     is_calculated: ClassVar[bool] = False
     """Whether times are calculated and not measured. Then every step gives the same bytes and times: one is enough."""
 
@@ -61,14 +74,41 @@ class DryRun:
     @property
     def static_nbytes(self) -> int:
         """Bytes alive between steps."""
-        return static_nbytes(self.model, self.optimizer, (self.args, self.kwargs))
+        own = self.args, self.kwargs, list(self.output_gradients.values())
+        found = static_nbytes(self.model, self.optimizer, own)
+        if self.microbatches > 1:
+            found += self.microbatches * self.microbatch_nbytes + self.microbatches_in_flight * self.output_nbytes
+        return found
+
+    @property
+    def microbatch_nbytes(self) -> int:
+        """Of the bytes alive between steps, those of one microbatch: its batch, and the gradients that outputs get."""
+        return nbytes_of([self.args, self.kwargs, list(self.output_gradients.values())])
+
+    @property
+    def output_nbytes(self) -> int:
+        """Of the model's output, the most bytes that went once a forward had returned where backward starts."""
+        return max(self.outputs_let_go, default=0)
 
     def forward(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Run forward; returns the tensors where backward starts and the gradients that it starts with.
 
         The rest of the output is let go of.
         """
-        return roots(self.model(*self.args, **self.kwargs), self.loss)
+        output = self.model(*self.args, **self.kwargs)
+        leaves = output.values() if isinstance(output, Mapping) else [output]
+        tensors = [leaf for leaf in tree_leaves(list(leaves)) if type(leaf) in (Tensor, FakeTensor)]
+        storages = [(StorageWeakRef(each.untyped_storage()), each.untyped_storage().nbytes()) for each in tensors]
+        found = roots(output, self.loss, self._gradient_of)
+        del output, leaves, tensors
+        self.outputs_let_go.append(sum(nbytes for reference, nbytes in storages if reference.expired()))
+        return found
+
+    def _gradient_of(self, output: Tensor) -> Tensor:
+        key = output.dtype, output.shape
+        if key not in self.output_gradients:
+            self.output_gradients[key] = fixed_signs(output)
+        return self.output_gradients[key]
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> float:
         """Run a training step before others are measured. Returns the seconds that it took."""
@@ -78,10 +118,24 @@ class DryRun:
         self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
     ) -> StepTrace:
         """One training step, as ``trace_step`` runs and measures it; no gradients are left."""
+        earlier = self._earlier_microbatches if memory is not None and self.microbatches > 1 else None
         try:
-            return trace_step(self.forward, self.optimizer, regions, memory=memory, clock=clock)
+            return trace_step(self.forward, self.optimizer, regions, memory=memory, clock=clock, earlier=earlier)
         finally:
             self.optimizer.zero_grad(set_to_none=True)  # there are some if the step failed
+            self._drop_gradients_of_inputs()
+
+    def _earlier_microbatches(self) -> Any:
+        """Leave the gradients of one microbatch, and return the graphs of those that are in flight beside another."""
+        torch.autograd.backward(*self.forward())
+        self._drop_gradients_of_inputs()
+        return [self.forward() for _ in range(self.microbatches_in_flight - 1)]
+
+    def _drop_gradients_of_inputs(self) -> None:
+        """As a pipeline does once they are sent. They would add up in the next step."""
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, Tensor):
+                leaf.grad = None
 
 
 def nbytes_of(values: Any) -> int:
@@ -92,7 +146,13 @@ def nbytes_of(values: Any) -> int:
 
 @contextmanager
 def dry_run(
-    model: nn.Module, batch: Any, *, loss: Loss | None = None, optimizer: OptimizerFactory | None = None
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    microbatches: int = 1,
+    microbatches_in_flight: int = 1,
 ) -> Iterator[DryRun]:
     """A ``with`` block in which ``model`` trains on ``batch``, and its weights stay as they are.
 
@@ -102,6 +162,7 @@ def dry_run(
 
     batch, loss: as ``recompute.verify`` takes them.
     optimizer: makes one of the parameters that require a gradient; by default ``torch.optim.AdamW``.
+    microbatches, microbatches_in_flight: as ``recompute.plan`` takes them.
 
     Raises ``ValueError`` where nothing requires a gradient, and ``MutationError`` where running the model changes a
     parameter.
@@ -115,4 +176,4 @@ def dry_run(
         for group in made.param_groups:
             rate = group.get("lr", 0.0)
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        yield DryRun(model, args, kwargs, loss, made)
+        yield DryRun(model, args, kwargs, loss, made, microbatches, microbatches_in_flight)

@@ -61,7 +61,8 @@ def measure_regions(
     measuring = _RegionMeasurer(run, layout, steps, report, may_offload)
     static_nbytes = measuring.run_base()
     measuring.run_all()
-    return {"static_nbytes": static_nbytes, **measuring.table()}
+    of_microbatches = {"microbatch_nbytes": run.microbatch_nbytes, "output_nbytes": run.output_nbytes}
+    return {"static_nbytes": static_nbytes, **of_microbatches, **measuring.table()}
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -41,11 +41,13 @@ def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, d
     return map_leaves(copied, batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | None]]:
+def roots(
+    output: Any, loss: Loss | None, gradient_of: Callable[[Tensor], Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """The tensors of a model's output where backward starts, and the gradients that it starts with (None for a scalar).
 
     These are the scalar that ``loss`` gives; without it the output's own ``loss``; or else every tensor in the output,
-    with a gradient of fixed signs.
+    with the gradient that ``gradient_of`` gives for it: unless it is passed, one of fixed signs.
     """
     if loss is not None:
         return [loss(output)], [None]
@@ -57,7 +59,7 @@ def roots(output: Any, loss: Loss | None) -> tuple[list[Tensor], list[Tensor | N
     found = [tensor for tensor in outputs.values() if tensor.requires_grad]
     if not found:
         raise ValueError("nothing in the model's output requires a gradient, so there is none to compare")
-    return found, [_signs(tensor) for tensor in found]
+    return found, [(gradient_of or fixed_signs)(tensor) for tensor in found]
 
 
 @contextmanager
@@ -125,7 +127,7 @@ def named(value: Any) -> dict[str, Tensor]:
     return found
 
 
-def _signs(tensor: Tensor) -> Tensor:
+def fixed_signs(tensor: Tensor) -> Tensor:
     """1 or -1, at random and always the same: numbers that no dtype rounds."""
     generator = torch.Generator(tensor.device).manual_seed(0)
     return torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device).mul_(2).sub_(1).to(tensor.dtype)

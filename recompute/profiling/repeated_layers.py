@@ -107,6 +107,7 @@ def representative(run: DryRun, match: str | Sequence[str] | None) -> list[Repea
         return []
 
     def step() -> Sequence[StepPart]:
+        run.forward()  # the first one makes the gradients that outputs get, and the steps to compare make none
         return run.step(find_regions(run.model, match), memory=run.memory_trace(), clock=run.clock()).parts
 
     return repeated if _is_linear(repeated, step) else []

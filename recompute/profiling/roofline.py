@@ -85,9 +85,10 @@ def roofline(
         shards = Shards.of(fake, sharding, devices)
         costs = _optimizer_costs(optimizer or AdamW, partial(shards.updated, trained), gpu)
         idle: Any = _NoOptimizer(trained)
-        run = _FakeDryRun(fake, args, kwargs, loss, idle, gpu, shards.share)
-        static_nbytes = shards.parameter_nbytes + nbytes_of([*fake.buffers(), args, kwargs]) + costs.state_nbytes
+        run = _FakeDryRun(fake, args, kwargs, loss, idle, figures=gpu, share=shards.share)
         table = _table(run, match, kernels, progress, gpu.link is not None)
+        static_nbytes = shards.parameter_nbytes + nbytes_of(list(fake.buffers())) + costs.state_nbytes
+        static_nbytes += table["microbatch_nbytes"]
     table["regions"] = shards.with_buffers(table["regions"])
     table |= {"static_nbytes": static_nbytes + WORKSPACE_NBYTES, "optimizer_seconds": costs.seconds}
     table |= {"optimizer_peak_nbytes": costs.peak_nbytes + shards.buffer_nbytes("optimizer")}
@@ -149,7 +150,7 @@ class _NoOptimizer:
             parameter.grad = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _FakeDryRun(DryRun):
     """Runs steps on fake CPU tensors that stand for tensors on CUDA."""
 

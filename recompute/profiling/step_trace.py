@@ -69,6 +69,7 @@ def trace_step(
     *,
     memory: MemoryTrace | None = None,
     clock: Clock | None = None,
+    earlier: Callable[[], Any] | None = None,
 ) -> StepTrace:
     """Run one training step: forward, backward, ``optimizer``'s step, and its gradients set to None.
 
@@ -80,6 +81,8 @@ def trace_step(
         hooks slow down.
     memory, clock: count and time the step, such as ``memory_trace(device)`` and ``clock(device)``, not yet entered.
         Memory from before the step does not count, so there must be no gradients yet.
+    earlier: runs first, such as microbatches before this one. What it returns lives until backward has ended. Its
+        bytes, and those of gradients that it leaves, count in the step's peak, and in no part.
 
     Raises ``ModelError`` if there are no regions, or one does not run exactly once or runs inside of another.
     """
@@ -99,11 +102,14 @@ def trace_step(
             stack.enter_context(clock)
         if memory is not None:
             stack.enter_context(memory)
+        others = None if earlier is None else earlier()
+        marks.begin_forward()
         roots, gradients = forward()
         marks.end_forward()
         torch.autograd.backward(roots, gradients)
         del roots, gradients
         marks.end("backward")
+        del others
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with torch.no_grad():
             for parameter in parameters:
@@ -142,7 +148,7 @@ class _StepTracer:
     """The regions that have begun."""
     part: int = 0
     inside: str | None = None
-    in_forward: bool = True
+    in_forward: bool = False
     handles: list[Any] = field(default_factory=list)
     last_input: tuple[StorageWeakRef, int] | None = None
     """The storage of the last region's input, and its bytes."""
@@ -163,6 +169,10 @@ class _StepTracer:
             self.clock.mark(name)
         self.spans.append(_Span(phase, self.part, handed_nbytes))
         self.part = part
+
+    def begin_forward(self) -> None:
+        self.end("earlier")
+        self.in_forward = True
 
     def begin_region(self, path: str, inputs: Any) -> None:
         if not self.in_forward:  # in backward, a checkpoint around the region runs it again
@@ -228,7 +238,7 @@ class _StepTracer:
     def _seconds(self, count: int) -> dict[tuple[str, int], float]:
         found = {(phase, number): 0.0 for phase in ("forward", "backward", "optimizer") for number in range(count)}
         for index, span in enumerate(self.spans):
-            if self.clock is not None and span.phase != "zeroing":
+            if self.clock is not None and (span.phase, span.part) in found:
                 found[span.phase, span.part] += self.clock.seconds[str(index)]
         return found
 
@@ -245,7 +255,8 @@ class _StepTracer:
             return [(0, 0, 0, 0)] * count, 0
         ends = {span.part: alive for span, alive, _ in self._alive() if span.phase == "forward"}
         ends[max(0, count - 2)] -= self.shed_nbytes
-        starts = [0, *(ends[number] for number in range(count - 1))]
+        before = next(alive for span, alive, _ in self._alive() if span.phase == "earlier")
+        starts = [before, *(ends[number] for number in range(count - 1))]
         peaks: dict[tuple[str, int], int] = {}
         left: dict[int, int] = {}
         for span, alive, peak in self._alive():
@@ -254,7 +265,7 @@ class _StepTracer:
             if span.phase == "backward":
                 left[span.part] = alive - span.handed_nbytes - starts[span.part]
                 if span is self.spans[-3]:  # backward ends here, perhaps before the first part: only gradients are left
-                    left[span.part] = alive
+                    left[span.part] = alive - before
         found = []
         gradients = 0  # of the parts after this one
         for number in reversed(range(count)):

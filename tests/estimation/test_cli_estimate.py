@@ -36,6 +36,17 @@ def test_prints_tables(config: Path) -> None:
     assert "Peak: " in output
 
 
+def test_microbatches_in_flight_are_counted(config: Path) -> None:
+    flags = ("--config", config, "--seq-len", 32, "--json")
+    held = []
+    for several in ((), ("--microbatches", 8, "--microbatches-in-flight", 4)):
+        code, output = printed(*flags, *several)
+        assert code == 0, output
+        held.append(json.loads(output)["activation_bytes"])
+    assert held[1] == 4 * held[0]
+    assert printed(*flags, "--microbatches-in-flight", 2)[0] == 2
+
+
 @pytest.mark.slow
 def test_json_is_one_object_of_what_was_asked_for(config: Path) -> None:
     flags = ("--seq-len", 32, "--batch-size", 2, "--optimizer", "sgd", "--sharding", "zero1", "--devices", 2, "--json")

@@ -343,3 +343,31 @@ class Asks(nn.Module):
 def test_mistakes(model: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         estimate(tiny() if model is None else model, **options)
+
+
+def test_microbatches_in_flight_hold_as_much_each() -> None:
+    """Gradients of those before are there in forward, too; what runs at the moment counts once."""
+    one = estimate(tiny(), batch_size=2, seq_len=32)
+    accumulated = estimate(tiny(), batch_size=2, seq_len=32, microbatches=8)
+    flying = estimate(tiny(), batch_size=2, seq_len=32, microbatches=8, microbatches_in_flight=4)
+    batches = 7 * one.static_bytes.buffers["the batch"].nbytes
+    gradients, held = one.static_bytes.gradients, one.activation_bytes
+    assert accumulated.activation_bytes == held
+    assert flying.activation_bytes == 4 * held
+    assert sum(each.nbytes for each in flying.activations) == 4 * held
+    for name, nbytes in one.moments.items():
+        more = accumulated.moments[name] - nbytes - batches
+        if name.startswith("forward"):
+            assert gradients <= more <= 1.1 * gradients  # in blocks of the allocator's
+        if name != model_estimator.OPTIMIZER_STEP:
+            assert 0 <= more <= 1.1 * gradients
+            assert flying.moments[name] == accumulated.moments[name] + 3 * held
+    assert sum(flying.parts.values()) == flying.peak_bytes
+    assert "8 microbatches a step, 4 in flight" in str(flying)
+    assert "microbatch" not in str(one)
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (4, 5), (0, 1), (4, 0)])
+def test_no_more_microbatches_are_in_flight_than_there_are(numbers: tuple[int, int]) -> None:
+    with pytest.raises(EstimateError, match="microbatches"):
+        estimate(tiny(), microbatches=numbers[0], microbatches_in_flight=numbers[1])

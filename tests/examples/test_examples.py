@@ -247,6 +247,35 @@ def test_distributed_takes_a_presets_name(tmp_path: Path) -> None:
     assert record["policy"] == preset_path("full").read_text(encoding="utf-8")
 
 
+def check_pipeline(done: subprocess.CompletedProcess[str], record: Path, in_flight: list[int]) -> None:
+    """Gradients are the same bits, and each stage's peak is within its budget and what was predicted, to 6%."""
+    assert done.returncode == 0, done.stderr
+    assert "losses, gradients and weights are equal on all stages" in done.stdout
+    stages = json.loads(record.read_text(encoding="utf-8"))["stages"]
+    assert [stage["in_flight"] for stage in stages] == in_flight
+    assert len({stage["budget_bytes"] for stage in stages}) == 1
+    for stage in stages:
+        assert stage["wrong"] == []
+        assert stage["with"]["losses"] == stage["without"]["losses"]
+        measured = stage["with"]["peak_bytes"]
+        assert stage["predicted_bytes"] <= stage["budget_bytes"]
+        assert 0.94 * stage["predicted_bytes"] <= measured <= 1.02 * stage["predicted_bytes"]
+    assert stages[0]["with"]["peak_bytes"] < 0.9 * stages[0]["without"]["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_pipeline(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    check_pipeline(run_distributed("pipeline", "--steps", "2", "--out", str(record)), record, [2, 1])
+
+
+@pytest.mark.gpu
+def test_pipeline_by_nccl(tmp_path: Path) -> None:
+    record, ranks = tmp_path / "record.json", min(2, torch.cuda.device_count())
+    done = run_distributed("pipeline", "--out", str(record), ranks=ranks, on_gpus=True)
+    check_pipeline(done, record, [2, 1][-ranks:])
+
+
 def test_compare_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = output_of("compare_policies.py", "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
     for policy in ("none", "elementwise", "blocks again", "torch-checkpoint"):
@@ -311,4 +340,5 @@ def test_every_example_is_run_here() -> None:
     run_here |= {"train_with_trainer.py", "train_with_lightning.py", "compare_policies.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
     shared = {"comparing.py"}
-    assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == shared | {f"{name}.py" for name in DISTRIBUTED}
+    distributed = shared | {f"{name}.py" for name in (*DISTRIBUTED, "pipeline")}
+    assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == distributed

@@ -55,6 +55,17 @@ def test_a_plan_of_a_profile_is_printed_and_written(table: Path, tmp_path: Path)
     assert not out.with_suffix(".png").exists()
 
 
+def test_a_stage_of_a_pipeline_is_planned(table: Path) -> None:
+    several = ("--microbatches", 8, "--microbatches-in-flight", 4)
+    code, printed, _ = run("--profile", table, "--budget", "2600B", *several)
+    profile = tables.transformer(8, capacity=4000)
+    expected = plan(profile, budget=2600, microbatches=8, microbatches_in_flight=4)
+    assert (code, printed) == (0, f"{expected}\n")
+    code, _, told = run("--profile", table, "--budget", "2600B", "--microbatches-in-flight", 4)
+    assert code == 2
+    assert "expected at most microbatches, which is 1" in told
+
+
 def test_json_is_one_object_alone(table: Path) -> None:
     code, printed, _ = run("--profile", table, "--budget", "40%", "--json", "--frontier")
     document = json.loads(printed)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import tables
+from tiny import decoder, token_ids
 
+import recompute
 from recompute.errors import BudgetError
 from recompute.planning import solver
 from recompute.planning.make_plan import plan
@@ -67,6 +70,21 @@ def test_a_plan_that_holds_stays() -> None:
     assert found.measured_peak_nbytes == found.predicted_peak_nbytes == before.predicted_peak_bytes
     assert "(+0.0%)" in str(found)
     assert "measured: peak 1.5 KiB where 1.5 KiB was predicted" in str(after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("microbatches", "in_flight"), [(1, 1), (4, 1), (4, 3)])
+def test_a_plan_for_several_microbatches_runs_with_as_many(microbatches: int, in_flight: int) -> None:
+    model, ids = decoder(layers=3), token_ids()
+    training: dict[str, Any] = {"loss": lambda logits: logits.square().mean()}
+    profile = recompute.profile(model, ids, steps=1, **training)
+    several: dict[str, Any] = {"microbatches": microbatches, "microbatches_in_flight": in_flight}
+    several["allowed"] = ["checkpoint"]
+    most = plan(profile, budget="1GiB", **several)
+    least = solver.floor(most.profile).prediction.peak_nbytes
+    found = plan(model, ids, profile=profile, budget=least, **several, **training)
+    for ran in found.rounds:
+        assert ran.measured_peak_nbytes == pytest.approx(ran.predicted_peak_nbytes, rel=0.02)
 
 
 @pytest.mark.parametrize("tells_places_apart", [True, False])

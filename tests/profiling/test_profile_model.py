@@ -172,6 +172,42 @@ def test_static_bytes_are_parameters_states_and_batch() -> None:
     assert profiled(2, optimizer=lambda given: SGD(given, lr=1.0)).static_nbytes == weights + ids.nbytes
 
 
+def test_what_a_microbatch_has_of_its_own_is_its_batch_and_its_outputs_gradients() -> None:
+    """Of a pipeline's last stage the logits are held by the caller alone; any other's output gets a gradient."""
+    model, ids, loss = decoder_and_loss(2)
+    logits = model(ids).nbytes
+    for of_last, own, output in ((loss, ids.nbytes, logits), (None, ids.nbytes + logits, 0)):
+        with dry_run(model, ids, loss=of_last) as run:
+            before = run.static_nbytes
+            run.forward()
+            assert (run.microbatch_nbytes, run.output_nbytes) == (own, output)
+            assert run.static_nbytes - before == own - ids.nbytes
+        with dry_run(model, ids, loss=of_last, microbatches=4, microbatches_in_flight=3) as several:
+            several.forward()
+            assert several.static_nbytes == run.static_nbytes + 4 * own + 3 * output
+
+
+def test_a_step_of_several_microbatches_is_that_of_one_beside_the_others() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4))
+    x = torch.randn(64, 8, requires_grad=True)
+    steps = []
+    for several in ({}, {"microbatches": 4, "microbatches_in_flight": 3}):
+        with dry_run(module, x, optimizer=lambda given: SGD(given, lr=1.0), **several) as run:
+            for _ in range(2):
+                run.step({"1": module[1]})
+            steps.append(run.step({"1": module[1]}, memory=counters.memory_trace(CPU)))
+            assert run.args[0].grad is None
+    one, last = steps
+    assert [part.held_nbytes for part in one.parts] == [part.held_nbytes for part in last.parts]
+    assert [part.forward_peak_nbytes for part in one.parts] == [part.forward_peak_nbytes for part in last.parts]
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    held = sum(part.held_nbytes for part in one.parts)
+    assert one.peak_nbytes + 2 * held <= last.peak_nbytes <= one.peak_nbytes + 2 * held + weights
+    assert sum(part.gradient_nbytes for part in last.parts) == x.nbytes  # those of parameters were there before
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
 def state_of(model: nn.Module) -> Any:
     tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     return tensors, [parameter.grad for parameter in model.parameters()], torch.get_rng_state(), tiny.snapshot(model)

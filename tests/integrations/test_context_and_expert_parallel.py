@@ -1,0 +1,80 @@
+"""Two processes that share a sequence, or experts, out: gradients and collectives, with a policy and without."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import two_contexts
+import two_experts
+from engine_testing import (
+    SETTINGS,
+    bits,
+    clean_thread,  # noqa: F401  # around every test here
+    governing,
+)
+from tiers import by_default
+from two_processes import TwoProcesses
+
+POLICIES: dict[str, Any] = {
+    **{name: governing(setting, "layers.*") for name, setting in SETTINGS.items()},
+    "recompute with attention": governing(
+        {"action": "recompute", "via": "hook", "rerun": ["gemm", "attention"], "price": 0}, "layers.*"
+    ),
+    "offload": governing({"action": "offload", "min_bytes": 0}, "layers.*"),
+}
+OF_EXPERTS: dict[str, Any] = {
+    **POLICIES,
+    **{name: name for name in ("elementwise", "hook", "full")},
+    "experts alone": governing({"action": "recompute", "via": "hook"}, "layers.*.mlp"),
+    "experts alone, again": governing({"action": "checkpoint"}, "layers.*.mlp"),
+}
+AGAIN = ("checkpoint", "full", "experts alone, again")
+"""Policies that run Python again, and so exchange once more what their modules exchange in forward."""
+
+
+@functools.cache
+def sequence(processes: TwoProcesses, name: str | None) -> list[two_contexts.SharedSequence]:
+    return processes.run(two_contexts.train, None if name is None else POLICIES[name])
+
+
+@functools.cache
+def experts(processes: TwoProcesses, name: str | None) -> list[two_experts.SharedExperts]:
+    return processes.run(two_experts.train, None if name is None else OF_EXPERTS[name])
+
+
+def assert_as_without(name: str, found: Any, plain: Any) -> None:
+    assert len(found.values) > 100
+    assert list(map(bits, found.values)) == list(map(bits, plain.values))
+    assert (found.dropped_nbytes > 0) == (name != "offload")
+    assert sum(plain.collectives[0].values()) > 0
+    assert found.collectives[0] == plain.collectives[0]
+    if name in AGAIN:
+        again = found.collectives[1] - plain.collectives[1]
+        assert 0 < sum(again.values()) <= sum(plain.collectives[0].values())
+    else:
+        assert found.collectives[1] == plain.collectives[1]
+
+
+def test_two_processes_have_the_gradients_of_the_whole_sequence(two_processes: TwoProcesses) -> None:
+    """The ring of attention does on the CPU what it should, without a policy."""
+    first, second = sequence(two_processes, None)
+    expected = two_contexts.gradients_of_whole_sequence()
+    parts = [values.values[1 : 1 + len(expected)] for values in (first, second)]
+    torch.testing.assert_close([a + b for a, b in zip(*parts, strict=True)], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", by_default(list(POLICIES), "recompute", "checkpoint"))
+def test_gradients_of_a_shared_sequence_are_as_without(two_processes: TwoProcesses, name: str) -> None:
+    for found, plain in zip(sequence(two_processes, name), sequence(two_processes, None), strict=True):
+        assert_as_without(name, found, plain)
+
+
+@pytest.mark.parametrize("name", by_default(list(OF_EXPERTS), "elementwise", "full"))
+def test_gradients_and_routing_of_shared_experts_are_as_without(two_processes: TwoProcesses, name: str) -> None:
+    """The router is noisy. If it chose otherwise when it runs again, gradients would differ, or the exchange fail."""
+    for found, plain in zip(experts(two_processes, name), experts(two_processes, None), strict=True):
+        assert_as_without(name, found, plain)
+        assert found.random == plain.random

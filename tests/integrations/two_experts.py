@@ -1,0 +1,105 @@
+"""Two processes that share experts out: tokens travel to the process that has their expert, and back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from engine_testing import HIDDEN, Attention, GatedMLP, RMSNorm, bits
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from two_parts import Collectives
+
+import recompute
+
+EXPERTS, CHOSEN, TOKENS, STEPS = 4, 2, 24, 5
+
+
+class Experts(nn.Module):
+    """Half of the experts, each of which is given the tokens that chose it, whichever process they are of."""
+
+    def __init__(self, world_size: int):
+        super().__init__()
+        self.world_size = world_size
+        self.experts = nn.ModuleList(GatedMLP() for _ in range(EXPERTS // world_size))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """tokens: sorted by their experts. counts: of each expert's tokens."""
+        of_others = _now(all_to_all_single(counts, None, None, dist.group.WORLD))
+        given = counts.view(self.world_size, -1).sum(1).tolist()
+        taken = of_others.view(self.world_size, -1).sum(1).tolist()
+        arrived = all_to_all_single_autograd(tokens, taken, given, dist.group.WORLD)
+        parts = arrived.split(of_others.tolist())  # by the process that they come from, and by expert
+        done = [self.experts[index % len(self.experts)](part) for index, part in enumerate(parts)]
+        return all_to_all_single_autograd(torch.cat(done), given, taken, dist.group.WORLD)
+
+
+def _now(tensor: Tensor) -> Tensor:
+    return tensor.wait() if hasattr(tensor, "wait") else tensor
+
+
+class ExpertsLayer(nn.Module):
+    """A decoder layer whose router is noisy."""
+
+    def __init__(self, world_size: int):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(), RMSNorm()
+        self.attention = Attention()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.mlp = Experts(world_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.routed(self.norm2(x))
+
+    def routed(self, x: Tensor) -> Tensor:
+        scores = self.router(x * (0.9 + 0.2 * torch.rand_like(x))).softmax(-1)
+        weights, chosen = scores.topk(CHOSEN)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        routed = self.mlp(x[order // CHOSEN], counts)
+        found = torch.empty_like(routed).index_copy(0, order, routed)
+        return (found.view(-1, CHOSEN, HIDDEN) * weights.unsqueeze(-1)).sum(1)
+
+
+class SharedExperts(NamedTuple):
+    """What one process saw."""
+
+    values: list[Tensor]
+    """Outputs and gradients of each step."""
+    random: Any
+    collectives: tuple[Counter[str], Counter[str]]
+    """Of a step's forward, and of all of it."""
+    dropped_nbytes: int
+
+
+def model_of(world_size: int) -> nn.Module:
+    """Each process has other experts, and the same of all else."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.layers = nn.Sequential(ExpertsLayer(world_size), ExpertsLayer(world_size))
+    model.forward = model.layers.forward
+    torch.manual_seed(1 + dist.get_rank())
+    for layer in model.layers:
+        for parameter in layer.mlp.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def train(rules: Any) -> SharedExperts:
+    model = model_of(2)
+    handle = recompute.apply(model, rules) if rules is not None else None
+    torch.manual_seed(10 + dist.get_rank())
+    values: list[Tensor] = []
+    for _ in range(STEPS):
+        x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+        with Collectives() as seen:
+            out = model(x)
+            forward = Counter(seen.counts)
+            (out * torch.linspace(0.5, 1.5, out.numel()).view_as(out)).sum().backward()
+        values += [out.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        model.zero_grad()
+    random = bits(torch.get_rng_state())
+    return SharedExperts(values, random, (forward, seen.counts), handle.stats().dropped_nbytes if handle else 0)

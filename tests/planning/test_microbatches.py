@@ -1,0 +1,181 @@
+"""Plans for several microbatches a step: against steps that are acted out, and against every assignment there is."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import tables
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from recompute.errors import BudgetError, PlanError
+from recompute.planning import solver
+from recompute.planning.make_plan import plan
+from recompute.planning.microbatches import with_microbatches
+from recompute.planning.solver import predict, solve
+from recompute.profiling.cost_table import Choice, Place, Profile
+
+SEVERAL = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted).map(tuple)
+"""How many are in flight, and how many a step has."""
+
+
+@st.composite
+def profiles(draw: st.DrawFn, most: int = 12) -> Profile:
+    """Small numbers, so that ties and tight budgets are common; peaks and what is held in any order."""
+    nbytes = st.integers(0, most)
+
+    def one(name: int) -> Choice:
+        return tables.choice(f"c{name}", None, draw(st.integers(0, 9)) / 8, draw(nbytes), draw(nbytes), draw(nbytes))
+
+    regions = [
+        tables.region(f"r{i}", *(one(c) for c in range(draw(st.integers(1, 4)))), gradient=draw(nbytes))
+        for i in range(draw(st.integers(1, 3)))
+    ]
+    numbers = draw(st.lists(st.integers(0, len(regions) - 1), min_size=1, max_size=5))
+    places = [Place(path=f"p.{i}", region=number) for i, number in enumerate(numbers)]
+    found = tables.profile(regions, places, static=20, optimizer_peak=draw(nbytes), optimizer_seconds=0.5)
+    return found.model_copy(update={"microbatch_nbytes": draw(nbytes), "output_nbytes": draw(nbytes)})
+
+
+def peak_by_running(profile: Profile, assignment: solver.Assignment, in_flight: int, microbatches: int) -> int:
+    """The peak of a stage's step that is acted out: so many forwards, then a backward and a forward in turn.
+
+    profile: of one microbatch. Of gradients that are there before, a region's own count once more while it runs.
+    """
+    places = [profile.regions[place.region] for place in profile.places]
+    ways = [region.choices[i] for region, i in zip(places, assignment, strict=True)]
+    several = microbatches > 1
+    alive = peak = profile.static_nbytes + microbatches * profile.microbatch_nbytes * several
+    alive += in_flight * profile.output_nbytes * several
+    gradients = sum(region.gradient_nbytes for region in places)
+    alive += gradients * several  # as if an earlier step had left them
+
+    def forward() -> None:
+        nonlocal alive, peak
+        for way in ways:
+            peak = max(peak, alive + way.forward_peak_nbytes)
+            alive += way.held_nbytes
+
+    def backward() -> None:
+        nonlocal alive, peak
+        for region, way in reversed(list(zip(places, ways, strict=True))):
+            alive -= way.held_nbytes
+            peak = max(peak, alive + way.backward_peak_nbytes)
+            alive += 0 if several else region.gradient_nbytes
+
+    for _ in range(in_flight):
+        forward()
+    for _ in range(microbatches - in_flight):
+        backward()
+        forward()
+    for _ in range(in_flight):
+        backward()
+    return max(peak, alive + profile.optimizer_peak_nbytes)
+
+
+def every(profile: Profile) -> list[solver.Assignment]:
+    return list(product(*(range(len(profile.regions[place.region].choices)) for place in profile.places)))
+
+
+@given(profiles(), SEVERAL, st.data())
+def test_the_prediction_is_what_a_step_acted_out_takes(
+    profile: Profile, several: tuple[int, int], data: st.DataObject
+) -> None:
+    in_flight, microbatches = several
+    assignment = data.draw(st.sampled_from(every(profile)))
+    prediction = predict(with_microbatches(profile, microbatches, in_flight), assignment)
+    assert prediction.peak_nbytes == peak_by_running(profile, assignment, in_flight, microbatches)
+    ways = solver.choices_of(profile, assignment)
+    assert prediction.held_nbytes == in_flight * sum(way.held_nbytes for way in ways)
+    seconds = sum(way.forward_seconds + way.backward_seconds for way in ways)
+    assert prediction.step_seconds == pytest.approx(0.5 + microbatches * seconds)
+
+
+@given(profiles(), SEVERAL, st.integers(0, 400))
+def test_no_assignment_is_better_than_the_solution(profile: Profile, several: tuple[int, int], budget: int) -> None:
+    table = with_microbatches(profile, several[1], several[0])
+    all_of_them = [predict(table, assignment) for assignment in every(table)]
+    assert solver.floor(table).prediction.peak_nbytes == min(other.peak_nbytes for other in all_of_them)
+    fitting = [other for other in all_of_them if other.peak_nbytes <= budget]
+    if not fitting:
+        with pytest.raises(BudgetError):
+            solve(table, budget)
+        return
+    solution = solve(table, budget)
+    assert solution.prediction == predict(table, solution.assignment)
+    fastest = min(other.step_seconds for other in fitting)
+    assert solution.prediction.step_seconds == pytest.approx(fastest, abs=1e-10)
+    leanest = min(other.peak_nbytes for other in fitting if other.step_seconds < fastest + 1e-10)
+    assert solution.prediction.peak_nbytes == leanest
+
+
+def test_the_more_are_in_flight_the_less_a_stage_keeps() -> None:
+    """Within one budget, of a pipeline of four stages that are alike."""
+    table = tables.transformer(6, static=1000)
+    held = []
+    for in_flight in (1, 2, 3, 4):
+        found = plan(table, budget=2600, microbatches=8, microbatches_in_flight=in_flight)
+        assert found.predicted_peak_bytes <= 2600
+        held.append(found.profile.microbatches_in_flight * sum(
+            choice.held_nbytes for choice in solver.choices_of(found.profile, found.assignment)
+        ))  # fmt: skip
+    of_each = [nbytes / in_flight for in_flight, nbytes in enumerate(held, 1)]
+    assert of_each == sorted(of_each, reverse=True)
+    assert of_each[0] > of_each[-1]
+
+
+def test_a_plan_says_how_many_microbatches_it_is_for() -> None:
+    found = plan(tables.transformer(), budget=5000, microbatches=8, microbatches_in_flight=4)
+    assert "ms a step of 8 microbatches, 4 in flight" in str(found)
+    assert "of 8 microbatches, 4 in flight" in found.policy.description
+    assert '"microbatches_in_flight": 4' in found.to_json()
+    assert "microbatches" not in str(plan(tables.transformer(), budget=5000))
+    accumulated = plan(tables.transformer(), budget=5000, microbatches=8)
+    assert "of 8 microbatches" in str(accumulated)
+    assert "in flight" not in str(accumulated)
+    with pytest.raises(BudgetError, match="fewer microbatches in flight"):
+        plan(tables.transformer(), budget=1300, microbatches=8, microbatches_in_flight=4)
+
+
+def test_nothing_is_offloaded_where_several_are_in_flight() -> None:
+    layer = tables.region(
+        "Layer", tables.choice("keep", None, 1.0, 100, 110, 120, storages=(50, 50)), tables.LAYER.choices[-1]
+    )
+    table = tables.profile([layer], [Place(path="layers.0", region=0)], link=tables.link())
+    for in_flight in (1, 2):
+        found = plan(table, budget=1000, microbatches=2, microbatches_in_flight=in_flight)
+        offloads = any(choice.moved_nbytes for region in found.profile.regions for choice in region.choices)
+        assert offloads == (in_flight == 1)
+    moving = plan(table, budget=1000).profile
+    assert plan(moving, budget=1000, microbatches=2, microbatches_in_flight=2).offloaded_bytes == 0
+    only = moving.model_copy(
+        update={"regions": (layer.model_copy(update={"choices": moving.regions[0].choices[-1:]}),)}
+    )
+    with pytest.raises(PlanError, match="Layer: expected a way to run it that does not offload"):
+        plan(only, budget=1000, microbatches=2, microbatches_in_flight=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches_in_flight": 2}, "at most microbatches, which is 1"),
+        ({"microbatches": 2, "microbatches_in_flight": 3}, "at most microbatches, which is 2"),
+        ({"microbatches": 0}, "microbatches: expected a whole number, at least 1; found 0"),
+        ({"microbatches": 4, "microbatches_in_flight": 1.5}, "microbatches_in_flight: expected a whole number"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(tables.transformer(), budget=5000, **options)
+
+
+def test_a_profile_is_of_one_microbatch_and_a_plan_has_its_own() -> None:
+    found = plan(tables.transformer(), budget=5000, microbatches=4, microbatches_in_flight=2).profile
+    with pytest.raises(PlanError, match="planned for 4 of them"):
+        plan(found, budget=5000, microbatches=4, microbatches_in_flight=2)
+    assert plan(found, budget=5000).profile == found
+    with pytest.raises(ValidationError, match="at most 4 microbatches in flight"):
+        Profile(**{**found.model_dump(), "microbatches_in_flight": 5})
