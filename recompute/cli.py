@@ -337,7 +337,10 @@ def plan(
     ] = "adamw",
     allow: Annotated[
         list[str] | None,
-        typer.Option(help="keep, hook, kernel, checkpoint or offload: only what is listed may be chosen. Repeatable."),
+        typer.Option(
+            help="keep, hook, kernel, checkpoint, offload or compress: only what is listed may be chosen. compress is "
+            "not exact, and chosen only if listed. Repeatable."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the policy to this YAML file.")] = None,
     as_json: JsonOption = False,

@@ -8,21 +8,24 @@ from recompute.errors import PlanError
 from recompute.policy.document import nearest, show
 from recompute.profiling.cost_table import Choice, Profile, RegionCosts
 
-ALLOWED = ("keep", "hook", "kernel", "checkpoint", "offload")
-"""The ways that a plan may be restricted to. All but "kernel" leave gradients the same, bit for bit.
+COMPRESS = "compress"
+ALLOWED = ("keep", "hook", "kernel", "checkpoint", "offload", COMPRESS)
+"""The ways that a plan may be restricted to. All but "kernel" and "compress" leave gradients the same, bit for bit.
 
-"offload" is beside another one, of which a region's rule offloads what it holds; or alone, where it holds everything.
+"compress" is beside "hook" or "kernel", and is used only where it is named: what it holds has 8 bits. "offload" is
+beside another one, of which a region's rule offloads what it holds; or alone, where it holds everything.
 """
 
 
 def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
     """The profile without the choices that are not allowed; a region that has no other keeps its first.
 
+    allowed: None for all but "compress".
     Raises ``PlanError`` for a word that is none of ``ALLOWED``.
     """
-    if allowed is None:
-        return profile
     check_allowed(allowed)
+    if allowed is None:
+        allowed = [word for word in ALLOWED if word != COMPRESS]
 
     def of(region: RegionCosts) -> RegionCosts:
         left = [choice for choice in region.choices if ways_of(choice).issubset(allowed)]
@@ -37,7 +40,7 @@ def ways_of(choice: Choice) -> frozenset[str]:
     way = rule["action"]
     if way == "recompute":
         way = "hook" if rule.get("via") == "hook" else "kernel"
-    return frozenset([way, "offload"] if rule.get("offload") else [way])
+    return frozenset([way, *(beside for beside in ("offload", COMPRESS) if rule.get(beside))])
 
 
 def check_allowed(allowed: Collection[str] | None) -> None:

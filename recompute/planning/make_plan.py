@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from recompute.errors import PlanError
 from recompute.estimation.gpus import Gpu
-from recompute.planning.allowed_ways import check_allowed, only_allowed
+from recompute.planning.allowed_ways import COMPRESS, check_allowed, only_allowed
 from recompute.planning.microbatches import check_microbatches, with_microbatches
 from recompute.planning.plan import Plan, solve_plan, with_frontier
 from recompute.policy.document import show
@@ -54,10 +54,11 @@ def plan(
         keeps. With more than 1, nothing is offloaded.
     budget: for the whole step, with parameters, gradients and optimizer states: a number of bytes, "40GiB", "40GB", or
         "80%" of the device.
-    allowed: which of "keep" (as it is), "hook", "kernel", "checkpoint" and "offload" a region may run by; all of them
-        unless given. With "offload", what a region holds by one of the others may leave the device; "offload" without
-        another one is a region that holds everything. It needs a profile that knows the device's link to its host. A
-        region that has none of them stays as it is.
+    allowed: which of "keep" (as it is), "hook", "kernel", "checkpoint", "offload" and "compress" a region may run by;
+        all but the last unless given. A region that has none of them stays as it is. With "offload", what a region
+        holds by one of the others may leave the device; "offload" without another one is a region that holds
+        everything. It needs a profile that knows the device's link to its host. With "compress", hooks and kernels may
+        hold codes of 8 bits: gradients are not exact. It needs a profile that was made with ``compress=True``.
     frontier: solve for other budgets as well.
     verify: if the plan's peak is over the budget when it runs, or off by more than 2%, correct the profile and plan
         again.
@@ -97,7 +98,7 @@ def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **o
     from recompute.profiling.profile_model import profile  # which imports torch
 
     kernels = None if allowed is None or "kernel" in allowed else False
-    return profile(model, batch, kernels=kernels, **options)
+    return profile(model, batch, kernels=kernels, compress=COMPRESS in (allowed or ()), **options)
 
 
 def check_request(budget: str | int, allowed: Collection[str] | None) -> None:

@@ -46,15 +46,21 @@ def rerunning_rule(via: str) -> dict[str, Any]:
     return {**recomputing_rule(via), "rerun": [family for family in FAMILIES if family in REPEATABLE], "price": 0.0}
 
 
-def candidates_of(by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None) -> list[Candidate]:
-    """The ways to run a region whose ops these plans list."""
+def candidates_of(
+    by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None, *, compress: bool = False
+) -> list[Candidate]:
+    """The ways to run a region whose ops these plans list. compress: also those that hold what they can in 8 bits."""
     plain = _Point(None, _saved_nbytes(by_hooks), 0.0)
     cheap = _cheap(by_hooks)
     found = [Candidate(KEEP, None, plain.held_nbytes), Candidate(HOOK, cheap.rule, cheap.held_nbytes)]
+    if compress:
+        found.append(_in_8_bits(HOOK, cheap))
     found += _further(by_hooks, HOOK, HOOK, (plain, cheap))
     if via_kernels is not None:  # kernels hold what they save themselves, and drop nothing else
         plain = _Point(recomputing_rule(via_kernels), _saved_nbytes(by_kernels), 0.0)
         found.append(Candidate(KERNEL, plain.rule, plain.held_nbytes))
+        if compress:
+            found.append(_in_8_bits(KERNEL, plain))
         found += _further(by_kernels, via_kernels, KERNEL, (plain,))
     if by_hooks is not None and any(facts(step.op).family == "attention" for step in by_hooks.steps if step.is_costly):
         found.append(Candidate(f"{CHECKPOINT}, attention kept", {"action": "checkpoint", "keep": ["attention"]}, 1))
@@ -74,6 +80,11 @@ class _Point(NamedTuple):
     rule: Mapping[str, Any] | None
     held_nbytes: int
     rerun_seconds: float
+
+
+def _in_8_bits(how: str, exact: _Point) -> Candidate:
+    """The same way, with codes of 8 bits in the places of what bears them: about half of what it holds."""
+    return Candidate(f"{how}, in 8 bits", {**(exact.rule or {}), "compress": True}, exact.held_nbytes // 2)
 
 
 def _cheap(plan: SavePlan | None) -> _Point:

@@ -49,6 +49,7 @@ def measure_regions(
     steps: int,
     progress: Progress | None,
     may_offload: bool = False,
+    compress: bool = False,
 ) -> dict[str, Any]:
     """The fields of a profile that steps of ``run`` measure.
 
@@ -57,7 +58,7 @@ def measure_regions(
     report = progress or _silent
     report("looking at what runs", 0, 0)
     with _complains_of_memory(run.model):
-        layout = discover_layout(run, match, kernels=kernels)
+        layout = discover_layout(run, match, kernels=kernels, compress=compress)
     measuring = _RegionMeasurer(run, layout, steps, report, may_offload)
     static_nbytes = measuring.run_base()
     measuring.run_all()

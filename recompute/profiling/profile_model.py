@@ -29,6 +29,7 @@ def profile(
     optimizer: OptimizerFactory | None = None,
     match: str | Sequence[str] | None = None,
     kernels: bool | None = None,
+    compress: bool = False,
     device: str | Gpu | None = None,
     sharding: str = "none",
     devices: int = 1,
@@ -57,6 +58,7 @@ def profile(
     optimizer: makes one of a list of parameters; by default ``torch.optim.AdamW``. Its step is part of the profile.
     match: globs over the paths of the modules to choose for; by default the outermost layers and blocks.
     kernels: whether to consider them; by default on CUDA alone.
+    compress: whether to consider ways that hold codes of 8 bits, too, whose gradients are not exact.
     device: a GPU that is not here ("H200"; see ``recompute.estimation.gpus``). Nothing is measured then: the time of
         each op is calculated from its arithmetic and its traffic there, and bytes are those of tensors without values.
         The profile's ``source`` says so.
@@ -74,7 +76,8 @@ def profile(
         raise ValueError(f"expected at least 1 step to time; got steps={steps}")
     if device is not None:
         offered = kernels is None or kernels
-        options: dict[str, Any] = {"match": match, "kernels": offered, "sharding": sharding, "devices": devices}
+        options: dict[str, Any] = {"match": match, "kernels": offered, "compress": compress}
+        options |= {"sharding": sharding, "devices": devices}
         return roofline(model, batch, device, loss=loss, optimizer=optimizer, progress=progress, **options)
     sharding = check_sharding(sharding, devices)
     if sharding != "none":
@@ -86,7 +89,7 @@ def profile(
         on_cuda = run.device.type == "cuda"
         link = measure_link(run.device)
         kernels = on_cuda if kernels is None else kernels
-        table = measure_regions(run, match, kernels, steps, progress, link is not None)
+        table = measure_regions(run, match, kernels, steps, progress, link is not None, compress)
         return Profile(
             model=describe(model, named(batch)),
             machine=counters.describe_machine(run.device),

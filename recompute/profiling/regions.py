@@ -88,10 +88,13 @@ def _around(path: str) -> Iterator[str]:
         yield path
 
 
-def discover_layout(run: DryRun, match: str | Sequence[str] | None, *, kernels: bool) -> StepLayout:
+def discover_layout(
+    run: DryRun, match: str | Sequence[str] | None, *, kernels: bool, compress: bool = False
+) -> StepLayout:
     """Run forward with all regions under the policy that holds least, to see their order and what each of them runs.
 
     kernels: whether to offer kernels where they can stand in, on whatever device.
+    compress: whether to offer ways that hold codes of 8 bits.
 
     Warns with ``PolicyWarning`` of modules that do not run exactly once. They count as part of what is around them.
     """
@@ -115,7 +118,8 @@ def discover_layout(run: DryRun, match: str | Sequence[str] | None, *, kernels: 
         if key not in kinds:
             alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
             last = alike[-1]  # not the first one, which has other neighbours than the rest
-            candidates = candidates_of(by_hooks.get(last), by_kernels.get(last), run.via if last in stand_ins else None)
+            via_kernels = run.via if last in stand_ins else None
+            candidates = candidates_of(by_hooks.get(last), by_kernels.get(last), via_kernels, compress=compress)
             kinds[key] = RegionKind(base_of(module).__name__, candidates)
         found.append(kinds[key])
     name = type(run.model).__name__

@@ -52,6 +52,7 @@ def roofline(
     optimizer: OptimizerFactory | None = None,
     match: str | Sequence[str] | None = None,
     kernels: bool = True,
+    compress: bool = False,
     sharding: str = "none",
     devices: int = 1,
     progress: Progress | None = None,
@@ -60,10 +61,12 @@ def roofline(
 
     Each op takes the time of its arithmetic at 0.75 of the device's peak, or that of its traffic at 0.85 of the
     memory's bandwidth, whichever is longer. Copies to the host and back take theirs at 0.75 of the link's bandwidth.
-    Launching an op takes no time here, so a small model is slower than its profile says. Bytes are counted on fake
+    Launching an op takes no time here, so a small model is slower than its profile says. Nor does making codes of 8
+    bits, or reading them. Bytes are counted on fake
     tensors, for the kernels that torch chooses on CUDA. The model is left as it is, and may be on ``meta``. The
     profile's ``source`` is "roofline".
 
+    compress: as ``recompute.profile`` takes it.
     optimizer: makes an optimizer of a list of parameters; by default ``torch.optim.AdamW``. Where it leaves ``foreach``
         open, that is on, as torch chooses on CUDA.
     sharding, devices: as ``recompute.estimate`` takes them. Bytes are then those of one device. Communication between
@@ -86,7 +89,7 @@ def roofline(
         costs = _optimizer_costs(optimizer or AdamW, partial(shards.updated, trained), gpu)
         idle: Any = _NoOptimizer(trained)
         run = _FakeDryRun(fake, args, kwargs, loss, idle, figures=gpu, share=shards.share)
-        table = _table(run, match, kernels, progress, gpu.link is not None)
+        table = _table(run, match, kernels, progress, gpu.link is not None, compress)
         static_nbytes = shards.parameter_nbytes + nbytes_of(list(fake.buffers())) + costs.state_nbytes
         static_nbytes += table["microbatch_nbytes"]
     table["regions"] = shards.with_buffers(table["regions"])
@@ -120,7 +123,12 @@ def _where(gpu: Gpu, sharding: str, devices: int) -> str:
 
 
 def _table(
-    run: DryRun, match: str | Sequence[str] | None, kernels: bool, progress: Progress | None, may_offload: bool
+    run: DryRun,
+    match: str | Sequence[str] | None,
+    kernels: bool,
+    progress: Progress | None,
+    may_offload: bool,
+    compress: bool,
 ) -> dict[str, Any]:
     """The fields of a profile that training steps measure. Of layers that are alike, only a few run."""
     if progress is not None:
@@ -128,7 +136,7 @@ def _table(
     repeated = representative(run, match)
     layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
     with shortened(repeated):
-        table = measure_regions(run, match, kernels, 1, progress, may_offload)
+        table = measure_regions(run, match, kernels, 1, progress, may_offload, compress)
     return {**table, "places": tuple(continued(table["places"], repeated, layers))}
 
 

@@ -182,6 +182,20 @@ def test_only_what_is_allowed_is_chosen_from(allowed: Any, names: list[list[str]
     assert [[choice.name for choice in region.choices] for region in profile.regions] == names
 
 
+def test_codes_of_8_bits_are_chosen_only_where_they_are_named() -> None:
+    """Their gradients are not exact."""
+    exact, lossy = tables.HOOK, {**tables.HOOK, "compress": True}
+    rules = {"hook": exact, "hook, in 8 bits": lossy, "both": {**lossy, "offload": True}}
+    held = {"hook": 50, "hook, in 8 bits": 30, "both": 10}
+    region = tables.region("r", *(tables.choice(name, rule, 1.0, held[name], 60, 60) for name, rule in rules.items()))
+    profile = tables.profile([region], [Place(path="r", region=0)])
+    names = {
+        allowed: [choice.name for choice in only_allowed(profile, allowed).regions[0].choices]
+        for allowed in (None, ("hook", "offload"), ("hook", "compress"), ("hook", "compress", "offload"))
+    }
+    assert list(names.values()) == [["hook"], ["hook"], ["hook", "hook, in 8 bits"], [*rules]]
+
+
 def test_via_auto_counts_as_a_kernel() -> None:
     rules = [{"action": "recompute"}, {"action": "recompute", "via": "auto"}, {"action": "keep"}]
     region = tables.region("r", *(tables.choice(str(i), rule, 1.0, 1, 1, 1) for i, rule in enumerate(rules)))

@@ -84,6 +84,20 @@ def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> N
         assert predicted_peak(profile, choices) == measured_peak(profile, model, ids, choices, loss)
 
 
+@pytest.mark.parametrize("device", [None, "H200"])
+def test_ways_that_hold_8_bits_are_profiled_where_they_are_asked_for(device: str | None) -> None:
+    model, batch = models.make("llama", use_cache=False), models.batch("llama", size=4, length=64)
+    options: dict[str, Any] = {"steps": 1, "device": device, "kernels": False}
+    exact = {choice.name: choice for choice in choices_of(recompute.profile(model, batch, **options))[1]}
+    layer = {choice.name: choice for choice in choices_of(recompute.profile(model, batch, compress=True, **options))[1]}
+    assert layer.keys() - exact.keys() == {"hook, in 8 bits"}
+    assert layer["hook, in 8 bits"].held_nbytes < 0.9 * exact["hook"].held_nbytes
+    rule = {"match": "model.layers.*", **(layer["hook, in 8 bits"].rule or {})}
+    with recompute.apply(model, {"rules": [rule]}) as handle:
+        model(**batch).loss.backward()
+    assert "8 bits" in handle.explain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", [True, False])
 def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
