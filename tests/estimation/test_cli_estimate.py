@@ -36,6 +36,7 @@ def test_prints_tables(config: Path) -> None:
     assert "Peak: " in output
 
 
+@pytest.mark.slow
 def test_microbatches_in_flight_are_counted(config: Path) -> None:
     flags = ("--config", config, "--seq-len", 32, "--json")
     held = []

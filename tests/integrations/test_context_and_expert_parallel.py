@@ -58,6 +58,7 @@ def assert_as_without(name: str, found: Any, plain: Any) -> None:
         assert found.collectives[1] == plain.collectives[1]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_the_whole_sequence(two_processes: TwoProcesses) -> None:
     """The ring of attention does on the CPU what it should, without a policy."""
     first, second = sequence(two_processes, None)

@@ -12,6 +12,7 @@ import models
 import pytest
 import tiny
 import torch
+from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -84,6 +85,7 @@ def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> N
         assert predicted_peak(profile, choices) == measured_peak(profile, model, ids, choices, loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [None, "H200"])
 def test_ways_that_hold_8_bits_are_profiled_where_they_are_asked_for(device: str | None) -> None:
     model, batch = models.make("llama", use_cache=False), models.batch("llama", size=4, length=64)
@@ -276,7 +278,7 @@ def test_progress_is_told() -> None:
     assert told[-1][1] == told[-1][2] == len(done)
 
 
-@pytest.mark.parametrize(("slow_seconds", "steps_of_a_job"), [(float("inf"), 2 + 1 + 2 * 3), (-1.0, 2 + 1 + 2)])
+@pytest.mark.parametrize(("slow_seconds", "steps_of_a_job"), [(-1.0, 2 + 1 + 2), *slow((float("inf"), 2 + 1 + 2 * 3))])
 def test_fewer_steps_are_timed_where_they_are_long(
     monkeypatch: pytest.MonkeyPatch, slow_seconds: float, steps_of_a_job: int
 ) -> None:
