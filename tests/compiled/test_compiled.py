@@ -98,7 +98,6 @@ NEIGHBOURS = {  # of which one gives to the next what comes back
     by_default(
         {**{name: POLICIES[name] for name in ("hooks", "checkpoint but attention")}, **NEIGHBOURS},
         "hooks",
-        "norms before a checkpoint",
     ),
 )
 def test_no_more_is_held_than_in_eager_code_and_no_more_gemms_run_again(policy: dict[str, Any]) -> None:
@@ -336,6 +335,7 @@ def points(via: str) -> tuple[Point, ...]:
     return frontier(plan)
 
 
+@pytest.mark.slow
 def test_each_price_holds_what_it_holds_in_eager_code() -> None:
     found = []
     for point in points("hook")[::2]:

@@ -302,6 +302,7 @@ def test_memory_is_released_by_reference_count(way: dict[str, Any]) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_an_estimate_knows_of_it() -> None:
     batch = {"batch_size": 2, "seq_len": 64}
     config = make("llama")

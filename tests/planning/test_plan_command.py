@@ -136,6 +136,7 @@ def test_a_bad_profile_is_told_by_file_and_line(tmp_path: Path) -> None:
     assert run("--budget", "1GiB")[0] == 2
 
 
+@pytest.mark.slow
 def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "profile.json"
     code, printed, told = run("--model", tiny, *SMALL, "--budget", "1GiB", "--json", "--save-profile", saved)

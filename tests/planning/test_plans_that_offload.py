@@ -275,6 +275,7 @@ def linked() -> Linked:
         return Linked(model, recompute.profile(model, IDS, loss=loss, steps=1))
 
 
+@pytest.mark.slow
 def test_a_plan_that_offloads_runs_and_its_peak_is_as_predicted(linked: Linked) -> None:
     """Times are measured, so what is chosen may differ. But it offloads, since nothing else is allowed."""
     most = predict(linked.profile, (0,) * len(linked.profile.places)).peak_nbytes

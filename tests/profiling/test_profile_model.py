@@ -173,6 +173,7 @@ def test_every_choice_is_unique_and_the_rule_of_a_policy() -> None:
     assert profile.capacity_nbytes is None
 
 
+@pytest.mark.slow
 def test_a_profile_is_what_it_is_after_a_round_trip(tmp_path: Path) -> None:
     profile = profiled(2)
     profile.save(tmp_path / "profile.json")
@@ -262,6 +263,7 @@ def test_the_model_is_afterwards_what_it_was(fails_at: int | None) -> None:
     assert_same_state(state_of(model), before)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_no_numbers_change_no_weight() -> None:
     model, ids, _ = decoder_and_loss(2)
     before = state_of(model)
