@@ -89,6 +89,7 @@ CONFIG = AblationConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(tmp_path: Path) -> None:
     quiet: Any = {"progress": lambda *_: None, "command": "recompute ablate"}
     rows = {(row.policy, row.sequence_length): row for row in run_ablation.run(CONFIG, tmp_path, **quiet)}

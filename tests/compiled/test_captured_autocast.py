@@ -203,7 +203,7 @@ def test_a_region_holds_no_cast_of_a_weight() -> None:
     assert captured <= taped
 
 
-@pytest.mark.parametrize("policy", ["elementwise", "full", "hook", "auto"])
+@pytest.mark.parametrize("policy", by_default(["elementwise", "full", "hook", "auto"], "elementwise"))
 @pytest.mark.parametrize("name", by_default(["llama", "gpt2", "mixtral"], "llama"))
 def test_whole_models_train_as_without_a_policy(name: str, policy: str) -> None:
     def trained(model: nn.Module) -> list[Any]:

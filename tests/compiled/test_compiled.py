@@ -481,6 +481,7 @@ def test_layers_of_hugging_face_compile_under_a_preset(name: str, preset: str) -
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     by_default({"hooks": "elementwise", "kernels": rules(rule("*Layer", "recompute", via="kernel"))}, "kernels"),

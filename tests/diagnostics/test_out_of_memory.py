@@ -103,6 +103,7 @@ def test_it_says_who_holds_what_and_what_each_rule_frees(
     assert freed == sorted(freed, reverse=True)
 
 
+@pytest.mark.slow
 def test_it_names_offloading_where_nothing_else_frees_as_much(caplog: pytest.LogCaptureFixture) -> None:
     """Of these layers there is nothing to run again: each holds its output alone, which the next one is given."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)))

@@ -140,6 +140,7 @@ def test_small_models_at_long_sequence_and_large_ones_get_different_advice() -> 
     assert large.advice[0].what.startswith("the optimizer's states")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "tied"),
     [

@@ -58,6 +58,7 @@ def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.d
     assert by_kernels.frames == by_hooks.frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"rerun": "gemm"}], ids=["kernels alone", "on a tape"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 def test_it_is_so_of_whole_layers(name: str, options: dict[str, Any]) -> None:

@@ -308,6 +308,7 @@ def test_a_norms_output_that_a_linear_saves_is_dropped() -> None:
     torch.testing.assert_close(gradients(model, x), gradients(plain, x))
 
 
+@pytest.mark.slow
 def test_a_block_on_a_tape_has_its_norms_computed_by_kernels() -> None:
     """And holds what it holds by hooks. These layers are not taken as a whole: no kernel computes their activation."""
     batch, counts, kept, outcomes = batch_of("gpt2"), {}, {}, {}
