@@ -34,33 +34,23 @@ import recompute
 from recompute import counters
 from recompute.units import humanize
 
+
+def llama(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        tie_word_embeddings=tied,
+    )
+
+
 MODELS = {
-    "Llama 3.2 1B": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    ),
-    "Llama 3.2 3B": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    ),
-    "Llama 3 8B": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
+    "Llama 3.2 1B": llama(2048, 8192, 16, 32, tied=True),
+    "Llama 3.2 3B": llama(3072, 8192, 28, 24, tied=True),
+    "Llama 3 8B": llama(4096, 14_336, 32, 32),
     "Qwen 3 32B": Qwen3Config(
         vocab_size=151_936,
         hidden_size=5120,
@@ -70,14 +60,7 @@ MODELS = {
         num_key_value_heads=8,
         head_dim=128,
     ),
-    "Llama 3 70B": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    ),
+    "Llama 3 70B": llama(8192, 28_672, 80, 64),
 }
 SHARDINGS = (("none", 1), ("zero1", 8), ("fsdp2", 8), ("fsdp2", 64))
 POLICIES = ("none", "elementwise", "full")

@@ -33,9 +33,6 @@ class Autocast:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Autocast) and (self._devices, self._caches) == (other._devices, other._caches)
 
-    def __hash__(self) -> int:
-        return hash((tuple(self._devices), self._caches))
-
     @property
     def is_known(self) -> bool:
         """Whether it is on for one of the devices that this knows."""

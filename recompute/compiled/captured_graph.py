@@ -204,13 +204,12 @@ class CapturedGraph:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
         region = _running.region
         assert region is not None
-        numerics, autocast = Numerics(), autocast_in_force()
-        cached = () if autocast is None else autocast.cached(given)
-        program = _fitting(self._programs, region, numerics, autocast, cached)
+        around = _Surroundings.of(given)
+        program = _fitting(self._programs, region, around)
         if program is None and not self.has_failed and region.recording is not None:
-            program = self._known(region, given, numerics, autocast, cached)
+            program = self._known(region, given, around)
             if program is None:
-                return self._observe(region, given, region.recording, autocast)
+                return self._observe(region, given, region.recording, around.autocast)
         if program is None:
             _running.waits = self._is_observed()
             raise Refusal
@@ -230,7 +229,7 @@ class CapturedGraph:
             region.statistics,
             given,
             casts,
-            numerics,
+            around.numerics,
             region.count_replay,
             is_checkpoint=region.is_checkpoint,
             has_plan=region.has_tape,
@@ -238,16 +237,9 @@ class CapturedGraph:
         inputs = (*given, *casts) if casts else given
         return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
 
-    def _known(
-        self,
-        region: GraphCaller,
-        given: Sequence[Any],
-        numerics: Numerics,
-        autocast: Autocast | None,
-        cached: tuple[int, ...],
-    ) -> Program | None:
+    def _known(self, region: GraphCaller, given: Sequence[Any], around: _Surroundings) -> Program | None:
         """The program that was made of the same graph in an equal region."""
-        program = _fitting(self._cached.programs.get(self._key(given), ()), region, numerics, autocast, cached)
+        program = _fitting(self._cached.programs.get(self._key(given), ()), region, around)
         if program is not None:
             self._programs.append(program)
         return program
@@ -345,23 +337,28 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
             runner = getattr(runner, "inner", None)
 
 
-def _fitting(
-    programs: Iterable[Program],
-    region: GraphCaller,
-    numerics: Numerics,
-    autocast: Autocast | None,
-    cached: tuple[int, ...],
-) -> Program | None:
+class _Surroundings(NamedTuple):
+    """The settings of torch under which a graph is called."""
+
+    numerics: Numerics
+    autocast: Autocast | None
+    cached: tuple[int, ...]
+    """The positions of the inputs that autocast casts but once."""
+
+    @staticmethod
+    def of(given: Sequence[Any]) -> _Surroundings:
+        autocast = autocast_in_force()
+        return _Surroundings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
+
+    def are_those_of(self, program: Program) -> bool:
+        return (
+            self.numerics.are(program.numerics) and self.autocast == program.autocast and self.cached == program.cached
+        )
+
+
+def _fitting(programs: Iterable[Program], region: GraphCaller, around: _Surroundings) -> Program | None:
     """The program that does what the region's own frames do, and that was made under the same settings of torch."""
-    for program in programs:
-        if (
-            region.can_run(program)
-            and numerics.are(program.numerics)
-            and autocast == program.autocast
-            and cached == program.cached
-        ):
-            return program
-    return None
+    return next((each for each in programs if region.can_run(each) and around.are_those_of(each)), None)
 
 
 def _kind(value: Any) -> Hashable:
