@@ -400,7 +400,9 @@ def _tiles(is_forward: bool, hidden: int, nbytes: int, device: torch.device, is_
     rows, warps, stages, programs = table[width]
     columns = WIDE_BLOCK if width == WIDE else max(64, 1 << max(hidden - 1, 0).bit_length())
     room = _shared_memory(device) // max(programs, 1) - 4096  # beside the tiles: a few numbers a row, what CUDA takes
-    stages = min(stages, 1 + room // (rows * columns * nbytes))
+    # One stage needs no buffer but registers. In loops over columns Triton may give each stage one.
+    buffers = room // (rows * columns * nbytes)
+    stages = min(stages, max(1, buffers) if width == WIDE else 1 + buffers)
     constants = {"BLOCK_H": columns, "STAGES": stages, "num_warps": warps}
     return _Tiles(width == WIDE, rows, columns, programs * launch.multiprocessors(device), constants)
 

@@ -274,12 +274,7 @@ class CapturedRegion:
         cache = self._cache
         if self._untaped is not None:
             self._frames += 1
-            if (
-                cache is None
-                or self._frames <= WARMUP_FRAMES
-                or self._recordings >= MAX_FAILURES
-                or not is_undisturbed()
-            ):
+            if cache is None or self._frames <= WARMUP_FRAMES or self._recordings >= MAX_GRAPHS or not is_undisturbed():
                 return self._untaped(function, args, kwargs)
             if self.is_checkpoint:
                 return self._checkpoint_by_tape(cache, function, args, kwargs)
@@ -314,7 +309,7 @@ class CapturedRegion:
     def _checkpoint_by_tape(self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         assert self._untaped is not None
         if any(runner.statistics is not self.statistics for runner in runners_in(function, args)):
-            self._refusal, self._recordings = "modules inside of it have rules of their own", MAX_FAILURES
+            self._refusal, self._recordings = "modules inside of it have rules of their own", MAX_GRAPHS
             return self._untaped(function, args, kwargs)
         result = self._by_recording_tape(cache, function, args, kwargs, None)
         if (plan := self.tape.plan) is not None:
@@ -324,7 +319,7 @@ class CapturedRegion:
             if sum(known.nbytes for known in made) > LARGEST_COPY:
                 reasons = [plan.steps[known.step].reason for known in made if known.step is not None]
                 self._refusal = f"a checkpoint holds less: {next(filter(None, reasons), 'some ops do not run again')}"
-                self.recording, self._recordings = None, MAX_FAILURES
+                self.recording, self._recordings = None, MAX_GRAPHS
         return result
 
     def _kernels_by_tape(

@@ -78,15 +78,17 @@ def deterministic(on_cuda: bool) -> Iterator[None]:
     if not on_cuda:
         yield
         return
-    before = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    before = torch.get_deterministic_debug_mode(), torch._C._get_cudnn_benchmark()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic algorithms require it
     torch.use_deterministic_algorithms(True)  # cuDNN's attention ignores this if warn_only is set
-    torch.backends.cudnn.benchmark = False  # otherwise two runs may choose different algorithms
+    # Otherwise two runs may choose different algorithms. ``torch.backends.cudnn`` refuses to be set once a library has
+    # frozen its flags, as torch's own testing tools do.
+    torch._C._set_cudnn_benchmark(False)
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(before[0])
-        torch.backends.cudnn.benchmark = before[1]
+        torch._C._set_cudnn_benchmark(before[1])
         if workspace is None:
             del os.environ["CUBLAS_WORKSPACE_CONFIG"]
