@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
+from recompute.engine.cut.byte_limit import best_cut
+from recompute.engine.cut.minimum_cut import Op, Value
 from recompute.engine.cut.ops import Kind, OpFacts, seconds
 from recompute.engine.dtensors import local_of
 from recompute.engine.tape.op_arguments import at
@@ -51,10 +52,10 @@ class RegionPartitioner:
     Values and ops are numbered in the order in which they come.
     """
 
-    def __init__(self, graph: Graph | None, price: float):
-        """graph: the one that AOTAutograd makes; None in the first run. price: the bytes that a second is worth."""
+    def __init__(self, graph: Graph | None, price: float, hold: int | None):
+        """graph: the one that AOTAutograd makes; None in the first run. price, hold: those of an ``OpPolicy``."""
         self._graph = graph
-        self._price = price
+        self._price, self._hold = price, hold
         self._values: list[Value] = []
         self._ops: list[Op] = []
         self._calls: list[_Call] = []
@@ -130,7 +131,7 @@ class RegionPartitioner:
         if demanded is None:
             return None
         values = [value._replace(demanded=number in demanded) for number, value in enumerate(self._values)]
-        cut = minimum_cut(values, self._ops, self._price)
+        cut = best_cut(values, self._ops, self._price, self._hold)
         rerun = cut.rerun.union(self._derived(cut.kept))
         nodes: list[Node] = []
         for index, call in enumerate(self._calls):

@@ -144,7 +144,8 @@ def _region_mode(mode: Any) -> type:
             self.partitioner, proxies = None, get_proxy_mode()
             graph = None if proxies is None else proxies.tracer.graph
             if is_outermost and self.op_policy.mechanism is Mechanism.TAPE:
-                self.partitioner = _Tracing.partitioner = RegionPartitioner(graph, self.op_policy.price)
+                limits = self.op_policy.price, self.op_policy.hold
+                self.partitioner = _Tracing.partitioner = RegionPartitioner(graph, *limits)
             self.graph = graph if is_outermost and self.op_policy.mechanism is not Mechanism.KEEP else None
             self.start = 0 if graph is None else len(graph.nodes)
             self.sees_saves = proxies is None and _Tracing.partitioner is not None
@@ -173,7 +174,7 @@ def _region_mode(mode: Any) -> type:
             saved = None
             if partitioner is not None:
                 saved = partitioner.nodes_to_save()
-                if saved is None and self.op_policy.price > PRICE:
+                if saved is None and (self.op_policy.price > PRICE or self.op_policy.hold is not None):
                     raise UnsupportedError(_SAVES_ARE_UNKNOWN)
             for node in saved or ():
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -203,8 +204,8 @@ def _unpack(packed: None) -> Tensor:
 
 
 _SAVES_ARE_UNKNOWN = (
-    "a rule with a price cannot be lowered here: AOTAutograd has not looked at the region before it traced it, or "
-    "has seen other ops in it then. Leave the price away (rerun and keep say which ops run again), or give what the "
+    "a rule with price or hold cannot be lowered here: AOTAutograd has not looked at the region before it traced it, "
+    "or has seen other ops in it then. Leave the key away (rerun and keep say which ops run again), or give what the "
     "rule governs to torch.compile by itself."
 )
 

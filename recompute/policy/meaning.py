@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from recompute.policy.rules import FAMILIES, MIN_BYTES, PRICE, Rule, Via
+from recompute.units import humanize
 
 REPEATABLE = frozenset(FAMILIES) - {"collective"}
 """The costly families whose ops a tape may run again. It never runs a collective again."""
@@ -77,6 +78,8 @@ class Meaning:
     """What is never dropped: costly families, names of ops ("aten.mm") and names given to ``recompute.keep``."""
     price: float = PRICE
     """The bytes that may be held to save a second of running ops again."""
+    hold: int | None = None
+    """The most bytes that a tape may hold, if ops that may run again can bring back the rest; None: the price says."""
     kernels: Kernels = Kernels.NEVER
     capture: bool = False
     """Whether a module that has run alike for some steps may go on as straight code."""
@@ -109,7 +112,7 @@ class Meaning:
 
         By itself a kernel saves what it was written to save. A tape is needed if the rule names ops to keep or rerun.
         """
-        return bool(self.rerun or self.keep or self.price != PRICE)
+        return bool(self.rerun or self.keep or self.price != PRICE or self.hold is not None)
 
 
 def meaning_of(rule: Rule) -> Meaning:
@@ -144,6 +147,7 @@ def meaning_of(rule: Rule) -> Meaning:
         frozenset(rule.rerun),
         keep,
         rule.price,
+        rule.hold,
         _KERNELS[rule.via],
         # Captured code holds its values as they are, and a tile's backward calls autograd.
         rule.capture and not rule.compress and rule.tile is None,
@@ -167,6 +171,8 @@ def _note(rule: Rule) -> str:
         note += f" and {', '.join(rule.rerun)}"
     if rule.price != PRICE:
         note += f", at {rule.price:.3g} bytes a second"
+    if rule.hold is not None:
+        note += f", so that at most {humanize(rule.hold)} are held"
     note = f"{note}; {', '.join(rule.keep)} kept" if rule.keep else note
     note = f"{note}; {_COMPRESSED}" if rule.compress else note
     return f"{note}; {_note_of_offloading(rule)}" if rule.offload else note

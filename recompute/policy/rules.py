@@ -52,6 +52,7 @@ _BELONGS_TO = {
     "rerun": ("recompute",),
     "keep": ("recompute", "checkpoint"),
     "price": ("recompute",),
+    "hold": ("recompute",),
     "capture": ("recompute", "checkpoint"),
     "offload": ("recompute", "checkpoint", "compress"),
     "compress": ("recompute",),
@@ -180,6 +181,14 @@ def _size_or_none(value: object) -> int | None:
     return None if value is None else _size(value)
 
 
+def size_as_written(nbytes: int | None) -> int | str | None:
+    """Bytes as a policy file spells them: "400MiB" where that is exact."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes and nbytes % (1 << power) == 0:
+            return f"{nbytes >> power}{unit}"
+    return nbytes
+
+
 def _tokens_or_none(value: object) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
@@ -262,6 +271,9 @@ class Rule(BaseModel):
         (``engine.cut.ops``). The higher it is, the fewer ops run again; 0 holds the fewest bytes. The output of a GEMM
         in bfloat16 whose elements are sums of H products is kept at prices above 4e14 / H; at lower ones the GEMM runs
         again, if the rule lets it.
+    hold: in the place of a price, the most that ``recompute`` may hold of one forward of a module: a size such as
+        "400MiB", or bytes. Of what may run again, that runs again which gets there in about the least time. Where it
+        cannot get there, the fewest bytes are held.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
     compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that
@@ -290,6 +302,7 @@ class Rule(BaseModel):
     rerun: OneOrMore[Family] = ()
     keep: OneOrMore[Keepable] = ()
     price: Annotated[float, PlainValidator(_price)] = PRICE
+    hold: Annotated[int | None, PlainValidator(_size_or_none), PlainSerializer(size_as_written)] = None
     capture: bool = True
     compress: bool = False
     tile: Annotated[int | None, PlainValidator(_tokens_or_none)] = None
@@ -313,6 +326,7 @@ class Rule(BaseModel):
             rerun: Family | Sequence[Family] = (),
             keep: str | Sequence[str] = (),
             price: float = PRICE,
+            hold: int | str | None = None,
             capture: bool = True,
             compress: bool = False,
             tile: int | None = None,
@@ -324,7 +338,7 @@ class Rule(BaseModel):
             path: str | None = None,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep", "price", "capture", "compress", "tile", "offload")
+    @field_validator("via", "rerun", "keep", "price", "hold", "capture", "compress", "tile", "offload")
     @classmethod
     def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)
@@ -340,6 +354,13 @@ class Rule(BaseModel):
         if value != cls.model_fields[key].default and not offloads:
             raise ValueError(f"expected no {key!r} here: it belongs to action 'offload', or beside 'offload: true'")
         return value
+
+    @field_validator("hold")
+    @classmethod
+    def _in_place_of_a_price(cls, hold: int | None, info: ValidationInfo) -> int | None:
+        if hold is not None and info.data.get("price", PRICE) != PRICE:
+            raise ValueError("expected 'price' or 'hold', not both: each of them says how much runs again")
+        return hold
 
     @field_validator("tile")
     @classmethod

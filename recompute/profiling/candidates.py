@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from recompute.engine.cut.frontier import frontier
+from recompute.engine.cut.frontier import finer_frontier, frontier
 from recompute.engine.cut.ops import facts
 from recompute.engine.cut.save_plan import SavePlan, solve
 from recompute.policy.meaning import REPEATABLE
-from recompute.policy.rules import FAMILIES, PRICE
+from recompute.policy.rules import FAMILIES, PRICE, size_as_written
 from recompute.units import humanize
 
-_MOST_POINTS = 8  # of a frontier, hooks' or kernels'
+_MOST_POINTS = 8  # that prices give, of a frontier of hooks or of kernels
+# Of both frontiers together, once points are added that limits of bytes give. With 17 ways in all, a profile takes no
+# more steps than with the 15 that a Llama layer has by prices: one assignment for 32 layers, and four for 8.
+_MOST_FINER_POINTS = 12
 # Two points are not worth telling apart if they differ by less than this, in shares of the most that any point holds
 # and of the region's own seconds.
 _CLOSE = 0.03
@@ -50,18 +54,20 @@ def candidates_of(
     by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None, *, compress: bool = False
 ) -> list[Candidate]:
     """The ways to run a region whose ops these plans list. compress: also those that hold what they can in 8 bits."""
-    plain = _Point(None, _saved_nbytes(by_hooks), 0.0)
-    cheap = _cheap(by_hooks)
-    found = [Candidate(KEEP, None, plain.held_nbytes), Candidate(HOOK, cheap.rule, cheap.held_nbytes)]
-    if compress:
-        found.append(_in_8_bits(HOOK, cheap))
-    found += _further(by_hooks, HOOK, HOOK, (plain, cheap))
-    if via_kernels is not None:  # kernels hold what they save themselves, and drop nothing else
-        plain = _Point(recomputing_rule(via_kernels), _saved_nbytes(by_kernels), 0.0)
-        found.append(Candidate(KERNEL, plain.rule, plain.held_nbytes))
+    as_it_is, cheap = _Point(None, _saved_nbytes(by_hooks), 0.0), _cheap(by_hooks)
+    # Kernels hold what they save themselves, and drop nothing else.
+    plain = _Point(recomputing_rule(via_kernels or HOOK), _saved_nbytes(by_kernels), 0.0)
+    further = {HOOK: _Frontier(by_hooks, HOOK, (as_it_is, cheap))}
+    if via_kernels is not None:
+        further[KERNEL] = _Frontier(by_kernels, via_kernels, (plain,))
+    _thin(tuple(further.values()))
+    found = [Candidate(KEEP, None, as_it_is.held_nbytes)]
+    for how, frontier_of in further.items():
+        point = cheap if how == HOOK else plain
+        found.append(Candidate(how, point.rule, point.held_nbytes))
         if compress:
-            found.append(_in_8_bits(KERNEL, plain))
-        found += _further(by_kernels, via_kernels, KERNEL, (plain,))
+            found.append(_in_8_bits(how, point))
+        found += frontier_of.candidates(how)
     if by_hooks is not None and any(facts(step.op).family == "attention" for step in by_hooks.steps if step.is_costly):
         found.append(Candidate(f"{CHECKPOINT}, attention kept", {"action": "checkpoint", "keep": ["attention"]}, 1))
     found.append(Candidate(CHECKPOINT, {"action": "checkpoint"}, 0))
@@ -97,35 +103,62 @@ def _cheap(plan: SavePlan | None) -> _Point:
     return _Point(rule, least.kept_nbytes, sum(steps[index].seconds for index in least.rerun))
 
 
-def _further(plan: SavePlan | None, via: str, how: str, others: Sequence[_Point]) -> Iterator[Candidate]:
-    """The points of the plan's frontier that are not close to ``others``; if they are many, the most telling ones."""
-    if plan is None:
-        return
-    points = [
-        _Point({**rerunning_rule(via), "price": price}, held_nbytes, rerun_seconds)
-        for price, held_nbytes, rerun_seconds in frontier(plan)
-    ]
-    nbytes = max(point.held_nbytes for point in (*points, *others))
-    seconds = sum(step.seconds for step in plan.steps)
-    kept: list[_Point] = []
-    for point in reversed(points):  # of two that are close, the one that holds less is taken
-        if not any(_are_close(point, other, nbytes, seconds) for other in (*others, *kept)):
-            kept.append(point)
-    while len(kept) > _MOST_POINTS:
-        losses = [_area(*kept[index - 1 : index + 2]) for index in range(1, len(kept) - 1)]
-        del kept[1 + losses.index(min(losses))]
-    texts = Counter(humanize(point.held_nbytes) for point in kept)
-    for point in reversed(kept):  # no two points of a frontier hold the same number of bytes
-        text = humanize(point.held_nbytes)
-        exact = f"{point.held_nbytes:,} B" if texts[text] > 1 else text
-        yield Candidate(f"{how}, holding {exact}", point.rule, point.held_nbytes)
+class _Frontier:
+    """The further points of a plan that are worth measuring, each from the one that holds most."""
 
+    def __init__(self, plan: SavePlan | None, via: str, others: Sequence[_Point]) -> None:
+        """others: points that are measured in any case."""
+        fields = rerunning_rule(via)
+        by_price = () if plan is None else frontier(plan)
+        points = [_Point({**fields, "price": one.price}, one.held_nbytes, one.rerun_seconds) for one in by_price]
+        self._others = others
+        self._nbytes = max(point.held_nbytes for point in (*points, *others))
+        self._seconds = 0.0 if plan is None else sum(step.seconds for step in plan.steps)
+        self.points = self._apart(points, others)
+        """What prices give; if these points are many, the most telling ones."""
+        while len(self.points) > _MOST_POINTS:
+            losses = [_area(*self.points[index - 1 : index + 2]) for index in range(1, len(self.points) - 1)]
+            del self.points[1 + losses.index(min(losses))]
+        del fields["price"]
+        by_limit = () if plan is None else finer_frontier(plan)
+        finer = [
+            _Point({**fields, "hold": size_as_written(one.hold)}, one.held_nbytes, one.rerun_seconds)
+            for one in by_limit
+        ]
+        self.finer = self._apart(finer, (*others, *self.points))
+        """What limits of bytes give between them."""
 
-def _are_close(one: _Point, other: _Point, nbytes: int, seconds: float) -> bool:
-    return (
-        abs(one.held_nbytes - other.held_nbytes) <= _CLOSE * nbytes
-        and abs(one.rerun_seconds - other.rerun_seconds) <= _CLOSE * seconds
-    )
+    def _apart(self, points: Sequence[_Point], others: Sequence[_Point]) -> list[_Point]:
+        """The points that are close neither to others nor to each other. Of two, the one that holds less is taken."""
+        kept: list[_Point] = []
+        for point in reversed(points):
+            if not any(self._are_close(point, other) for other in (*others, *kept)):
+                kept.append(point)
+        return kept[::-1]
+
+    def _are_close(self, one: _Point, other: _Point) -> bool:
+        return (
+            abs(one.held_nbytes - other.held_nbytes) <= _CLOSE * self._nbytes
+            and abs(one.rerun_seconds - other.rerun_seconds) <= _CLOSE * self._seconds
+        )
+
+    def loss_without(self, point: _Point) -> float:
+        """What is lost without a point, in bytes times seconds.
+
+        A budget between it and the next one that holds more would be met by the next one that holds less.
+        """
+        points = (*self._others, *self.points, *self.finer)
+        more = [other.held_nbytes for other in points if other.held_nbytes > point.held_nbytes]
+        less = [other.rerun_seconds for other in points if other.held_nbytes < point.held_nbytes]
+        return (min(more) - point.held_nbytes) * (min(less) - point.rerun_seconds) if more and less else math.inf
+
+    def candidates(self, how: str) -> Iterator[Candidate]:
+        points = sorted((*self.points, *self.finer), key=lambda point: -point.held_nbytes)
+        texts = Counter(humanize(point.held_nbytes) for point in points)
+        for point in points:  # no two of them hold the same number of bytes
+            text = humanize(point.held_nbytes)
+            exact = f"{point.held_nbytes:,} B" if texts[text] > 1 else text
+            yield Candidate(f"{how}, holding {exact}", point.rule, point.held_nbytes)
 
 
 def _area(left: _Point, middle: _Point, right: _Point) -> float:
@@ -135,3 +168,17 @@ def _area(left: _Point, middle: _Point, right: _Point) -> float:
         for one, two in pairwise([left, middle, right])
     ]
     return abs(a * d - b * c)
+
+
+def _thin(frontiers: Sequence[_Frontier]) -> None:
+    """Take finer points away until all points together are few enough: always the one that is missed least.
+
+    Those of the first frontier go first. It is that of hooks: where kernels stand in, plans rarely choose hooks.
+    """
+    for one in frontiers:
+        while one.finer and sum(map(_size, frontiers)) > _MOST_FINER_POINTS:
+            one.finer.remove(min(one.finer, key=one.loss_without))
+
+
+def _size(one: _Frontier) -> int:
+    return len(one.points) + len(one.finer)

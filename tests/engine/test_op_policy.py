@@ -73,6 +73,7 @@ def test_rules_that_say_the_same_of_ops_share_one_policy() -> None:
     assert policy(action="recompute", via="kernel", capture=False) is RECOMPUTE
     assert policy(action="checkpoint", keep=["aten.silu"]) is ALL_BUT_SILU
     assert policy(action="recompute", price=2.0) is not policy(action="recompute", price=3.0)
+    assert policy(action="recompute", hold=2) is not policy(action="recompute", hold=3)
     assert policy(action="checkpoint") is not policy(
         action="recompute", rerun=["gemm", "convolution", "attention"], price=0.0
     )

@@ -48,6 +48,18 @@ TABLE: list[tuple[dict[str, Any], Meaning]] = [
             **RECOMPUTE,
         ),
     ),
+    (
+        {"action": "recompute", "via": "hook", "rerun": "gemm", "hold": "448MiB", "keep": "aten.mm"},
+        Meaning(
+            Mechanism.TAPE,
+            "cheap ops run again and gemm, so that at most 448.0 MiB are held; aten.mm kept",
+            frozenset(["gemm"]),
+            frozenset(["aten.mm"]),
+            hold=448 << 20,
+            capture=True,
+            **RECOMPUTE,
+        ),
+    ),
 ]
 
 
@@ -79,6 +91,7 @@ def test_a_tape_never_runs_a_collective_again_unless_a_rule_names_it() -> None:
         ({"action": "recompute", "rerun": "gemm"}, True, False, True),
         ({"action": "recompute", "keep": "attention"}, True, False, True),
         ({"action": "recompute", "price": 2 * PRICE}, True, False, True),
+        ({"action": "recompute", "hold": 0}, True, False, True),
     ],
 )
 def test_what_follows_from_a_meaning(fields: dict[str, Any], drops: bool, is_exact: bool, tapes_kernels: bool) -> None:

@@ -17,7 +17,7 @@ from recompute.policy.document import dump_document, load_document, parse_docume
 from recompute.policy.rules import Policy
 
 KEYS_OF_A_RULE = (
-    "match, type, layers, action, via, rerun, keep, price, capture, "
+    "match, type, layers, action, via, rerun, keep, price, hold, capture, "
     "compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path"
 )
 

@@ -55,6 +55,11 @@ def one_or_more(item):
     return item | st.lists(item, max_size=3)
 
 
+how_much = st.fixed_dictionaries({"price": st.floats(0, allow_infinity=False) | st.integers(0, 10**20)}) | (
+    st.fixed_dictionaries({"hold": st.none() | st.integers(0, 2**50) | number.map("{}MiB".format)})
+)
+
+
 @st.composite
 def rules(draw) -> Rule:
     action = draw(st.sampled_from(["keep", "recompute", "checkpoint"]))
@@ -68,7 +73,7 @@ def rules(draw) -> Rule:
         via=draw(st.sampled_from(["hook", "kernel", "auto"])) if action == "recompute" else "auto",
         rerun=rerun,
         keep=draw(one_or_more(keepable)) if action != "keep" else (),
-        price=draw(st.floats(0, allow_infinity=False) | st.integers(0, 10**20)) if action == "recompute" else PRICE,
+        **draw(how_much) if action == "recompute" else {},
         capture=draw(st.booleans()) or action == "keep",
     )
 
@@ -132,8 +137,8 @@ def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     assert (rule.match, rule.layers, rule.via, rule.rerun, rule.keep) == ((), None, "auto", (), ())
     assert repr(rule) == (
         "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=(), "
-        "price=1000000000.0, capture=True, compress=False, tile=None, offload=False, fraction=1.0, min_bytes=1048576, "
-        "max_host_bytes=None, to='host', path=None)"
+        "price=1000000000.0, hold=None, capture=True, compress=False, tile=None, offload=False, fraction=1.0, "
+        "min_bytes=1048576, max_host_bytes=None, to='host', path=None)"
     )
 
 
@@ -205,7 +210,7 @@ def test_the_wrong_item_of_a_list_of_layers_is_named():
 def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
     assert refusal_of(Rule, mach="**.mlp", action="keep") == (
         "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, "
-        "keep, price, capture, compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path"
+        "keep, price, hold, capture, compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path"
     )
 
 
@@ -349,6 +354,34 @@ def test_a_price_is_written_unless_it_is_the_default():
     policy = Policy(rules=[Rule(match="a", action="recompute", price=3.2e25)])
     assert policy.to_yaml().endswith("- match: a\n  action: recompute\n  price: 3.2e+25\n")
     assert "price" not in Policy(rules=[Rule(match="a", action="recompute", price=PRICE)]).to_yaml()
+
+
+def test_hold_is_a_size_and_is_written_as_people_write_it():
+    for spelling, nbytes, written in (
+        ("448MiB", 448 << 20, "448MiB"),
+        ("1.5 GiB", 1536 << 20, "1536MiB"),
+        (3 << 40, 3 << 40, "3072GiB"),
+        (1000, 1000, "1000"),
+        (0, 0, "0"),
+    ):
+        rule = Rule(match="a", action="recompute", hold=spelling)
+        assert rule.hold == nbytes
+        assert Policy(rules=[rule]).to_yaml().endswith(f"- match: a\n  action: recompute\n  hold: {written}\n")
+
+
+def test_what_is_no_size_cannot_be_held():
+    assert refusal_of(Rule, match="a", action="recompute", hold="much") == (
+        "Rule: hold: expected a size such as '40GiB', '512MiB' or '40GB', or whole bytes; found 'much'"
+    )
+    assert refusal_of(Rule, match="a", action="checkpoint", hold="1GiB") == (
+        "Rule: hold: expected no 'hold' beside action 'checkpoint': it belongs to action 'recompute'; found '1GiB'"
+    )
+
+
+def test_a_rule_says_a_price_or_what_to_hold_but_not_both():
+    assert refusal_of(Rule, match="a", action="recompute", price=0, hold="1GiB") == (
+        "Rule: hold: expected 'price' or 'hold', not both: each of them says how much runs again; found '1GiB'"
+    )
 
 
 def test_empty_lists_say_nothing_beside_any_action():

@@ -1,21 +1,12 @@
-"""The frontier of a region: each way to drop and regenerate that is best at some price of a second.
-
-A cut holds some bytes and takes some seconds to run ops again, so its cost is a straight line over the price. The
-cheapest cuts are the lower envelope of these lines: each is the cheapest one on an interval of prices. To find what
-lies between the cuts at two prices, solve the minimum cut at the price where these two cost the same. If it is one of
-them, there is nothing between them. If it is a third one, go on at both sides of that. This finds every point, with two
-minimum cuts for each, and without a grid of prices.
-"""
+"""The frontier of a region: what rules with one price or another hold there, and what rules with a limit do."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-from recompute.engine.cut.minimum_cut import Cut, Op, Value, minimum_cut
+from recompute.engine.cut.byte_limit import cuts_by_nbytes, nbytes_and_seconds
+from recompute.engine.cut.price_sweep import sweep
 from recompute.engine.cut.save_plan import SavePlan, tables
 
 
@@ -30,6 +21,15 @@ class Point(NamedTuple):
     """The time of running ops again, on the nominal accelerator of ``engine.cut.ops``."""
 
 
+class LimitPoint(NamedTuple):
+    """What a rule with ``hold`` holds in a region, and what it runs again there."""
+
+    hold: int
+    """In bytes. It is well inside of the interval of limits that give this point."""
+    held_nbytes: int
+    rerun_seconds: float
+
+
 def frontier(plan: SavePlan) -> tuple[Point, ...]:
     """The points of the region of ``plan``: from a high price, where it holds most, to 0, where it holds least.
 
@@ -37,87 +37,30 @@ def frontier(plan: SavePlan) -> tuple[Point, ...]:
     So have the plan made by a rule whose ``rerun`` lists all families in question. Its ``price`` does not matter.
     """
     values, ops = tables(plan.steps, plan.facts, plan.saves, plan.overwritten)
-    found = [(price, _line(values, ops, cut)) for price, cut in sweep(values, ops)]
-    return tuple(Point(price, line.nbytes, float(line.seconds)) for price, line in found)
+    return tuple(Point(price, *nbytes_and_seconds(values, ops, cut)) for price, cut in sweep(values, ops))
 
 
-def sweep(values: Sequence[Value], ops: Sequence[Op]) -> list[tuple[float, Cut]]:
-    """The cuts that are the cheapest at some price, each with such a price, from the highest price to 0.
+def finer_frontier(plan: SavePlan) -> tuple[LimitPoint, ...]:
+    """The points that limits of bytes give, from the one that holds most to the one that holds least.
 
-    The tables are those of ``minimum_cut``, which finds each cut again at its price. A cut is left out if the interval
-    on which it is the cheapest is narrower than a millionth of its price. Raises ValueError where ``minimum_cut`` does.
+    Points of ``frontier`` are among them. The plan is as ``frontier`` takes it. A point is left out if the next one
+    holds so little more that a limit between the two would be a matter of chance.
     """
-    lines = _hull(_lines(values, ops))
-    borders = [_border(*pair) for pair in pairwise(lines)]
-    found = []
-    for high, line, low in zip([None, *borders], lines, [*borders, None], strict=True):
-        price = 0.0 if low is None else _between(float(low), float(4 * low if high is None else high))
-        if minimum_cut(values, ops, price) == line.cut:  # rounding may make another one as cheap
-            found.append((price, line.cut))
-    return found
+    cuts = cuts_by_nbytes(*tables(plan.steps, plan.facts, plan.saves, plan.overwritten))
+    least_gap = _TELLING * cuts[0].nbytes
+    return tuple(
+        LimitPoint(_between(cut.nbytes, more.nbytes), cut.nbytes, cut.seconds)
+        for more, cut in pairwise(cuts)
+        if more.nbytes - cut.nbytes >= least_gap
+    )
 
 
-class _Line(NamedTuple):
-    """The cost of a cut over the price."""
-
-    cut: Cut
-    nbytes: int
-    seconds: Fraction
+_TELLING = 0.01  # of the most that a cut holds
 
 
-def _line(values: Sequence[Value], ops: Sequence[Op], cut: Cut) -> _Line:
-    nbytes = sum(values[index].nbytes or 0 for index in cut.kept if not values[index].alive)
-    return _Line(cut, nbytes, sum((Fraction(ops[index].seconds) for index in cut.rerun), Fraction()))
-
-
-def _border(left: _Line, right: _Line) -> Fraction:
-    """The price at which two cuts cost the same."""
-    return (left.nbytes - right.nbytes) / (right.seconds - left.seconds)
-
-
-def _lines(values: Sequence[Value], ops: Sequence[Op]) -> list[_Line]:
-    """The lines of all cuts that are the cheapest somewhere, in the order of their seconds.
-
-    There may be some among them that are nowhere the cheapest alone. A lower price never takes an op away. So a cut
-    between two others runs all ops again that the one does, and not all that the other does.
-    """
-    last = _line(values, ops, minimum_cut(values, ops, 0.0))
-    shortest = min((op.seconds for op in ops if op.may_rerun and op.seconds > 0), default=None)
-    if shortest is None:
-        return [last]
-    most = (1 + sum(value.nbytes or 0 for value in values)) / shortest  # at which nothing that takes time runs again
-    found, pending = [_line(values, ops, minimum_cut(values, ops, most))], [last]
-    while pending:
-        left, right = found[-1], pending[-1]
-        if _is_before(left, right):
-            between = _line(values, ops, minimum_cut(values, ops, float(_border(left, right))))
-            if _is_before(left, between) and _is_before(between, right):
-                pending.append(between)
-                continue
-            found.append(right)
-        pending.pop()
-    return found
-
-
-def _is_before(left: _Line, right: _Line) -> bool:
-    return left.seconds < right.seconds and left.nbytes > right.nbytes
-
-
-def _hull(lines: Sequence[_Line]) -> list[_Line]:
-    """Those that are the cheapest on an interval that is wide enough (``_NARROW``)."""
-    kept: list[_Line] = []
-    for line in lines:
-        while len(kept) > 1 and _border(*kept[-2:]) <= _border(kept[-1], line) * _NARROW:
-            kept.pop()
-        kept.append(line)
-    return kept
-
-
-_NARROW = 1 + Fraction(1, 10**6)
-
-
-def _between(low: float, high: float) -> float:
-    """About the geometric mean, rounded to the fewest digits with which it stays far from both ends."""
-    middle = math.sqrt(low * high)
-    rounded = [float(f"{middle:.{digits}e}") for digits in range(1, 16)]
-    return next((price for price in rounded if math.sqrt(low * middle) < price < math.sqrt(middle * high)), middle)
+def _between(low: int, high: int) -> int:
+    """About the mean of two numbers of bytes, a multiple of the largest power of two that is far from both."""
+    middle, unit = (low + high) // 2, 1
+    while low + (high - low) // 4 <= (middle // (2 * unit)) * 2 * unit:
+        unit *= 2
+    return middle // unit * unit

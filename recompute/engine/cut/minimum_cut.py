@@ -71,13 +71,19 @@ def minimum_cut(values: Sequence[Value], ops: Sequence[Op], price: float) -> Cut
     lost = [index for index in sorted(demanded) if values[index].nbytes is None and index not in producers]
     if lost:
         raise ValueError(f"values {lost} are demanded, but can be neither kept nor regenerated")
-    rerun = _cheapest_rerun(values, ops, price, producers, demanded)
+    return cut_that_reruns(values, ops, _cheapest_rerun(values, ops, price, producers, demanded))
+
+
+def cut_that_reruns(values: Sequence[Value], ops: Sequence[Op], rerun: frozenset[int]) -> Cut:
+    """The cut that runs these ops again and keeps what else is needed."""
+    made = {output for index in rerun for output in ops[index].outputs}
+    demanded = {index for index, value in enumerate(values) if value.demanded}
     needed = demanded.union(*(ops[index].inputs for index in rerun))
-    kept = frozenset(index for index in needed if producers.get(index) not in rerun or _is_free(values[index]))
-    return Cut(kept, rerun)
+    return Cut(frozenset(index for index in needed if index not in made or is_free(values[index])), rerun)
 
 
-def _is_free(value: Value) -> bool:
+def is_free(value: Value) -> bool:
+    """Whether keeping it costs nothing."""
     return value.alive and value.nbytes is not None
 
 
@@ -108,7 +114,7 @@ def _cheapest_rerun(
     import networkx as nx  # the import takes as long as a hundred cuts, and some never need one
 
     forbidden, demand, first_value = -1, -2, len(ops)
-    wanters: dict[int, list[int]] = {index: [demand] for index in demanded if not _is_free(values[index])}
+    wanters: dict[int, list[int]] = {index: [demand] for index in demanded if not is_free(values[index])}
     capacities: dict[tuple[int, int], float] = defaultdict(int)
     walk = list(wanters)
     for index in walk:  # the loop appends to it
@@ -117,7 +123,7 @@ def _cheapest_rerun(
             continue
         capacities[forbidden, op] = round(min(price * ops[op].seconds * _SCALE, sys.float_info.max))
         for source in set(ops[op].inputs):
-            if source not in wanters and not _is_free(values[source]):
+            if source not in wanters and not is_free(values[source]):
                 wanters[source] = []
                 walk.append(source)
             if source not in demanded and source in wanters:

@@ -24,13 +24,21 @@ class OpPolicy:
     """
 
     def __init__(
-        self, mechanism: Mechanism, rerun: frozenset[str], keep: frozenset[str], price: float, regenerates: bool
+        self,
+        mechanism: Mechanism,
+        rerun: frozenset[str],
+        keep: frozenset[str],
+        price: float,
+        hold: int | None,
+        regenerates: bool,
     ):
         self.mechanism = mechanism
         self._rerun = rerun
         self._keep = keep
         self._regenerates = regenerates
         self.price = price
+        self.hold = hold
+        """The most bytes that a region may hold, where the rule says that and no price; else None."""
         self.decisions: dict[Any, Decision] = {}
         """The decisions on the ops that a tape has met; see ``decide``."""
 
@@ -80,7 +88,7 @@ class KernelOpPolicy(OpPolicy):
     def __init__(self) -> None:
         # In bytes a second. To run the norm of 4096 x 2048 again takes 10 us of an H200: one number a row, 16 KB, is
         # held rather than that, and 16 MB are not.
-        super().__init__(Mechanism.TAPE, frozenset(), frozenset(), price=1e11, regenerates=True)
+        super().__init__(Mechanism.TAPE, frozenset(), frozenset(), price=1e11, hold=None, regenerates=True)
 
     def _reason_to_keep(self, known: OpFacts) -> str:
         return "" if known.name.startswith("recompute.") else "no kernel, of which alone some run again here"
@@ -92,7 +100,7 @@ kernel_op_policy = functools.cache(KernelOpPolicy)
 
 def op_policy(meaning: Meaning) -> OpPolicy:
     """What a rule says of ops."""
-    return _op_policy(meaning.mechanism, meaning.rerun, meaning.keep, meaning.price, meaning.regenerates)
+    return _op_policy(meaning.mechanism, meaning.rerun, meaning.keep, meaning.price, meaning.hold, meaning.regenerates)
 
 
 _op_policy = functools.cache(OpPolicy)

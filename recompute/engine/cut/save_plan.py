@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from recompute.engine.cut.byte_limit import best_cut
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.minimum_cut import Op, Value, minimum_cut
+from recompute.engine.cut.minimum_cut import Op, Value
 from recompute.engine.cut.tolerance import bears, can_be_codes, passes_on
 
 
@@ -344,7 +345,7 @@ def tables(
     overwritten: Collection[int],
     released: Collection[int] = (),
 ) -> tuple[list[Value], list[Op]]:
-    """The tables for ``minimum_cut``, numbered as ``facts`` and ``steps`` are. ``solve`` explains the arguments."""
+    """The tables that cuts are made of, numbered as ``facts`` and ``steps`` are. ``solve`` explains the arguments."""
     unkeepable = {*overwritten, *released}
     wanted = {number for number, _ in saves}.difference(overwritten)
     values = [
@@ -375,15 +376,18 @@ def solve(
     price: float,
     released: Collection[int] = (),
     guard: Hashable = None,
+    hold: int | None = None,
 ) -> SavePlan:
     """The plan that holds least, counting a second of running again as ``price`` bytes.
 
+    hold: if it is given, the plan is a fast one that holds no more bytes than this, if there is one. The price does not
+    matter then.
     overwritten: values that later ones have replaced in their memory; released: values whose memory has been freed.
     Neither can be kept.
     results: values of the region's results. The plan tells which of them come back without a costly step.
     """
     values, ops = tables(steps, facts, saves, overwritten, released)
-    cut = minimum_cut(values, ops, price)
+    cut = best_cut(values, ops, price, hold)
     rerun = set(cut.rerun)
     kept, pinned = cut.kept, _pinned(steps)
     outputs = set()
@@ -461,10 +465,12 @@ def solve_once(
     results: Collection[int],
     price: float,
     guard: Hashable,
+    hold: int | None = None,
 ) -> SavePlan:
     """``solve``, once for all frames that are alike: a cut takes milliseconds (invariant 10)."""
     key = (
         price,
+        hold,
         tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in steps]),
         tuple(facts),
         tuple(saves),
@@ -473,6 +479,6 @@ def solve_once(
     )
     plan = _solved.get(key)
     if plan is None:
-        plan = solve(steps, facts, saves, overwritten, results, price, guard=guard)
+        plan = solve(steps, facts, saves, overwritten, results, price, guard=guard, hold=hold)
         _solved.put(key, plan)
     return plan

@@ -482,9 +482,8 @@ class TapeFrame:
         if self._is_deoptimized:  # it knows of its beginning only what the plan needed
             self._plan_cache.forget(self._guard)
             return self._solve_for_what_is_left(results)
-        overwritten = values.overwritten
-        price = self._op_policy.price
-        plan = solve_once(self._steps, values.facts, self._saves, overwritten, results, price, self._guard)
+        overwritten, price, hold = values.overwritten, self._op_policy.price, self._op_policy.hold
+        plan = solve_once(self._steps, values.facts, self._saves, overwritten, results, price, self._guard, hold)
         self._plan_cache.put(self._guard, plan)
         return plan
 
@@ -513,7 +512,8 @@ class TapeFrame:
             for index, step in enumerate(self._steps)
         ]
         released = [number for number in range(len(values.facts)) if number not in values.held]
-        return solve(steps, values.facts, saves, values.overwritten, results, self._op_policy.price, released)
+        price, hold = self._op_policy.price, self._op_policy.hold
+        return solve(steps, values.facts, saves, values.overwritten, results, price, released, hold=hold)
 
     def _as_it_is(self, ref: ValueRef) -> PackedTensor:
         """What is held for a kept value while the frame still runs."""
