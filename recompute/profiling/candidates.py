@@ -17,12 +17,14 @@ from recompute.policy.rules import FAMILIES, PRICE, size_as_written
 from recompute.units import humanize
 
 _MOST_POINTS = 8  # that prices give, of a frontier of hooks or of kernels
-# Of both frontiers together, once points are added that limits of bytes give. With 17 ways in all, a profile takes no
-# more steps than with the 15 that a Llama layer has by prices: one assignment for 32 layers, and four for 8.
-_MOST_FINER_POINTS = 12
+# Of both frontiers together, once those are added that limits of bytes give. A Llama layer has 17 ways to run then.
+# They are profiled in as many steps as the 15 that it has by prices: in one assignment for 32 layers, in four for 8.
+_MOST_IN_ALL = 12
+_LEAST_FINER = 2  # of those that limits give, however many prices give
 # Two points are not worth telling apart if they differ by less than this, in shares of the most that any point holds
 # and of the region's own seconds.
 _CLOSE = 0.03
+_ALIKE = 0.01  # of what a point holds: another one that holds as much may as well stand for it
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,23 @@ def rerunning_rule(via: str) -> dict[str, Any]:
 
 
 def candidates_of(
-    by_hooks: SavePlan | None, by_kernels: SavePlan | None, via_kernels: str | None, *, compress: bool = False
+    by_hooks: SavePlan | None,
+    by_kernels: SavePlan | None,
+    via_kernels: str | None,
+    *,
+    on_a_tape: bool = False,
+    compress: bool = False,
 ) -> list[Candidate]:
-    """The ways to run a region whose ops these plans list. compress: also those that hold what they can in 8 bits."""
-    as_it_is, cheap = _Point(None, _saved_nbytes(by_hooks), 0.0), _cheap(by_hooks)
-    # Kernels hold what they save themselves, and drop nothing else.
+    """The ways to run a region whose ops these plans list.
+
+    on_a_tape: whether a tape runs around its kernels, whatever the rule says. If not, a rule without a family to run
+        again and without a price drops nothing but what kernels regenerate themselves.
+    compress: also those that hold what they can in 8 bits.
+    """
+    as_it_is, cheap = _Point(None, _saved_nbytes(by_hooks), 0.0), _cheap(by_hooks, HOOK)
     plain = _Point(recomputing_rule(via_kernels or HOOK), _saved_nbytes(by_kernels), 0.0)
+    if via_kernels is not None and on_a_tape:
+        plain = _cheap(by_kernels, via_kernels)
     further = {HOOK: _Frontier(by_hooks, HOOK, (as_it_is, cheap))}
     if via_kernels is not None:
         further[KERNEL] = _Frontier(by_kernels, via_kernels, (plain,))
@@ -93,9 +106,9 @@ def _in_8_bits(how: str, exact: _Point) -> Candidate:
     return Candidate(f"{how}, in 8 bits", {**(exact.rule or {}), "compress": True}, exact.held_nbytes // 2)
 
 
-def _cheap(plan: SavePlan | None) -> _Point:
+def _cheap(plan: SavePlan | None, via: str) -> _Point:
     """The rule by which no costly op runs again."""
-    rule = recomputing_rule(HOOK)
+    rule = recomputing_rule(via)
     if plan is None:
         return _Point(rule, 0, 0.0)
     steps = [step._replace(reason="costly") if step.is_costly else step for step in plan.steps]
@@ -114,7 +127,7 @@ class _Frontier:
         self._others = others
         self._nbytes = max(point.held_nbytes for point in (*points, *others))
         self._seconds = 0.0 if plan is None else sum(step.seconds for step in plan.steps)
-        self.points = self._apart(points, others)
+        self.points = self._apart(_without_twins(points), others)
         """What prices give; if these points are many, the most telling ones."""
         while len(self.points) > _MOST_POINTS:
             losses = [_area(*self.points[index - 1 : index + 2]) for index in range(1, len(self.points) - 1)]
@@ -161,6 +174,15 @@ class _Frontier:
             yield Candidate(f"{how}, holding {exact}", point.rule, point.held_nbytes)
 
 
+def _without_twins(points: Sequence[_Point]) -> list[_Point]:
+    """Of points that hold about the same, the one that takes the least time: a norm's statistics make no difference."""
+    kept: list[_Point] = []
+    for point in points:  # from the one that holds most
+        if not kept or kept[-1].held_nbytes > (1 + _ALIKE) * point.held_nbytes:
+            kept.append(point)
+    return kept
+
+
 def _area(left: _Point, middle: _Point, right: _Point) -> float:
     """Twice the area of the triangle between three points of a frontier: what is lost without the middle one."""
     (a, b), (c, d) = [
@@ -175,10 +197,7 @@ def _thin(frontiers: Sequence[_Frontier]) -> None:
 
     Those of the first frontier go first. It is that of hooks: where kernels stand in, plans rarely choose hooks.
     """
+    room = max(_MOST_IN_ALL - sum(len(one.points) for one in frontiers), _LEAST_FINER)
     for one in frontiers:
-        while one.finer and sum(map(_size, frontiers)) > _MOST_FINER_POINTS:
+        while one.finer and sum(len(each.finer) for each in frontiers) > room:
             one.finer.remove(min(one.finer, key=one.loss_without))
-
-
-def _size(one: _Frontier) -> int:
-    return len(one.points) + len(one.finer)

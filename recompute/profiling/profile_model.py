@@ -42,7 +42,7 @@ def profile(
 
     - as it is,
     - under ``recompute`` by hooks, and by kernels where they can stand in: once without a costly op that runs again,
-      and once at each point of the region's frontier,
+      once at each point of the region's frontier that a price gives, and at a few between these, by limits of bytes,
     - under ``checkpoint``, with attention kept and without.
 
     A head whose logits a kernel can do without is a region, too. Regions that run alike are measured as one: in each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from torch import nn
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
-from recompute.attach.runners import OffloadRunner
+from recompute.attach.runners import OffloadRunner, TapeRunner
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.errors import ModelError, warn
@@ -119,7 +119,8 @@ def discover_layout(
             alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
             last = alike[-1]  # not the first one, which has other neighbours than the rest
             via_kernels = run.via if last in stand_ins else None
-            candidates = candidates_of(by_hooks.get(last), by_kernels.get(last), via_kernels, compress=compress)
+            options = {"on_a_tape": stand_ins.get(last, False), "compress": compress}
+            candidates = candidates_of(by_hooks.get(last), by_kernels.get(last), via_kernels, **options)
             kinds[key] = RegionKind(base_of(module).__name__, candidates)
         found.append(kinds[key])
     name = type(run.model).__name__
@@ -170,7 +171,7 @@ def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
     return Policy(name="profile", rules=found or NO_RULES)
 
 
-def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str, SavePlan]:
+def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePlan]:
     """The plan of each region, under a rule by which everything may run again."""
     with apply(run.model, policy_from_rules(dict.fromkeys(regions, rerunning_rule(via)))) as handle:
         for _ in range(2):  # a layer's kernels learn in the first forward which Linears read its norm
@@ -178,13 +179,14 @@ def _plans(run: DryRun, regions: Mapping[str, nn.Module], via: str) -> dict[str,
         return {path: plan for path, plan in handle.plans().items() if path in regions}
 
 
-def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The regions in which kernels can stand in for something."""
+def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, bool]:
+    """The regions in which kernels can stand in for something, and whether a tape runs around these kernels."""
     rule = recomputing_rule("auto")
     with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
         paths = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner)]
+        taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, TapeRunner)}
     found = {around for path in paths for around in (path, *_around(path))}
-    return {path: module for path, module in regions.items() if path in found}
+    return {path: path in taped for path in regions if path in found}
 
 
 def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:

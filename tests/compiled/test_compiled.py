@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import recompute
-from recompute.engine.cut.frontier import Point, frontier
+from recompute.engine.cut.frontier import Point, finer_frontier, frontier
 from recompute.errors import PolicyWarning, UnsupportedError
 from recompute.planning.solver import floor
 
@@ -344,6 +344,24 @@ def test_each_price_holds_what_it_holds_in_eager_code() -> None:
         assert 0.98 * eager <= compiled <= eager  # of rows' statistics, it holds less
         found.append(compiled)
     assert len(found) >= 4
+    assert found == sorted(set(found), reverse=True)
+
+
+@pytest.mark.slow
+def test_each_limit_holds_what_it_holds_in_eager_code() -> None:
+    model = decoder(layers=1)
+    handle = recompute.apply(model, priced(0))
+    next_token_loss(model, token_ids())
+    (plan,) = handle.plans().values()
+    some = finer_frontier(plan)[::4]
+    assert len(some) >= 3
+    found = []
+    for point in some:
+        fields = {"via": "hook", "rerun": ["gemm", "attention"], "hold": point.hold}
+        policy = rules(rule(LAYER, "recompute", **fields))
+        eager = held_under(policy, compiled=False)
+        found.append(held_under(policy, compiled=True))
+        assert 0.98 * eager <= found[-1] <= eager
     assert found == sorted(set(found), reverse=True)
 
 

@@ -206,6 +206,7 @@ TAPED: dict[str, dict[str, Any]] = {
     "gemm": {"rerun": "gemm"},
     "everything": {"rerun": ["gemm", "convolution", "attention"], "price": 0},
     "nothing": {"price": 1e18},
+    "a limit": {"rerun": ["gemm", "convolution", "attention"], "hold": "96KiB"},
     "a kernel kept": {"rerun": "gemm", "keep": "recompute.glu_forward"},
 }
 

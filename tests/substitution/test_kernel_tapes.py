@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 import recompute
-from recompute.engine.cut.frontier import Point, frontier
+from recompute.engine.cut.frontier import Point, finer_frontier, frontier
 from recompute.errors import PolicyError
 from recompute.estimation.build_model import build, build_fake
 from recompute.substitution.decoder_layer import KernelLayerRunner
@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {"price": 1e18},
     "an op kept": {"rerun": "gemm", "keep": "aten.mm"},
     "a kernel kept": {"rerun": "gemm", "keep": "recompute.glu_forward"},
+    "a limit": {"rerun": EVERYTHING, "hold": "96KiB"},
 }
 
 
@@ -152,6 +153,31 @@ def test_the_frontier_of_a_layer_is_what_rules_with_its_prices_give() -> None:
         assert_same(found, expected)
         for plan in handle.plans().values():
             assert (plan.kept_nbytes, rerun_seconds(plan)) == (point.held_nbytes, pytest.approx(point.rerun_seconds))
+
+
+@pytest.mark.parametrize("via", ["hook", "kernel"])
+def test_the_finer_frontier_of_a_layer_is_what_rules_with_its_limits_give(via: str) -> None:
+    """On the tape, and when the layer goes on as straight code."""
+    model = models.make("llama")
+    handle = recompute.apply(model, policy(via, rerun=EVERYTHING))
+    expected = [gradients(model, models.batch("llama")) for _ in range(3)][-1]
+    plan, _ = handle.plans().values()
+    by_price = {point.held_nbytes for point in frontier(plan)}
+    points = [point for point in finer_frontier(plan) if point.held_nbytes not in by_price]
+    assert len(points) > 3
+    for point in points[:: len(points) - 1]:
+        model = models.make("llama")
+        handle = recompute.apply(model, policy(via, rerun=EVERYTHING, hold=point.hold))
+        assert point.held_nbytes <= point.hold
+        gradients(model, models.batch("llama"))  # in which kernels learn
+        assert_same(gradients(model, models.batch("llama")), expected)
+        for plan in handle.plans().values():
+            assert (plan.kept_nbytes, rerun_seconds(plan)) == (point.held_nbytes, pytest.approx(point.rerun_seconds))
+        for _ in range(4):
+            before = handle.stats()
+            assert_same(gradients(model, models.batch("llama")), expected)
+            assert (handle.stats() - before).kept_nbytes == LAYERS * point.held_nbytes
+        assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
 
 
 def rerun_seconds(plan: Any) -> float:

@@ -1,0 +1,104 @@
+"""Which ways to run a region are measured: those that prices give, a few between them by limits of bytes, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+from typing import Any
+
+import models
+import pytest
+from tiers import by_default
+from tiny import rule, rules
+
+import recompute
+from recompute.engine.cut.save_plan import SavePlan
+from recompute.policy.loading import load_policy
+from recompute.profiling import candidates
+from recompute.profiling.candidates import Candidate, candidates_of, recomputing_rule, rerunning_rule
+
+FAMILIES = by_default(["llama", "gpt2", "gemma2", "bert"], "llama", "gpt2")
+WHOLE = by_default(["llama", "gpt2", "gemma2"], "llama", "gpt2")
+"""Those whose layers have kernels for more than norms."""
+LAYER = ["*Layer", "*Block"]
+ON_A_TAPE = ["gpt2", "gemma2", "bert"]  # whatever the rule says
+
+
+def planned(name: str, fields: dict[str, Any]) -> SavePlan:
+    """The plan of the last layer under a rule."""
+    model = models.make(name)
+    handle = recompute.apply(model, rules(rule(LAYER, **fields)))
+    for _ in range(2):  # kernels learn in the first forward what reads a norm
+        model(**models.batch(name))
+    return list(handle.plans().values())[-1]
+
+
+def ways(name: str, *, kernels: bool = True) -> list[Candidate]:
+    by_kernels = planned(name, rerunning_rule("kernel")) if kernels else None
+    taped = name in ON_A_TAPE
+    return candidates_of(
+        planned(name, rerunning_rule("hook")), by_kernels, "kernel" if kernels else None, on_a_tape=taped
+    )
+
+
+def told_by(key: str, found: Collection[Candidate], via: str) -> list[Candidate]:
+    return [one for one in found if one.rule is not None and key in one.rule and one.rule.get("via") == via]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_there_are_few_and_limits_fill_the_room_that_prices_leave(name: str, kernels: bool) -> None:
+    found = ways(name, kernels=kernels)
+    by_price = [told_by("price", found, via) for via in ("hook", "kernel")]
+    by_limit = [told_by("hold", found, via) for via in ("hook", "kernel")]
+    assert max(map(len, by_price)) <= 8
+    count = sum(map(len, by_price))
+    assert 0 < sum(map(len, by_limit)) <= max(12 - count, 2)
+    assert len(found) <= 5 + max(12, count + 2)
+    if kernels:
+        assert by_limit[0] == []  # those of hooks are missed least
+    assert len({one.name for one in found}) == len(found)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_limits_take_no_point_from_prices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ways(name)
+    monkeypatch.setattr(candidates, "finer_frontier", lambda plan: ())
+    assert [one for one in found if "hold" not in (one.rule or {})] == ways(name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_two_hold_about_the_same_by_the_same_means(name: str) -> None:
+    found = ways(name)
+    for via in ("hook", "kernel"):
+        some = [one for one in found if (one.rule or {}).get("via") == via and one.rule != recomputing_rule(via)]
+        assert len(some) > 2
+        for more, less in pairwise(some):
+            assert more.predicted_nbytes > 1.01 * less.predicted_nbytes
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_limits_are_where_most_is_lost_without_them(name: str) -> None:
+    """The widest gap that prices leave is narrower with them."""
+
+    def widest(found: Collection[Candidate]) -> int:
+        held = [one.predicted_nbytes for one in found if (one.rule or {}).get("via") == "kernel"]
+        return max(more - less for more, less in pairwise(sorted(held, reverse=True)))
+
+    found = ways(name)
+    assert widest(found) < widest([one for one in found if "hold" not in (one.rule or {})])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_rule_holds_what_was_predicted_also_when_it_was_written_to_a_file(name: str) -> None:
+    some = [one for one in ways(name) if (one.rule or {}).get("via") == "kernel" and "price" not in (one.rule or {})]
+    assert len(some) >= 3
+    for one in some:
+        policy = load_policy(rules(rule(LAYER, **(one.rule or {}))))
+        assert ("hold" in policy.to_yaml()) == ("hold" in (one.rule or {}))
+        model = models.make(name)
+        handle = recompute.apply(model, load_policy(policy.model_dump(mode="json")))
+        for _ in range(2):
+            model(**models.batch(name))
+        if name in ON_A_TAPE or "hold" in (one.rule or {}):
+            assert list(handle.plans().values())[-1].kept_nbytes == one.predicted_nbytes
