@@ -1,0 +1,118 @@
+"""Plans use the budget that they are given, as layers have ways to run that hold little more or less than others.
+
+The profile is calculated for an H200, so what is predicted here is arithmetic and no clock's word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import recompute
+from recompute.planning import solver
+from recompute.planning.allowed_ways import only_allowed
+from recompute.planning.microbatches import with_microbatches
+from recompute.policy.document import parse_document
+from recompute.policy.rules import Policy
+from recompute.profiling.cost_table import Choice, Profile
+
+pytestmark = pytest.mark.slow
+
+CONFIG = LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=3584,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=512,
+    max_position_embeddings=8192,
+)
+LENGTH = 8192
+HIDDEN_STATE_NBYTES = LENGTH * CONFIG.hidden_size * 2
+WITH_KERNELS = ["keep", "hook", "kernel", "checkpoint"]
+EXACT = ["keep", "hook", "checkpoint"]
+
+
+def profiled(**options: bool) -> Profile:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+    model.config.use_cache = False
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    return recompute.profile(model, {"input_ids": ids, "labels": ids}, device="H200", **options)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profiled()
+
+
+def with_choices_of_prices(profile: Profile) -> Profile:
+    """The profile without the ways that limits of bytes give."""
+
+    def has_price(choice: Choice) -> bool:
+        return "hold" not in (choice.rule or {})
+
+    regions = [
+        region.model_copy(update={"choices": tuple(filter(has_price, region.choices))}) for region in profile.regions
+    ]
+    return profile.model_copy(update={"regions": tuple(regions)})
+
+
+def budgets_of(profile: Profile, count: int = 12) -> Iterator[int]:
+    """At equal distances between the least that there is a plan for and the most that makes one faster."""
+    low, high = solver.floor(profile), solver.solve(profile, 1 << 50)
+    least, most = (found.prediction.peak_nbytes for found in (low, high))
+    assert most > 1.02 * least
+    return (least + (most - least) * number // (count + 1) for number in range(1, count + 1))
+
+
+def unused(profile: Profile, budgets: Sequence[int]) -> list[float]:
+    """The share of each budget that its plan does not use."""
+    return [1 - solver.solve(profile, budget).prediction.peak_nbytes / budget for budget in budgets]
+
+
+@pytest.mark.parametrize(("in_flight", "at_most"), [(1, 0.02), (4, 0.05)])
+def test_little_of_a_budget_is_left_also_with_few_layers(profile: Profile, in_flight: int, at_most: float) -> None:
+    fine = only_allowed(with_microbatches(profile, 4, in_flight), WITH_KERNELS)
+    coarse = with_choices_of_prices(fine)
+    budgets = list(budgets_of(coarse))
+    left, left_by_prices = unused(fine, budgets), unused(coarse, budgets)
+    assert max(left) <= at_most < 0.7 * max(left_by_prices)
+    assert sum(left) <= 0.4 * sum(left_by_prices)
+
+
+@pytest.mark.parametrize(("allowed", "some_faster"), [(WITH_KERNELS, 8), (EXACT, 0)])
+def test_plans_are_never_slower_for_it_nor_than_a_uniform_policy(
+    profile: Profile, allowed: list[str], some_faster: int
+) -> None:
+    coarse = with_choices_of_prices(only_allowed(profile, allowed))
+    faster = 0
+    for budget in budgets_of(coarse):
+        found = recompute.plan(profile, budget=budget, allowed=allowed)
+        assert found.predicted_peak_bytes <= budget
+        if found.uniform is not None:
+            assert found.predicted_step_seconds <= found.uniform.predicted_step_seconds
+        by_prices = solver.solve(coarse, budget).prediction.step_seconds
+        assert found.predicted_step_seconds <= by_prices
+        faster += found.predicted_step_seconds < by_prices
+    assert faster >= some_faster
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_the_written_policy_holds_what_the_plan_said(kernels: bool) -> None:
+    """An estimate runs a step of it. Where two ways meet, what is at the border may be alive once or twice."""
+    profile = profiled(kernels=kernels)
+    told = 0
+    for budget in list(budgets_of(only_allowed(profile, WITH_KERNELS)))[1::3]:
+        found = recompute.plan(profile, budget=budget, allowed=WITH_KERNELS)
+        text = found.to_yaml()
+        policy = parse_document(Policy, text)
+        assert policy == found.policy
+        told += "hold: " in text
+        estimate = recompute.estimate(CONFIG, policy=policy, seq_len=LENGTH, advise=False)
+        peak = max(estimate.moments.values())
+        assert abs(found.predicted_peak_bytes - peak) <= HIDDEN_STATE_NBYTES + 0.002 * peak
+    assert told > 1
