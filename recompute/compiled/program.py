@@ -14,7 +14,7 @@ from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, code_that_holds
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import Kind, facts
+from recompute.engine.cut.ops import Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import RegionStatistics
@@ -215,7 +215,7 @@ class ProgramWriter:
             casts=tuple(self.casts.values()),
             gradients=tuple([None if n is None else buffers[n].layout for n in self.gradients]),
             fixed=tuple(sorted(self.fixed)),
-            draws=any(Tag.nondeterministic_seeded in call.op.tags for call in self._forward),
+            draws=any(map(_may_draw, self._forward)),
             reruns=len(backward.reruns),
             rerun_nbytes=self._nbytes(backward.reruns),
         )
@@ -451,6 +451,14 @@ class ProgramWriter:
         if use.buffer in self._kept:
             return f"{code.tensor(use)}.detach()"  # it shares the version counter of what is kept
         return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
+
+
+def _may_draw(call: Call) -> bool:
+    """Whether a call may draw random numbers. Attention with a dropout of 0 does not."""
+    return (
+        Tag.nondeterministic_seeded in call.op.tags
+        and facts_of_call(call.op, call.args, call.kwargs).kind is not Kind.PURE
+    )
 
 
 def _unpacked(**parts: Sequence[str]) -> list[str]:
