@@ -19,6 +19,9 @@ from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import RegionStatistics
 
+SMALL = 8
+"""How many times smaller than the outputs that came back is what is left for the region's own backward."""
+
 
 class Counts(NamedTuple):
     """What a frame adds to the totals of its region; see ``RegionStatistics``."""
@@ -66,7 +69,9 @@ class Counts(NamedTuple):
 class DroppedOutputs:
     """What gives back the outputs of a region that others have saved and dropped.
 
-    Their backward comes right before the region's own, which reads much of what gave them: it is left for that.
+    The backward of those others comes before the region's own, which reads some of what gave the outputs. What is small
+    is left for it: the statistics of a norm's rows, say. The rest would wait through backwards of others, where memory
+    is at its peak, and runs again.
     """
 
     run: Callable[..., Any]
@@ -235,7 +240,9 @@ class ProgramWriter:
         backward_head: Sequence[str],
     ) -> DroppedOutputs:
         """values: of the plan, by the positions of the outputs that ``code`` gives back."""
-        left = [number for number in self._made(code.reruns) if not self._is_output(number)]
+        large = sum(self.recording.buffers[self.results[position].buffer].nbytes for position in values) // SMALL
+        made = [number for number in self._made(code.reruns) if not self._is_output(number)]
+        left = [number for number in made if self.recording.buffers[number].nbytes <= large]
         backward = self._write_backward(left)
         names, result = self._contributions(backward)
         read = {*names, *backward.reads()}

@@ -91,7 +91,7 @@ def outputs_left_by(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
     return left
 
 
-def test_what_gave_back_an_output_is_freed_by_the_regions_backward_and_with_the_graph(
+def test_what_a_regenerated_output_leaves_is_small_and_freed_by_the_regions_backward_or_with_the_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = tokens()
@@ -110,8 +110,8 @@ def test_what_gave_back_an_output_is_freed_by_the_regions_backward_and_with_the_
 
     left.clear()
     y = twins.under(fresh(x))
-    torch.autograd.grad(loss_of(y), twins.under.after.weight)  # the region itself has no backward
-    assert alive(left) == len(left) > 0
+    torch.autograd.grad(loss_of(y), twins.under.after.weight)  # the region itself has no part in it
+    assert alive(left) == len(left) == 1  # the statistics of the rows
     del y
     assert alive(left) == 0
 
@@ -193,4 +193,11 @@ def test_a_step_counts_what_a_step_by_the_tape_counts(make: Callable[[], nn.Modu
     expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
     regions = filter(None, (region_in(attachment.runner) for attachment in handles[1]._attachments))
     assert all(region.is_captured for region in regions)
-    assert found == expected
+    names = ("frames", "eager_nbytes", "dropped_tensors", "dropped_nbytes", "kept_nbytes")
+    assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
+    if "norm" in str(rules) or isinstance(getattr(model, "inside", None), Norm):
+        # What leads to an output that others have saved runs again for them, and in part once more for the region.
+        assert expected.regenerations < found.regenerations < 2 * expected.regenerations
+        assert expected.regenerated_nbytes <= found.regenerated_nbytes
+    else:
+        assert found == expected
