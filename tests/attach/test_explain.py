@@ -139,6 +139,12 @@ REASONS: dict[str, tuple[Forward, dict[str, Any], str, str]] = {
         "a factory: something unseen may have filled its output",
     ),
     "overwritten": (overwritten, {}, "aten.clone", "overwritten after it was saved"),
+    "a GEMM that is worth its bytes": (
+        chain, {"rerun": "gemm", "price": 1e18}, "aten.mm", "costs less to hold than to run again",
+    ),
+    "a GEMM that fits": (
+        chain, {"rerun": "gemm", "hold": "1GiB"}, "aten.mm", "costs less to hold than to run again",
+    ),
     "as large as what it comes from": (
         lambda linear, x: linear(x).exp().sin(), {}, "aten.exp", "holds less than what would regenerate it",
     ),

@@ -328,7 +328,9 @@ class SavePlan:
         elif number in _pinned(self.steps):
             why = "passed to recompute.keep"
         else:
-            why = self.steps[known.step].reason or "holds less than what would regenerate it"
+            step = self.steps[known.step]
+            by_cost = "costs less to hold than to run again" if step.is_costly else ""
+            why = step.reason or by_cost or "holds less than what would regenerate it"
         if users:
             why += "; an op that runs again reads it" if users == 1 else f"; {users} ops that run again read it"
         return why if number in self.demanded else f"{why}; autograd itself did not save it"
