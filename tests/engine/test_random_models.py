@@ -27,6 +27,7 @@ RULES: dict[str, dict[str, Any]] = {
     "checkpoint but": {"action": "checkpoint", "keep": ["attention", "aten.tanh", "named"]},
     "recompute": {"action": "recompute", "via": "hook"},
     "rerun": {"action": "recompute", "via": "hook", "rerun": ["gemm", "convolution", "attention"]},
+    "hold": {"action": "recompute", "via": "hook", "rerun": ["gemm", "convolution", "attention"], "hold": 64},
 }
 NESTED_RULES = {"": None, "keep": {"action": "keep"}, **RULES}
 
