@@ -42,6 +42,8 @@ COSTS: dict[str, tuple[Any, int, int, int]] = {
     "attention is kept": (each_layer(action="checkpoint", keep="attention"),            3_264, 86_016, 0),
     "dear seconds":      (each_layer(**RECOMPUTE, rerun="gemm", price=1e11),            3_456, 86_016, 0),
     "dearer seconds":    (each_layer(**RECOMPUTE, rerun="gemm", price=1e13),           24_960,      0, 0),
+    "within a limit":    (each_layer(**RECOMPUTE, rerun="gemm", hold=6_500),           11_904, 18_432, 0),
+    "a lower limit":     (each_layer(**RECOMPUTE, rerun="gemm", hold=4_500),            7_296, 55_296, 0),
 }
 # fmt: on
 
