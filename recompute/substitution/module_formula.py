@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd import Function
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from recompute.engine.checkpoint.arguments import fingerprint, snapshot
 from recompute.engine.checkpoint.module_state import RUNNER, base_of
@@ -103,7 +107,10 @@ class _Proxy(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Traces a module's own forward, in which submodules are calls. Those that do nothing are passed over."""
+    """Traces a module's own forward, in which submodules are calls. Those that do nothing are passed over.
+
+    An autograd Function is a call of its class, whose backward no trace of its forward would tell.
+    """
 
     proxy_buffer_attributes = True
 
@@ -111,6 +118,10 @@ class Tracer(fx.Tracer):
         super().__init__()
         self.dropouts: list[str] = []
         """The names of dropouts that were passed over."""
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        with _functions_as_calls():
+            return super().trace(root, concrete_args)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(m) is nn.Dropout and drops_nothing(m) and not kwargs:
@@ -123,6 +134,28 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+
+_patching = threading.RLock()
+
+
+@contextmanager
+def _functions_as_calls() -> Iterator[None]:
+    """Inside, to apply an autograd Function to a proxy is to make a proxy."""
+    with _patching:
+        apply = vars(Function)["apply"]
+
+        def noted(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            proxy = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Proxy)), None)
+            if proxy is None:  # on another thread, for one
+                return apply.__func__(cls, *args, **kwargs)
+            return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
+
+        Function.apply = classmethod(noted)  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            Function.apply = apply  # type: ignore[method-assign]
 
 
 # The ops of the formulas that we look for. Any other function stands in a formula as itself, and matches nothing, not
