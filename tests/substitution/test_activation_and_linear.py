@@ -1,4 +1,4 @@
-"""Activations and the Linears that read them, in MLPs whose parts lie apart: what kernels stand in for, and what not."""
+"""Activations and the Linears that read them, in MLPs whose parts lie apart: what kernels compute, and what not."""
 
 from __future__ import annotations
 
