@@ -2,16 +2,15 @@
 
 These are the second half of an MLP that is not gated. Where all of the MLP is in one module, ``feed_forward`` finds it.
 Elsewhere its parts lie apart: in the forward of a decoder layer, as OPT's, BART's and Whisper's, or in two modules, as
-BERT's. So nothing is looked for but an activation beside a Linear. It returns a ``LazyActive``. A Linear that finds
-this as its input computes both, and holds neither the activation's output nor what the activation itself would save.
-Whatever else reads it gets what the activation gives: so does a dropout that drops something.
+BERT's. There ``linear_reader`` finds the Linear that reads the activation. The activation returns a ``LazyActive``. The
+Linear that finds this as its input computes both, and only what the activation reads is held. Whatever else comes to
+read it gets what the activation gives: so does a dropout that drops something.
 
 ReLU is left alone: autograd holds nothing of it but its output, which the Linear behind it holds, too.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,70 +27,42 @@ from recompute.engine.saved_tensors import RegionStatistics
 from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.linears import autocasts
 from recompute.substitution.feed_forward import find_activation
-from recompute.substitution.kernel_runner import KernelRunner, is_hooked, is_plain_linear, only_argument
+from recompute.substitution.kernel_runner import KernelRunner, is_hooked, only_argument
 from recompute.substitution.lazy_tensors import LazyTensor, mode_of
-from recompute.substitution.module_formula import formula_of
+from recompute.substitution.linear_reader import LinearReader, dropout_gives_its_input, find_linear_reader
 from recompute.substitution.norm import PLAIN_TENSORS, linear_operands
 
 
 @dataclass
 class KernelActivationLinearRunner(KernelRunner):
     activation: str
-    parent: weakref.ref[nn.Module]
-    """The module that has the activation and a Linear."""
-    linears: tuple[str, ...]
-    """The names of its Linears."""
-    around: tuple[weakref.ref[nn.Module], ...]
-    """All modules that may get the lazy tensor."""
+    reader: LinearReader
 
     @classmethod
     def for_module(
-        cls,
-        statistics: RegionStatistics,
-        fallback: Runner | None,
-        module: nn.Module,
-        parent: nn.Module,
-        root: nn.Module,
+        cls, statistics: RegionStatistics, fallback: Runner | None, module: nn.Module, root: nn.Module
     ) -> KernelActivationLinearRunner | None:
-        """The runner of ``module``, if that is an activation beside a Linear.
-
-        root: the module around both that a rule names. What it returns itself is not deferred.
-        """
+        """The runner of ``module``, if that is an activation that a Linear in ``root`` alone reads."""
         if is_hooked(module) or next(module.parameters(), next(module.children(), None)) is not None:
             return None
-        linears = tuple([name for name, child in parent.named_children() if is_plain_linear(child)])
-        activation = find_activation(module) if linears else None
-        if activation is None or activation == "relu" or (parent is root and _last_call(root) is module):
+        activation = find_activation(module)
+        if activation is None or activation == "relu" or (reader := find_linear_reader(module, root)) is None:
             return None
-        around = tuple([weakref.ref(each) for each in root.modules()])
-        return cls(statistics, fallback, activation, weakref.ref(parent), linears, around)
+        return cls(statistics, fallback, activation, reader)
 
     def _what(self) -> str:
-        return f"activation_linear ({self.activation}), where a Linear reads it"
+        return f"activation_linear ({self.activation}), with {self.reader.name}"
 
     def _is_as_found(self, module: nn.Module) -> bool:
-        """Whether it may be deferred. Linears that have become others may not take a lazy tensor."""
-        parent = self.parent()
+        """Whether it may be deferred. What has taken the Linear's place may not take a lazy tensor."""
         return (
             not self.compresses  # of which the tape around knows more
             and not is_hooked(module)
-            and parent is not None
-            and all([is_plain_linear(parent._modules.get(name)) for name in self.linears])
+            and self.reader.is_as_found()
         )
 
-    def _has_backward_hooks(self) -> bool:
-        """Whether a module around has a hook of its backward, for which torch applies a Function to what it is given.
-
-        torch's frontend traces no such module.
-        """
-        for reference in self.around:
-            module = reference()
-            if module is not None and (module._backward_hooks or module._backward_pre_hooks):
-                return True
-        return False
-
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if not self._is_as_found(module) or self._has_backward_hooks():
+        if not self._is_as_found(module) or self.reader.has_backward_hooks():
             return forward(*args, **kwargs)
         x, activation = only_argument(args, kwargs), self.activation
 
@@ -122,15 +93,6 @@ class KernelActivationLinearRunner(KernelRunner):
         return activated(active, only_argument(args, kwargs), self.activation)
 
 
-def _last_call(module: nn.Module) -> nn.Module | None:
-    """The module inside of ``module`` whose output it returns, if its forward is one expression."""
-    formula = formula_of(module)
-    match None if formula is None else formula.tree:
-        case ("module", int(index), *_):
-            return module.get_submodule(formula.names[index])  # type: ignore[union-attr]
-    return None
-
-
 class LazyActive(LazyTensor):
     """``activation(x)``. A Linear that reads it is computed by one kernel with it."""
 
@@ -148,7 +110,7 @@ class LazyActive(LazyTensor):
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not args or args[0] is not self:
             return NotImplemented
-        if function is F.dropout and _drops_nothing(*args[1:], **kwargs):
+        if function is F.dropout and dropout_gives_its_input(*args[1:], **kwargs):
             return self
         if function is not F.linear or mode_of(self.device) != self._mode:
             return NotImplemented
@@ -187,7 +149,7 @@ def _readers(graph: Graph, node: Node) -> list[Node]:
             continue
         if user.target is F.linear:
             found.append(user)
-        elif user.target is F.dropout and _drops_nothing(*_operands(user)[1:], **user.kwargs):  # type: ignore[arg-type]
+        elif user.target is F.dropout and dropout_gives_its_input(*_operands(user)[1:], **user.kwargs):  # type: ignore[arg-type]
             found += _readers(graph, user)
             user.replace_all_uses_with(node)
             graph.erase_node(user)
@@ -202,10 +164,6 @@ def _erase_unused(graph: Graph, node: Node, *, until: Node) -> None:
     graph.erase_node(node)
     for each in inputs:
         _erase_unused(graph, each, until=until)
-
-
-def _drops_nothing(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return (p == 0 or not training) and not inplace
 
 
 FUSION = Fusion((activated,), _fuse)

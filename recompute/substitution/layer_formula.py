@@ -125,7 +125,7 @@ _tried: weakref.WeakKeyDictionary[type[nn.Module], str | None] = weakref.WeakKey
 
 def _find(module: nn.Module, parameters: list[inspect.Parameter], absent: str | None = None) -> PreNormLayer | None:
     """absent: the argument that is None in the layer's formula, as that of an encoder's output; None: all are given."""
-    formula = formula_of(module, functools.partial(_LayerTracer, absent))
+    formula = formula_of(module, functools.partial(LayerTracer, absent))
     found = None if formula is None else _one_after_the_other(formula.tree) or _side_by_side(formula.tree)
     if formula is None or found is None:
         return None
@@ -257,7 +257,7 @@ def _passed(place: int, argument: Any, names: tuple[str, ...]) -> tuple[int | st
     return key, _UNKNOWN
 
 
-class _LayerTracer(Tracer):
+class LayerTracer(Tracer):
     """Traces forwards with any named arguments, also those inside of decorators, which fx itself refuses.
 
     absent: the name of one that is None.

@@ -97,6 +97,18 @@ def _traced(module: nn.Module, training: bool, tracer: Callable[[], Tracer]) -> 
     return None if formula is None else replace(formula, dropouts=tuple(dropouts))
 
 
+def trace_of(module: nn.Module, tracer: Tracer) -> list[fx.Node]:
+    """The nodes of a trace of the module's forward in training, as far as it comes. The module does not change."""
+    copy = copy_without_policy(module, training=True)
+    try:
+        with RngState().replayed():
+            tracer.trace(copy)
+    except Exception:
+        # Any module's forward comes here, and may raise anything where it gets a proxy in place of a tensor.
+        return list(tracer.graph.nodes) if hasattr(tracer, "graph") else []
+    return list(tracer.graph.nodes)
+
+
 class _Proxy(fx.Proxy):
     """Refuses to be changed in place: a trace cannot tell that from making a new value."""
 

@@ -44,11 +44,11 @@ def find_inner_kernel(
 ) -> KernelRunner | None:
     """The same for a module inside of ``root``, which a rule names.
 
-    It may also be an activation whose ``parent`` has stacked experts or a Linear.
+    It may also be an activation whose ``parent`` has stacked experts, or that a Linear in ``root`` reads.
     """
     if has_stacked_experts(parent) and (activation := find_activation(module)) in GATE_ACTIVATIONS:
         return KernelActivationRunner(statistics, fallback, activation)
-    before_linear = KernelActivationLinearRunner.for_module(statistics, fallback, module, parent, root)
+    before_linear = KernelActivationLinearRunner.for_module(statistics, fallback, module, root)
     return before_linear or find_kernel(statistics, module, fallback)
 
 
