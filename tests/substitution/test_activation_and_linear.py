@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, held
-from tiers import by_default
+from tiers import by_default, slow
 from tiny import assert_same, counted_ops, of_one_more, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -276,7 +276,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("when", by_default(["before", "after", "captured"], "before", "captured"))
+@pytest.mark.parametrize("when", by_default(["before", "after", "captured"], "captured"))
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changes_of_the_parts_are_not_passed_over(change: Callable[[nn.Module], Any], when: str) -> None:
     plain = made(Layer)
@@ -298,7 +298,7 @@ def test_changes_of_the_parts_are_not_passed_over(change: Callable[[nn.Module], 
 
 
 @pytest.mark.parametrize("path", ["first", "first.dense", "first.act", "dense", "norm"])
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", [True, *slow(False)])
 def test_a_hook_on_the_backward_of_any_module_around_gets_its_gradients(path: str, captured: bool) -> None:
     """For which torch gives a Function what the module is given, and that takes no lazy tensor."""
     plain = made(PostNorm)
