@@ -81,8 +81,8 @@ class KernelLayerRunner(KernelRunner):
         mlp = find_kernel_mlp(parts[2])
         if mlp is None and isinstance(mlp_norm, KernelLayerNorm):
             return None
-        if layer.is_parallel and isinstance(norm, KernelLayerNorm) is not isinstance(mlp_norm, KernelLayerNorm):
-            return None
+        if layer.is_parallel and not all(isinstance(each, KernelLayerNorm) for each in (norm, mlp_norm)):
+            return None  # RMSNorms are computed with a sum in front, or with what reads them
         return cls(statistics, fallback, layer, (norm, mlp_norm), mlp, tuple(map(weakref.ref, parts)))
 
     def __post_init__(self) -> None:

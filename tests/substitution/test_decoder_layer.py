@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import transformers
 from models import GPT2_SHAPE, SHAPE
-from tiny import rule, rules
+from tiny import HIDDEN as TINY_HIDDEN
+from tiny import TinyAttention, TinyMLP, TinyRMSNorm, gradients, rule, rules
 from torch import Tensor, nn
 
 import recompute
@@ -267,3 +269,25 @@ def test_takes_the_output_of_attention_that_the_layer_takes() -> None:
     given, attend = found.split((x,), {"mask": 3})
     assert given is x
     assert attend(lambda *args, **kwargs: (0, (args, kwargs)), x) == ((x, 3), {})  # type: ignore[arg-type]
+
+
+class Parallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = TinyRMSNorm(), TinyRMSNorm()
+        self.attention, self.mlp = TinyAttention(), TinyMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x)) + self.mlp(self.mlp_norm(x))
+
+
+def test_parallel_layers_with_rms_norms_have_kernels_for_their_parts_alone() -> None:
+    torch.manual_seed(0)
+    module = Parallel()
+    model = copy.deepcopy(module)
+    handle = recompute.apply(model, rules(rule("Parallel", "recompute", via="kernel")))
+    assert "kernel: rms_norm" in handle.explain()
+    assert "kernel: gated_mlp" in handle.explain()
+    assert "norm_linears" not in handle.explain()
+    x = torch.randn(2, 6, TINY_HIDDEN)
+    torch.testing.assert_close(gradients(model, x), gradients(module, x))
