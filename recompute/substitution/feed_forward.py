@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -248,7 +249,7 @@ class KernelMLP:
         if modules[self.parts.activation] is not self.activation_module or is_hooked(self.activation_module):
             return None
         for name in self.dropouts:
-            dropout = getattr(mlp, name)
+            dropout = attrgetter(name)(mlp)
             if not drops_nothing(dropout) or (isinstance(dropout, nn.Module) and is_hooked(dropout)):
                 return None
         weights, biases = {}, {}

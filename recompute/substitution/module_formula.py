@@ -93,8 +93,17 @@ def _traced(module: nn.Module, training: bool, tracer: Callable[[], Tracer]) -> 
     formula = builder.build(graph)
     dropouts = traced.dropouts
     if builder.has_dropout:  # of which the trace does not say where its probability is from
-        dropouts += [name for name, value in vars(module).items() if type(value) is float and value == 0]
+        dropouts += [name for name, value in _settings(module) if type(value) is float and value == 0]
     return None if formula is None else replace(formula, dropouts=tuple(dropouts))
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The module's attributes and those of its config, with their paths."""
+    for name, value in vars(module).items():
+        yield name, value
+        if name == "config" and hasattr(value, "__dict__"):
+            for key, setting in vars(value).items():
+                yield f"{name}.{key}", setting
 
 
 def trace_of(module: nn.Module, tracer: Tracer) -> list[fx.Node]:
@@ -110,12 +119,18 @@ def trace_of(module: nn.Module, tracer: Tracer) -> list[fx.Node]:
 
 
 class _Proxy(fx.Proxy):
-    """Refuses to be changed in place: a trace cannot tell that from making a new value."""
+    """Refuses to be changed in place: a trace cannot tell that from making a new value.
+
+    Something may be added in place, of which a formula says more: see ``_FormulaBuilder``.
+    """
 
     def _in_place(self, other: Any) -> Any:
         raise fx.proxy.TraceError("an operation in place")
 
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __ifloordiv__ = __imod__ = _in_place
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
+    __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __ifloordiv__ = __imod__ = _in_place
 
 
 class Tracer(fx.Tracer):
@@ -175,6 +190,7 @@ def _functions_as_calls() -> Iterator[None]:
 _FUNCTIONS = {
     getattr: "getattr",
     operator.add: "add",
+    operator.iadd: "iadd",
     operator.mul: "mul",
     operator.sub: "sub",
     operator.matmul: "matmul",
@@ -200,6 +216,12 @@ _FUNCTIONS = {
 _METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk", "view", "size"}
 
 
+def _adds_to_what_a_module_gives(node: fx.Node) -> bool:
+    """Whether a sum in place changes what a submodule gives, and nothing but the sum is read of it afterwards."""
+    left = node.args[0]
+    return isinstance(left, fx.Node) and left.op == "call_module" and set(left.users) == {node}
+
+
 class _FormulaBuilder:
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -212,9 +234,14 @@ class _FormulaBuilder:
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             if node.op == "output":
-                result = node.args[0]
-                tree = values[result] if isinstance(result, fx.Node) else None
+                result, tree = node.args[0], None
+                if isinstance(result, fx.Node):
+                    tree = values[result]
+                elif isinstance(result, tuple) and all(isinstance(each, fx.Node) for each in result):
+                    tree = ("tuple", *[values[each] for each in result])
                 return Formula(tree, tuple(self.names), tuple(self.numbers))
+            if node.target is operator.iadd and not _adds_to_what_a_module_gives(node):
+                return None
             values[node] = self._node(node, values)
         return None
 

@@ -85,7 +85,11 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox, one after the other": Family(causal("GPTNeoX", **PLAIN, use_parallel_residual=False), WHOLE, 3),
     "phi": Family(causal("Phi", **SHAPE), WHOLE, 1),
     "starcoder2": Family(causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0), WHOLE, 3),
-    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), PARTS),
+    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), WHOLE, 2),
+    "falcon with one norm": Family(causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE), WHOLE, 1),
+    "falcon, one after the other": Family(
+        causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE, parallel_attn=False, alibi=True), WHOLE, 3
+    ),
     "vit": Family(lambda: models.make("vit"), WHOLE, 3, kind="vit"),
     "vit with dropout": Family(lambda: models.make("vit", hidden_dropout_prob=0.1), WHOLE, 3, kind="vit"),
     "cohere": Family(causal("Cohere", **SHAPE), WHOLE, 1, "glu_backward_"),
@@ -288,6 +292,17 @@ def test_on_the_cpu_auto_leaves_them_to_the_tape() -> None:
     model, handle = under("starcoder2", layers("auto"), 2)
     assert "kernel: mlp (gelu_tanh) on CUDA, else" in handle.explain()
     assert_same(outcome(model, "starcoder2"), outcome(make("starcoder2"), "starcoder2"))
+
+
+def test_dropout_that_begins_after_the_policy_drops() -> None:
+    """Also where its probability stands in the config."""
+    model, plain = make("falcon"), make("falcon")
+    recompute.apply(model, layers("kernel"))
+    for steps in range(7):
+        if steps == 5:
+            for each in (model, plain):
+                each.config.hidden_dropout = 0.5
+        torch.testing.assert_close(outcome(model, "falcon"), outcome(plain, "falcon"), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", *slow("gpt2", "starcoder2", "cohere", "opt", "bert")])
