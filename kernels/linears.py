@@ -84,13 +84,15 @@ def shaped(matrix: Tensor, *shape: int) -> Tensor:
 
     matrix: nobody else has it.
     """
-    return torch.ops.aten._unsafe_view(matrix, shape)
+    return torch.ops.aten._unsafe_view.default(matrix, shape)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of x in the dtype of the weight, as an output of a Function: see ``shaped``."""
-    product = F.linear(rows(x).to(weight.dtype), weight, bias)  # autocast would cast x, too
-    return shaped(product, *x.shape[:-1], weight.shape[0])
+    x = x if x.dtype is weight.dtype else x.to(weight.dtype)  # autocast would cast x, too
+    if bias is None and x.dim() > 1 and x.is_contiguous():
+        return F.linear(x, weight)  # a product of matrices, and no view of it
+    return shaped(F.linear(rows(x), weight, bias), *x.shape[:-1], weight.shape[0])
 
 
 def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:

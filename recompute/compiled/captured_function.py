@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from recompute.compiled.autocast_settings import autocast_in_force, cast_of
 from recompute.compiled.codegen import Versioned
 from recompute.compiled.fallback import Given, State, contributions_of
-from recompute.compiled.program import Program
+from recompute.compiled.program import DroppedOutputs, Program
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
@@ -41,6 +42,7 @@ class CapturedFrame:
     """One run of a program, and what it holds for backward."""
 
     __slots__ = (
+        "__weakref__",
         "_are_packed",
         "_casts",
         "_given",
@@ -49,6 +51,7 @@ class CapturedFrame:
         "_held",
         "_is_checkpoint",
         "_kept",
+        "_left",
         "_numerics",
         "_on_replay",
         "_others",
@@ -90,6 +93,8 @@ class CapturedFrame:
         self._given: Sequence[Tensor] = given
         self._casts: Sequence[Tensor] = casts
         self._rng: RngState | None = None
+        self._left: Sequence[Tensor] = ()
+        """What gave back outputs that others had saved, and what backward reads."""
         self.saved: list[Tensor] = []
         """What autograd is to save, as it does for other nodes: with its graph, and through the hooks in force."""
 
@@ -113,9 +118,9 @@ class CapturedFrame:
         self._given = self._casts = ()
         plan = program.plan
         statistics.plan = plan if self._has_plan else None
-        if program.outputs and (book := open_book()) is not None:
-            recipe = _Outputs(self, given)
-            for slot, (position, value) in enumerate(program.outputs):
+        if program.outputs is not None and (book := open_book()) is not None:
+            recipe = _Outputs(self, program.outputs, given)
+            for slot, (position, value) in enumerate(program.outputs.values):
                 layout, counted = plan.facts[value].layout, value in plan.demanded
                 book.enter(outputs[position], recipe, slot, layout, counted=counted)
         return outputs
@@ -127,7 +132,7 @@ class CapturedFrame:
         program, statistics = self._program, self.statistics
         if not self._is_as_recorded(gradients):
             return self._replay(saved, gradients)
-        kept, held = self._kept, self._values(saved)
+        kept, held, left = self._kept, self._values(saved), self._take_left()
         if self._are_packed:  # and what packs them checks their versions
             kept = fetch(kept)
         else:
@@ -136,21 +141,44 @@ class CapturedFrame:
             kept = list(kept) if _keeps_graph() else kept
         if not _keeps_graph():
             self._free()
-        statistics.regenerations += 1 if self._is_checkpoint else program.reruns
-        statistics.regenerated_nbytes += program.plan.dropped_nbytes if self._is_checkpoint else program.rerun_nbytes
         with _NOTHING if program.backward_autocast is None else torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return self._run_backward(held, kept, list(gradients))
+            return self._run_backward(held, kept, list(gradients), left)
 
-    def _run_backward(self, held: Any, kept: Any, given: list[Tensor | None]) -> Sequence[Tensor | None]:
+    def _run_backward(
+        self, held: Any, kept: Any, given: list[Tensor | None], left: list[Tensor]
+    ) -> Sequence[Tensor | None]:
         program = self._program
+        settings: Any = None
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
-            return program.under_settings(hidden_from_modes, held, kept, self._states, given)
-        if not self._numerics.are_in_force():
-            return program.under_settings(self._numerics.replayed, held, kept, self._states, given)
-        return program.backward(held, kept, self._states, given)
+            settings = hidden_from_modes
+        elif not self._numerics.are_in_force():
+            settings = self._numerics.replayed
+        elif left and (outputs := program.outputs) is not None:
+            self._count(outputs.backward_reruns, outputs.backward_nbytes)
+            return outputs.backward(held, kept, self._states, given, left)
+        self._count(program.reruns, program.rerun_nbytes)
+        if settings is None:
+            return program.backward(held, kept, self._states, given)
+        left.clear()
+        return program.under_settings(settings, held, kept, self._states, given)
+
+    def _count(self, reruns: int, nbytes: int) -> None:
+        """Count what backward runs again."""
+        statistics = self.statistics
+        statistics.regenerations += 1 if self._is_checkpoint else reruns
+        statistics.regenerated_nbytes += self._program.plan.dropped_nbytes if self._is_checkpoint else nbytes
+
+    def leave(self, left: Sequence[Tensor]) -> None:
+        """Hold what gave back outputs until backward, if that is still to come."""
+        if self._kept is not None:
+            self._left = left
+
+    def _take_left(self) -> list[Tensor]:
+        left, self._left = self._left, ()
+        return list(left)
 
     def _free(self) -> None:
-        self._kept, self._held, self._others = None, [], []
+        self._kept, self._held, self._others, self._left = None, [], [], ()
 
     def _is_as_recorded(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether backward is called as it was when it was recorded."""
@@ -206,22 +234,23 @@ class CapturedFrame:
 class _Outputs(Recipe):
     """The outputs of a frame that others have saved. It holds what it needs, because the frame may be gone before."""
 
-    __slots__ = ("_held", "_kept", "_program", "_states")
+    __slots__ = ("_frame", "_held", "_kept", "_outputs", "_states")
 
-    def __init__(self, frame: CapturedFrame, given: Sequence[Tensor]):
+    def __init__(self, frame: CapturedFrame, outputs: DroppedOutputs, given: Sequence[Tensor]):
         super().__init__(frame.statistics, "a captured region", RecipeGroup(frame._numerics))
-        program = self._program = frame._program
+        self._frame = weakref.ref(frame)
+        self._outputs = outputs
         assert frame._kept is not None
         hooks = top_hooks()
         self._held: list[PackedTensor] = []
-        for index in program.regenerate_held:
+        for index in outputs.held:
             held = frame._held[index]
             if held is None:
-                tensor = given[program.held[index][0]].detach()
+                tensor = given[frame._program.held[index][0]].detach()
                 self._held.append(pack_through(hooks, tensor, self.statistics.name))
             else:
                 self._held.append(KeptTensor(held[0], self.statistics.name, held[1]))
-        self._kept = [self._again(frame._kept[index]) for index in program.regenerate_kept]
+        self._kept = [self._again(frame._kept[index]) for index in outputs.kept]
         self._states = frame._states
 
     def _again(self, kept: Tensor | PackedTensor) -> PackedTensor:
@@ -231,8 +260,7 @@ class _Outputs(Recipe):
         return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, self.statistics.name)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        program = self._program
-        assert program.regenerate is not None
+        outputs = self._outputs
         with (
             torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
             torch.no_grad(),
@@ -240,11 +268,13 @@ class _Outputs(Recipe):
             self.group.numerics.replayed(),
         ):
             held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
-            values = program.regenerate(held, kept, self._states)
+            values, left = outputs.run(held, kept, self._states)
+        if (frame := self._frame()) is not None:
+            frame.leave(left)
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
         # The recipe itself counts one regeneration, and the bytes that it gives.
-        self.statistics.regenerations += program.regenerate_reruns - 1
-        self.statistics.regenerated_nbytes += program.regenerate_nbytes - nbytes_of(given_back.values())
+        self.statistics.regenerations += outputs.reruns - 1
+        self.statistics.regenerated_nbytes += outputs.rerun_nbytes - nbytes_of(given_back.values())
         return given_back
 
 

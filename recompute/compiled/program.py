@@ -14,10 +14,13 @@ from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, code_that_holds
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import Kind, facts
+from recompute.engine.cut.ops import Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import RegionStatistics
+
+SMALL = 8
+"""How many times smaller than the outputs that came back is what is left for the region's own backward."""
 
 
 class Counts(NamedTuple):
@@ -63,6 +66,33 @@ class Counts(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class DroppedOutputs:
+    """What gives back the outputs of a region that others have saved and dropped.
+
+    The backward of those others comes before the region's own, which reads some of what gave the outputs. What is small
+    is left for it: the statistics of a norm's rows, say. The rest would wait through backwards of others, where memory
+    is at its peak, and runs again.
+    """
+
+    run: Callable[..., Any]
+    """``(held, kept, states) -> (outputs, left)``."""
+    values: tuple[tuple[int, int], ...]
+    """The positions of the outputs that it gives back, and their values in the plan."""
+    held: tuple[int, ...]
+    """The indices of what it takes of what is held."""
+    kept: tuple[int, ...]
+    """The indices of what it takes of what is kept."""
+    reruns: int
+    """How many ops it runs."""
+    rerun_nbytes: int
+    """The bytes that these give."""
+    backward: Callable[..., Any]
+    """``(held, kept, states, gradients, left) -> contributions``: the region's backward after it."""
+    backward_reruns: int
+    backward_nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
 class Program:
     """What runs in the place of a region."""
 
@@ -73,18 +103,8 @@ class Program:
     """``(held, kept, states, gradients) -> contributions``."""
     under_settings: Callable[..., Any]
     """``(settings, held, kept, states, gradients)``: ``backward``, with what runs again in the span of ``settings``."""
-    regenerate: Callable[..., Any] | None
-    """``(held, kept, states) -> tensors``: the outputs that others have saved and dropped, if there may be any."""
-    regenerate_held: tuple[int, ...]
-    """The indices of what it takes of what is held."""
-    regenerate_kept: tuple[int, ...]
-    """The indices of what it takes of what is kept."""
-    regenerate_reruns: int
-    """How many ops it runs."""
-    regenerate_nbytes: int
-    """The bytes that these give."""
-    outputs: tuple[tuple[int, int], ...]
-    """The positions of the outputs that it gives back, and their values in the plan."""
+    outputs: DroppedOutputs | None
+    """What gives back the outputs that others have saved and dropped; None if there can be none."""
     edges: tuple[int, ...]
     """The positions of the inputs that get a contribution to their gradient, in the order in which these come."""
     held: tuple[tuple[int, str], ...]
@@ -161,18 +181,16 @@ class ProgramWriter:
 
     def program(self) -> Program:
         backward = self._write_backward()
-        again, outputs = self._write_regeneration()
+        again = self._write_outputs()
         forward, states = self._write_forward()
         buffers = self.recording.buffers
         how = self._how_held(backward, again)
         held, kept = [name for _, _, name in how], [f"t{number}" for number in self._kept]
         drawn = list(states.values())
         grads = ", ".join(["_" if number is None else f"t{number}" for number in self.gradients])
-        names = ["None" if use is None else backward.tensor(use) for _, use in self.contributions]
         head = [*_unpacked(held=held, kept=kept, states=drawn), f"{grads}, = gradients"]
         head += ["held.clear()", "kept.clear()", "gradients.clear()"]
-        result = f"({', '.join(names)},)"
-        regenerate, of_held, of_kept = self._regeneration(again, held, kept, drawn)
+        names, result = self._contributions(backward)
         ways = tuple([(position, how) for position, how, _ in how])
         others = self._others({position for position, _ in ways})
         positions = [buffer.given for buffer in buffers if buffer.given is not None]
@@ -187,12 +205,7 @@ class ProgramWriter:
                 held + kept,
                 again_first=True,
             ),
-            regenerate=regenerate,
-            regenerate_held=of_held,
-            regenerate_kept=of_kept,
-            regenerate_reruns=0 if again is None else len(again[0].reruns),
-            regenerate_nbytes=0 if again is None else self._nbytes(again[0].reruns),
-            outputs=outputs,
+            outputs=None if again is None else self._dropped_outputs(*again, held, kept, drawn, head),
             edges=tuple([given for given, _ in self.contributions]),
             held=ways,
             hold=code_that_holds(len(positions), ways, others),
@@ -207,25 +220,56 @@ class ProgramWriter:
             casts=tuple(self.casts.values()),
             gradients=tuple([None if n is None else buffers[n].layout for n in self.gradients]),
             fixed=tuple(sorted(self.fixed)),
-            draws=any(Tag.nondeterministic_seeded in call.op.tags for call in self._forward),
+            draws=any(map(_may_draw, self._forward)),
             reruns=len(backward.reruns),
             rerun_nbytes=self._nbytes(backward.reruns),
         )
 
-    @staticmethod
-    def _regeneration(
-        again: tuple[Code, list[str]] | None, held: Sequence[str], kept: Sequence[str], drawn: Sequence[str]
-    ) -> tuple[Callable[..., Any] | None, tuple[int, ...], tuple[int, ...]]:
-        """The function that gives back outputs, and the indices of what it takes: of what is held, of what is kept."""
-        if again is None:
-            return None, (), ()
-        code, given_back = again
+    def _contributions(self, backward: Code) -> tuple[list[str], str]:
+        """The variables that backward gives, and what it returns."""
+        names = ["None" if use is None else backward.tensor(use) for _, use in self.contributions]
+        return names, f"({', '.join(names)},)"
+
+    def _dropped_outputs(
+        self,
+        code: Code,
+        values: dict[int, int],
+        held: Sequence[str],
+        kept: Sequence[str],
+        drawn: Sequence[str],
+        backward_head: Sequence[str],
+    ) -> DroppedOutputs:
+        """values: of the plan, by the positions of the outputs that ``code`` gives back."""
+        large = sum(self.recording.buffers[self.results[position].buffer].nbytes for position in values) // SMALL
+        made = [number for number in self._made(code.reruns) if not self._is_output(number)]
+        left = [number for number in made if self.recording.buffers[number].nbytes <= large]
+        backward = self._write_backward(left)
+        names, result = self._contributions(backward)
+        read = {*names, *backward.reads()}
+        left_names = [f"t{number}" for number in left if f"t{number}" in read]
+        given_back = [code.tensors[self.results[position].buffer] for position in values]
         reads = {*given_back, *code.reads()}
         of_held, of_kept = ([i for i, name in enumerate(names) if name in reads] for names in (held, kept))
         parts = [held[index] for index in of_held], [kept[index] for index in of_kept]
         head = ["def run(held, kept, states):", *_unpacked(held=parts[0], kept=parts[1], states=drawn)]
-        function = code.compiled(head, f"({', '.join(given_back)},)", given_back, [*parts[0], *parts[1]])
-        return function, tuple(of_held), tuple(of_kept)
+        both = f"({_tuple(given_back)}, {_tuple(left_names)})"
+        backward_head = [*backward_head, *_unpacked(left=left_names), "left.clear()"]
+        return DroppedOutputs(
+            run=code.compiled(head, both, [*given_back, *left_names], [*parts[0], *parts[1]]),
+            values=tuple(values.items()),
+            held=tuple(of_held),
+            kept=tuple(of_kept),
+            reruns=len(code.reruns),
+            rerun_nbytes=self._nbytes(code.reruns),
+            backward=backward.compiled(
+                ["def run(held, kept, states, gradients, left):", *backward_head],
+                result,
+                names,
+                [*held, *kept, *left_names],
+            ),
+            backward_reruns=len(backward.reruns),
+            backward_nbytes=self._nbytes(backward.reruns),
+        )
 
     def _offsets(self) -> tuple[tuple[int, int], ...]:
         found = {}
@@ -237,15 +281,20 @@ class ProgramWriter:
 
     def _nbytes(self, calls: Iterable[Call]) -> int:
         """The bytes that calls give."""
-        made = {n for call in calls for n in (*call.results, *(after for _, after in call.written)) if n is not None}
-        return sum(self.recording.buffers[n].nbytes for n in made)
+        return sum(self.recording.buffers[number].nbytes for number in self._made(calls))
+
+    @staticmethod
+    def _made(calls: Iterable[Call]) -> list[int]:
+        """The buffers that calls give."""
+        made = [number for call in calls for number in (*call.results, *(after for _, after in call.written))]
+        return list(dict.fromkeys(number for number in made if number is not None))
 
     def _others(self, held: Collection[int]) -> tuple[tuple[int, bool], ...]:
         positions = [buffer.given for buffer in self.recording.buffers if buffer.given is not None]
         others = [(position, position in self.parameters) for position in positions]
         return tuple([(position, lives) for position, lives in others if lives or position not in held])
 
-    def _how_held(self, backward: Code, again: tuple[Code, list[str]] | None) -> list[tuple[int, str, str]]:
+    def _how_held(self, backward: Code, again: tuple[Code, dict[int, int]] | None) -> list[tuple[int, str, str]]:
         """For each input that is held: its position, how it is held, and its variable."""
         buffers = self.recording.buffers
         reads = {backward.tensors[use.buffer] for _, use in self.contributions if use is not None} | backward.reads()
@@ -271,11 +320,11 @@ class ProgramWriter:
         memories = {n: f"m{n}" for n, buffer in enumerate(buffers) if buffer.given in self.parameters}
         return Code(self.recording, memories=memories, saved_views=self.saved_views)
 
-    def _write_backward(self) -> Code:
+    def _write_backward(self, left: Iterable[int] = ()) -> Code:
+        """left: the buffers that ran again before, and need not any more."""
         code = self._later()
-        for number in self.gradients:
-            if number is not None:
-                code.tensors[number] = f"t{number}"
+        there = (*left, *self.gradients)
+        code.tensors |= {number: f"t{number}" for number in there if number is not None}
         for call in self._backward:
             for use in call.uses():
                 self._bring(use.buffer, code)
@@ -288,8 +337,8 @@ class ProgramWriter:
                 code.tensor(contribution)
         return code
 
-    def _write_regeneration(self) -> tuple[tuple[Code, list[str]] | None, tuple[tuple[int, int], ...]]:
-        """The code that gives back the outputs that others may drop; the positions of these, and their values."""
+    def _write_outputs(self) -> tuple[Code, dict[int, int]] | None:
+        """The code that gives back the outputs that others may drop; their values in the plan, by their positions."""
         plan = self.plan
         found: dict[int, int] = {}
         for value in plan.outputs:
@@ -300,12 +349,11 @@ class ProgramWriter:
                 raise NotCapturable("a part of an output is dropped where others save it")
             found[position] = value
         if not found:
-            return None, ()
+            return None
         code = self._later()
         for position in found:
             self._bring(self.results[position].buffer, code)
-        names = [code.tensors[self.results[position].buffer] for position in found]
-        return (code, names), tuple(found.items())
+        return code, found
 
     def _made_by(self, step: int, slot: int | None) -> int | None:
         """The buffer that a step of forward gives as its output ``slot``, or which it writes in place."""
@@ -410,6 +458,14 @@ class ProgramWriter:
         if use.buffer in self._kept:
             return f"{code.tensor(use)}.detach()"  # it shares the version counter of what is kept
         return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
+
+
+def _may_draw(call: Call) -> bool:
+    """Whether a call may draw random numbers. Attention with a dropout of 0 does not."""
+    return (
+        Tag.nondeterministic_seeded in call.op.tags
+        and facts_of_call(call.op, call.args, call.kwargs).kind is not Kind.PURE
+    )
 
 
 def _unpacked(**parts: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.diagnostics import verify
-from recompute.diagnostics.comparing_runs import relative_error, same_bits, wider_dtype
+from recompute.diagnostics.comparing_runs import deterministic, relative_error, same_bits, wider_dtype
 from recompute.errors import (
     AlreadyAppliedError,
     GradientMismatch,
@@ -504,6 +504,19 @@ def test_verify_is_a_function_and_its_module_another() -> None:
     assert callable(recompute.verify)
     assert verify.verify is recompute.verify
     assert verify.__name__ == "recompute.diagnostics.verify"
+
+
+def test_runs_are_comparable_where_a_library_has_frozen_the_flags_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)  # as torch.testing does
+    torch._C._set_cudnn_benchmark(True)
+    try:
+        with deterministic(on_cuda=True):
+            assert not torch.backends.cudnn.benchmark
+            assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.benchmark
+    finally:
+        torch._C._set_cudnn_benchmark(False)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.gpu

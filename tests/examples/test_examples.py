@@ -16,6 +16,7 @@ import torch
 from tiers import slow
 
 from recompute import load_policy
+from recompute.diagnostics.comparing_runs import relative_error
 from recompute.policy.loading import preset_path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -159,6 +160,25 @@ def test_hook_against_kernel(
     assert rows["cross-entropy", "kernel"]["error"] == ""
     assert "## RMSNorm, width 128" in (tmp_path / "results.md").read_text()
     assert (tmp_path / "results.png").stat().st_size > 0
+
+
+def test_each_way_to_add_up_a_weight_gradient_gives_it(device: str) -> None:
+    script = runpy.run_path(str(EXAMPLES / "ablation" / "weight_gradient.py"), run_name="weight_gradient")
+    dy, x, _, rstd = given = script["inputs"](150, 40, torch.float32, torch.device(device), 0)
+    expected = (dy.double() * x.double() * rstd.double()[:, None]).sum(0)
+    for name, way in script["WAYS"].items():
+        if name not in script["NEED_TRITON"] or script["launch"].uses_triton(x):
+            assert relative_error([way(*given)], [expected]) < 1e-5, name
+
+
+def test_weight_gradient(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ("--tokens", "64", "--widths", "128", "--out", str(tmp_path))
+    output_of("ablation/weight_gradient.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    rows = {row["way"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    assert list(rows) == ["two stages", "one stage", "atomics", "torch"]
+    assert rows["two stages"]["has_same_bits"]
+    assert rows["two stages"]["gradient_error"] < 0.01
+    assert "| torch" in (tmp_path / "results.md").read_text()
 
 
 def test_long_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

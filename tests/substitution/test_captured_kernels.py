@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,6 +51,24 @@ def test_gradients_are_those_of_the_kernels_bit_for_bit(name: str, dtype: torch.
         found = gradients(code, batch)
     assert count() == LAYERS
     assert_same(found, gradients(kernels, batch))
+
+
+def test_layers_are_captured_anew_under_each_setting_of_torch() -> None:
+    model = models.make("llama")
+    batch = models.batch("llama")
+    handle = recompute.apply(model, policy())
+    before = torch.get_float32_matmul_precision()
+    try:
+        for deterministic, precision in itertools.product((False, True), ("highest", "high")):
+            torch.use_deterministic_algorithms(deterministic)
+            torch.set_float32_matmul_precision(precision)
+            captured(model, batch, handle)
+            with runs_code() as count:
+                gradients(model, batch)
+            assert count() == LAYERS
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(before)
 
 
 def test_layers_with_layer_norms_are_captured_with_the_kernels_bits() -> None:
