@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.nn import functional as F
@@ -85,9 +86,11 @@ class KernelActivationLinearRunner(KernelRunner):
         return FUSION
 
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if not torch.compiler.is_compiling():
+            return super().run_plain(module, forward, args, kwargs)
         active = forward(*args, **kwargs)
         if not is_tracing() or not self._is_as_found(module):
-            return active  # nothing is held for backward
+            return active
         if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
             return active
         return activated(active, only_argument(args, kwargs), self.activation)

@@ -151,6 +151,16 @@ def test_it_holds_what_the_tape_holds(build: Callable[[], nn.Module], dtype: tor
     assert eager - kept >= x.shape[0] * INTERMEDIATE * dtype.itemsize
 
 
+def test_without_gradients_it_computes_the_same() -> None:
+    module, x = made(lambda: Layer(act=ACT2FN["gelu_new"])).bfloat16(), X.bfloat16()
+    found, _ = under(module)
+    trained = found(x).detach()
+    with torch.no_grad():
+        assert torch.equal(found(x), trained)
+        assert torch.equal(found.eval()(x), trained)
+        assert not torch.equal(module(x), trained)  # which rounds at each step
+
+
 def scaled(self: Any, x: Tensor) -> Tensor:
     return x + self.fc2(self.act(self.fc1(self.norm(x))) * 0.5)
 
