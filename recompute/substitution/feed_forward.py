@@ -135,7 +135,7 @@ def _find_function(function: type[Function]) -> str | None:
         except Exception:
             # Any Function comes here, and its backward may raise anything. Then it is not recognized.
             return None
-    is_same = found.shape == x.shape and ((found - expected).abs() <= 1e-7 * dy.abs()).all()
+        is_same = found.shape == x.shape and bool(((found - expected).abs() <= 1e-7 * dy.abs()).all())
     return name if is_same else None
 
 
