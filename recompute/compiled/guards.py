@@ -193,6 +193,7 @@ def _tracing(whole: Iterable[Any]) -> Iterator[None]:
                 assume_static_by_default=True,
                 automatic_dynamic_shapes=False,
                 optimize_ddp=False,  # it would cut the graph into DDP's buckets
+                record_runtime_overhead=False,  # else each call tells profilers where its graph begins
                 skip_nnmodule_hook_guards=False,  # modules may get hooks later, or lose some
                 skip_tensor_guards_with_matching_dict_tags=False,  # a parameter may change and stay the same object
             ),

@@ -53,6 +53,7 @@ def test_gradients_are_those_of_the_kernels_bit_for_bit(name: str, dtype: torch.
     assert_same(found, gradients(kernels, batch))
 
 
+@pytest.mark.slow
 def test_layers_are_captured_anew_under_each_setting_of_torch() -> None:
     model = models.make("llama")
     batch = models.batch("llama")
@@ -150,6 +151,7 @@ def test_layers_with_stacked_experts_are_captured_with_the_kernels_bits(name: st
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
     code, kernels = (models.make("llama", num_hidden_layers=1).to(device) for _ in range(2))
     batch = {key: value.to(device) for key, value in models.batch("llama").items()}

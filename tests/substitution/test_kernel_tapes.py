@@ -374,6 +374,7 @@ def test_a_checkpoint_inside_runs_as_it_does() -> None:
     assert_same(*outcomes)
 
 
+@pytest.mark.slow
 def test_a_layer_compiles_with_kernels_and_no_tape() -> None:
     model, plain = models.make("llama"), models.make("llama")
     recompute.apply(model, policy(rerun="gemm"))
