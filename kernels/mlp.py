@@ -29,14 +29,8 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.activation import (
-    ACTIVATIONS,
-    activation_backward,
-    activation_backward_,
-    activation_forward,
-    activation_reference,
-)
-from recompute.kernels.blockwise_8bit import BLOCK, dequantize_op
+from recompute.kernels.activation import activation_forward, activation_reference
+from recompute.kernels.activation_linear import activation_linear_gradients, check_activation
 from recompute.kernels.gated_mlp import codes_of
 from recompute.kernels.linears import autocast, linear_gradients, rows, shaped, sum_of_products, without_autocast
 from recompute.kernels.tiled_mlp import TiledMLPFunction
@@ -93,8 +87,7 @@ def mlp(
 
 def _check(activation: str, operands: dict[str, Tensor | None]) -> None:
     launch.check("mlp", **operands)
-    if activation not in ACTIVATIONS:
-        raise KernelError(f"mlp: unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}.")
+    check_activation("mlp", activation)
     found = {name: tuple(tensor.shape) for name, tensor in operands.items() if tensor is not None}
     hidden, down = found["x"][-1:], found["down_weight"]
     fit = {"up_weight": down[1:] + hidden, "up_bias": down[1:], "down_bias": down[:1]}
@@ -182,27 +175,17 @@ class MLPFunction(torch.autograd.Function):
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of x, the weights and the biases: those that are ``needed``, and None for the others."""
     saved = ctx.saved_tensors if ctx.holds_codes else (*ctx.saved_tensors, None)
-    x, up_weight, down_weight, _, _, up, scales = saved
+    x, up_weight, down_weight, _, _, *held = saved
     del saved
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # so that up can be freed below, unless the graph is retained
     needs_dx, up_trains, down_trains, up_bias_trains, down_bias_trains = needed
     shape, dtype, x, dy = x.shape, x.dtype, rows(x), rows(dy).to(down_weight.dtype)
 
-    dup = active = None
-    if needs_dx or up_trains or up_bias_trains:
-        active = dy @ down_weight  # its gradient, in whose place active comes
-        if down_trains:
-            dup = active.new_empty(up.shape)
-            activation_backward_(active, up, scales, dup, ctx.activation)
-        else:
-            dup, active = activation_backward(active, up, scales, ctx.activation), None
-    elif down_trains:
-        up = up if scales is None else dequantize_op(up, scales, down_weight.dtype, BLOCK)
-        active = activation_forward(up, ctx.activation)
-    del up
-    ddown_weight, ddown_bias = linear_gradients(dy, active, down_trains, down_bias_trains, weight=down_weight)
-    del active
+    needs_dup = needs_dx or up_trains or up_bias_trains
+    dup, ddown_weight, ddown_bias = activation_linear_gradients(
+        dy, held, down_weight, ctx.activation, (needs_dup, down_trains, down_bias_trains)
+    )
     dx = sum_of_products(((dup, up_weight),), dtype) if needs_dx else None
     n = x.to(up_weight.dtype) if up_trains else None
     dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains, weight=up_weight)

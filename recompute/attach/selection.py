@@ -73,7 +73,7 @@ def _runners(
                 runner = kernel or tape
         yield path, module, runner
         if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(path, module, meaning, governed)
+            yield from _kernels_inside(path, module, module, meaning, governed)
 
 
 def _find_named_kernel(
@@ -94,16 +94,17 @@ def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainR
 
 
 def _kernels_inside(
-    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str]
+    path: str, module: nn.Module, root: nn.Module, meaning: Meaning, governed: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
+    """root: the module that the rule is on."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        kernel = find_inner_kernel(statistics, child, module, _instead_of_kernel(statistics, meaning))
+        kernel = find_inner_kernel(statistics, child, module, root, _instead_of_kernel(statistics, meaning))
         if kernel is not None:
             kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
             yield child_path, child, kernel
         if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(child_path, child, meaning, governed)
+            yield from _kernels_inside(child_path, child, root, meaning, governed)

@@ -81,8 +81,8 @@ class KernelLayerRunner(KernelRunner):
         mlp = find_kernel_mlp(parts[2])
         if mlp is None and isinstance(mlp_norm, KernelLayerNorm):
             return None
-        if layer.is_parallel and isinstance(norm, KernelLayerNorm) is not isinstance(mlp_norm, KernelLayerNorm):
-            return None
+        if layer.is_parallel and not all(isinstance(each, KernelLayerNorm) for each in (norm, mlp_norm)):
+            return None  # RMSNorms are computed with a sum in front, or with what reads them
         return cls(statistics, fallback, layer, (norm, mlp_norm), mlp, tuple(map(weakref.ref, parts)))
 
     def __post_init__(self) -> None:
@@ -148,22 +148,41 @@ class KernelLayerRunner(KernelRunner):
             return forward(*args, **kwargs)
         norm, attention = self.norms[0], _child(module, self.layer.attention)
         if isinstance(norm, KernelLayerNorm):
-            y, stream = self._normed_and_stream(0, x, operands[0])
-            attended = attend(attention, y)
+            normed, stream = self._normed_and_stream(0, x, operands[0])
             if self.layer.is_parallel:
-                if self.layer.mlp_norm != self.layer.norm:
-                    y, stream = self._normed_and_stream(1, stream, operands[1])
-                return self.layer.sum(stream, attended, _child(module, self.layer.mlp)(y))
+                return self._side_by_side(module, normed, stream, attend, operands[1])
+            attended, returned = attend(attention, normed)
         else:
             # A checkpoint runs this twice, and both runs must save the same tensors: so neither uses what was learned.
             linears = LearnedLinears() if is_inside_checkpoint() else self._linears
             normed = self._normed(norm, x, operands[0], linears)
-            attended = attend(attention, normed)
+            attended, returned = attend(attention, normed)
             linears.learn(normed)
             stream = normed.stream
         if self.layer.after_attention is not None:
             attended = _child(module, self.layer.after_attention)(attended)
-        return self._after_attention(module, attended, stream, operands[1])
+        return self._with(returned, self._after_attention(module, attended, stream, operands[1]))
+
+    def _with(self, returned: Any, computed: Tensor) -> Any:
+        """What the layer returns."""
+        return computed if self.layer.returned_too is None else (computed, returned)
+
+    def _side_by_side(
+        self,
+        module: nn.Module,
+        normed: Tensor,
+        stream: Tensor,
+        attend: Callable[[nn.Module, Tensor], tuple[Tensor, Any]],
+        operands: Operands,
+    ) -> Any:
+        """A layer whose MLP reads x beside attention. operands: those of the second norm."""
+        layer, y = self.layer, normed
+        if layer.norms_first:
+            y, stream = self._normed_and_stream(1, stream, operands)
+        attended, returned = attend(_child(module, layer.attention), normed)
+        if layer.mlp_norm != layer.norm and not layer.norms_first:
+            y, stream = self._normed_and_stream(1, stream, operands)
+        return self._with(returned, layer.sum(stream, attended, _child(module, layer.mlp)(y)))
 
     def _normed_and_stream(self, part: int, x: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
         """A norm's output, and x for the residual sum, whose gradient the norm's backward adds to its own.

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
+from recompute.kernels.activation import activation_reference
 from recompute.kernels.swiglu import ACTIVATIONS as GATE_ACTIVATIONS
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked, is_plain_linear, only_argument
 from recompute.substitution.module_formula import Formula, drops_nothing, formula_of
@@ -88,8 +92,51 @@ def find_activation(module: nn.Module) -> str | None:
     formula = formula_of(module)
     if formula is None:
         return None
+    match formula.tree:
+        case (type() as function, ("input", 0)) if issubclass(function, Function):
+            return _find_function(function)
+    return _known_activation(formula)
+
+
+def _known_activation(formula: Formula) -> str | None:
     tree = _with_values(formula.tree, formula.numbers)
     return next((name for name, known in _ACTIVATIONS if tree == known), None)
+
+
+class _ForwardOf(nn.Module):
+    """What an autograd Function computes, apart from its gradient."""
+
+    def __init__(self, function: type[Function]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function.forward(_NoContext(), x)
+
+
+class _NoContext:
+    def save_for_backward(self, *tensors: Any) -> None:
+        pass
+
+
+def _find_function(function: type[Function]) -> str | None:
+    """The activation that an autograd Function computes, as Bloom's does, if its backward gives that one's gradient."""
+    formula = formula_of(_ForwardOf(function))
+    name = None if formula is None else _known_activation(formula)
+    if name is None:
+        return None
+    with _disable_current_modes(), torch.enable_grad():
+        near = torch.linspace(-12, 12, 999, dtype=torch.float64, device="cpu")
+        x = torch.cat((near, 1e3 * near)).requires_grad_()
+        dy = 10 ** torch.linspace(-3, 3, x.numel(), dtype=torch.float64, device="cpu") * torch.cos(7 * x.detach())
+        expected = torch.autograd.grad(activation_reference(x, name), x, dy)[0]
+        try:
+            found = torch.autograd.grad(function.apply(x), x, dy)[0]
+        except Exception:
+            # Any Function comes here, and its backward may raise anything. Then it is not recognized.
+            return None
+        is_same = found.shape == x.shape and bool(((found - expected).abs() <= 1e-7 * dy.abs()).all())
+    return name if is_same else None
 
 
 def _with_values(tree: Any, numbers: tuple[float, ...]) -> Any:
@@ -113,12 +160,15 @@ def _sorted(name: str, left: Any, right: Any) -> Any:
 _X = ("input", 0)
 _CUBIC = _sorted("add", _X, _sorted("mul", 0.044715, ("pow", _X, 3.0)))
 _TANH = ("tanh", _sorted("mul", (2 / torch.pi) ** 0.5, _CUBIC))
+_FACTOR = _sorted("add", 1.0, _sorted("mul", _X, _sorted("mul", 0.044715, _X)))
+_MEGATRON_TANH = ("tanh", _sorted("mul", _sorted("mul", 0.79788456, _X), _FACTOR))  # as Megatron and Bloom write it
 _ACTIVATIONS: list[tuple[str, Any]] = [
     ("silu", ("silu", _X)),
     ("gelu", ("gelu", _X)),
     ("gelu", ("gelu", _X, "none")),
     ("gelu_tanh", ("gelu", _X, "tanh")),
     ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _TANH))),  # NewGELU, written out
+    ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _MEGATRON_TANH))),
     ("quick_gelu", _sorted("mul", _X, ("sigmoid", _sorted("mul", 1.702, _X)))),
     ("relu", ("relu", _X)),
     ("relu2", ("square", ("relu", _X))),
@@ -199,7 +249,7 @@ class KernelMLP:
         if modules[self.parts.activation] is not self.activation_module or is_hooked(self.activation_module):
             return None
         for name in self.dropouts:
-            dropout = getattr(mlp, name)
+            dropout = attrgetter(name)(mlp)
             if not drops_nothing(dropout) or (isinstance(dropout, nn.Module) and is_hooked(dropout)):
                 return None
         weights, biases = {}, {}

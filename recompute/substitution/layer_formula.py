@@ -6,6 +6,8 @@ Three kinds are found:
 - with norms or dropouts behind: ``h = x + after(attention(norm(x)))``, then ``h + after(mlp(mlp_norm(h)))``, as Gemma
   2's;
 - side by side: ``x + attention(norm(x)) + mlp(mlp_norm(x))``, as GPT-NeoX's, with one norm for both as in Phi's.
+
+A layer may also return another output of attention, as Falcon's do.
 """
 
 from __future__ import annotations
@@ -55,6 +57,12 @@ class PreNormLayer:
     """If the MLP reads x beside attention, which two are added first: of ``stream``, ``attention`` and ``mlp``. None if
     it reads the sum of x and attention."""
 
+    sums_in_place: bool = False
+    """Whether what attention gives is added in place to what the MLP gives, which comes first."""
+    norms_first: bool = False
+    """Whether the MLP reads x beside attention, and its norm runs before attention does."""
+    returned_too: int | None = None
+    """The index of an output of attention that the layer returns as well, in a pair; None if it returns none."""
     absent: str | None = None
     """A parameter of forward that has to be None, or else the layer computes something else."""
 
@@ -81,24 +89,33 @@ class PreNormLayer:
         """The output of a parallel layer: x, what attention and what the MLP gives, added in the layer's own order."""
         if self.added_first == {"stream", "attention"}:
             return (stream + attended) + computed
+        if self.sums_in_place:
+            computed += attended
+            return stream + computed
         if self.added_first == {"attention", "mlp"}:
             return stream + (attended + computed)
         return (stream + computed) + attended
 
-    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[nn.Module, Tensor], Tensor]]:
-        """Split forward's arguments: x, and a function that calls attention with the norm's output and the others."""
+    def split(
+        self, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Callable[[nn.Module, Tensor], tuple[Tensor, Any]]]:
+        """Split forward's arguments: x, and a function that calls attention with the norm's output and the others.
+
+        It gives what is added of attention's output, and what the layer returns of it.
+        """
         given = dict(zip(self.parameters[len(self.parameters) - len(self.defaults) :], self.defaults, strict=True))
         given |= zip(self.parameters, args, strict=False)
         given |= kwargs
 
-        def call(attention: nn.Module, normed: Tensor) -> Tensor:
+        def call(attention: nn.Module, normed: Tensor) -> tuple[Tensor, Any]:
             values = [(key, normed if name is None else given[name]) for key, name in self.passed]
             positional = [value for key, value in values if isinstance(key, int)]
             named = {key: value for key, value in values if isinstance(key, str)}
             if self.takes_more:
                 named |= {key: value for key, value in kwargs.items() if key not in self.parameters}
             result = attention(*positional, **named)
-            return result if self.output is None else result[self.output]
+            returned = None if self.returned_too is None else result[self.returned_too]
+            return result if self.output is None else result[self.output], returned
 
         return given[self.parameters[0]], call
 
@@ -125,9 +142,15 @@ _tried: weakref.WeakKeyDictionary[type[nn.Module], str | None] = weakref.WeakKey
 
 def _find(module: nn.Module, parameters: list[inspect.Parameter], absent: str | None = None) -> PreNormLayer | None:
     """absent: the argument that is None in the layer's formula, as that of an encoder's output; None: all are given."""
-    formula = formula_of(module, functools.partial(_LayerTracer, absent))
-    found = None if formula is None else _one_after_the_other(formula.tree) or _side_by_side(formula.tree)
-    if formula is None or found is None:
+    formula = formula_of(module, functools.partial(LayerTracer, absent))
+    if formula is None:
+        return None
+    tree, more = _sum_and_more(formula.tree)
+    found = _one_after_the_other(tree) or _side_by_side(tree)
+    if found is None:
+        return None
+    returned_too = _index_of_output(more, found.attention)
+    if (more is None) is not (returned_too is None):
         return None
     names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
     given = tuple(name for name in names if name != absent)
@@ -136,8 +159,6 @@ def _find(module: nn.Module, parameters: list[inspect.Parameter], absent: str | 
     if len(norms) != 1 or any(source is _UNKNOWN for _, source in passed):
         return None
     (norm,) = norms
-    if found.added_first is not None and norm != found.mlp_norm < found.attention.module:
-        return None  # the runner computes the second norm after attention
 
     def name_of(index: int | None) -> str | None:
         return None if index is None else formula.names[index]
@@ -156,6 +177,9 @@ def _find(module: nn.Module, parameters: list[inspect.Parameter], absent: str | 
         after_attention=name_of(found.attention.after),
         after_mlp=name_of(found.after_mlp),
         added_first=found.added_first,
+        sums_in_place=found.sums_in_place,
+        norms_first=found.added_first is not None and norm != found.mlp_norm < found.attention.module,
+        returned_too=returned_too,
         absent=absent,
     )
     return layer if _computes_that(module, layer) else None
@@ -176,6 +200,7 @@ class _Layer(NamedTuple):
     mlp: int
     after_mlp: int | None
     added_first: frozenset[str] | None = None
+    sums_in_place: bool = False
 
 
 _X = ("input", 0)
@@ -190,6 +215,22 @@ def _attention(term: Any) -> _Attention | None:
             return _Attention(module, tuple(arguments), output, None)
         case ("module", int(module), *arguments):
             return _Attention(module, tuple(arguments), None, None)
+    return None
+
+
+def _sum_and_more(tree: Any) -> tuple[Any, Any]:
+    """What a layer computes, and the other half of the pair that it returns; None if it returns no pair."""
+    match tree:
+        case ("tuple", computed, more):
+            return computed, more
+    return tree, None
+
+
+def _index_of_output(term: Any, attention: _Attention) -> int | None:
+    """The index of the output of attention that ``term`` is, beside the one that is added; None if it is none."""
+    match term:
+        case ("getitem", ("module", attention.module, *_), int(output)) if attention.output is not None:
+            return output
     return None
 
 
@@ -214,22 +255,28 @@ def _one_after_the_other(tree: Any) -> _Layer | None:
 
 def _side_by_side(tree: Any) -> _Layer | None:
     """``x + attention + mlp(mlp_norm(x))``, in any order."""
+    in_place = False
     match tree:
         case ("add", ("add", *pair), last) | ("add", last, ("add", *pair)):
             terms = [*pair, last]
+        case ("add", ("iadd", *pair), last) | ("add", last, ("iadd", *pair)) if _is_mlp(pair[0]):
+            terms, in_place = [*pair, last], True
         case _:
             return None
     others = [term for term in terms if term != _X]
     mlps = [term for term in others if _is_mlp(term)]
-    if len(others) != 2 or not mlps:
+    if len(others) != 2 or not mlps or (in_place and last != _X):
         return None
     mlp_term = max(mlps, key=lambda term: term[1])  # a term with a higher index runs later
     (attention_term,) = [term for term in others if term is not mlp_term]
+    if in_place and pair[0] is not mlp_term:
+        return None
     attention, (_, mlp, (_, mlp_norm, _)) = _attention(attention_term), mlp_term
     if attention is None or attention.after is not None or attention.module > mlp:
         return None
     kinds = {id(mlp_term): "mlp", id(attention_term): "attention"}
-    return _Layer(attention, mlp_norm, mlp, None, frozenset(kinds.get(id(term), "stream") for term in pair))
+    added_first = frozenset(kinds.get(id(term), "stream") for term in pair)
+    return _Layer(attention, mlp_norm, mlp, None, added_first, in_place)
 
 
 def _is_mlp(term: Any) -> bool:
@@ -257,7 +304,7 @@ def _passed(place: int, argument: Any, names: tuple[str, ...]) -> tuple[int | st
     return key, _UNKNOWN
 
 
-class _LayerTracer(Tracer):
+class LayerTracer(Tracer):
     """Traces forwards with any named arguments, also those inside of decorators, which fx itself refuses.
 
     absent: the name of one that is None.
@@ -308,7 +355,7 @@ def _computes_that(module: nn.Module, layer: PreNormLayer) -> bool:
                 {name: _TrialPart(place, output) for place, (name, output) in enumerate(outputs.items())} for _ in "ab"
             )
             x, attend = layer.split((x,), kwargs)
-            attended = attend(ours[layer.attention], ours[layer.norm](x))
+            attended, returned = attend(ours[layer.attention], ours[layer.norm](x))
             if layer.after_attention is not None:
                 attended = ours[layer.after_attention](attended)
             h = x if layer.is_parallel else x + attended
@@ -316,6 +363,7 @@ def _computes_that(module: nn.Module, layer: PreNormLayer) -> bool:
             if layer.after_mlp is not None:
                 computed = ours[layer.after_mlp](computed)
             expected = layer.sum(x, attended, computed) if layer.is_parallel else h + computed
+            expected = expected if layer.returned_too is None else (expected, returned)
             copy = copy_without_policy(module, module.training)
             copy.__dict__["_modules"] = vars(copy)["_modules"] | theirs
             try:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd import Function
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from recompute.engine.checkpoint.arguments import fingerprint, snapshot
 from recompute.engine.checkpoint.module_state import RUNNER, base_of
@@ -89,21 +93,51 @@ def _traced(module: nn.Module, training: bool, tracer: Callable[[], Tracer]) -> 
     formula = builder.build(graph)
     dropouts = traced.dropouts
     if builder.has_dropout:  # of which the trace does not say where its probability is from
-        dropouts += [name for name, value in vars(module).items() if type(value) is float and value == 0]
+        dropouts += [name for name, value in _settings(module) if type(value) is float and value == 0]
     return None if formula is None else replace(formula, dropouts=tuple(dropouts))
 
 
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The module's attributes and those of its config, with their paths."""
+    for name, value in vars(module).items():
+        yield name, value
+        if name == "config" and hasattr(value, "__dict__"):
+            for key, setting in vars(value).items():
+                yield f"{name}.{key}", setting
+
+
+def trace_of(module: nn.Module, tracer: Tracer) -> list[fx.Node]:
+    """The nodes of a trace of the module's forward in training, as far as it comes. The module does not change."""
+    copy = copy_without_policy(module, training=True)
+    try:
+        with RngState().replayed():
+            tracer.trace(copy)
+    except Exception:
+        # Any module's forward comes here, and may raise anything where it gets a proxy in place of a tensor.
+        return list(tracer.graph.nodes) if hasattr(tracer, "graph") else []
+    return list(tracer.graph.nodes)
+
+
 class _Proxy(fx.Proxy):
-    """Refuses to be changed in place: a trace cannot tell that from making a new value."""
+    """Refuses to be changed in place: a trace cannot tell that from making a new value.
+
+    Something may be added in place, of which a formula says more: see ``_FormulaBuilder``.
+    """
 
     def _in_place(self, other: Any) -> Any:
         raise fx.proxy.TraceError("an operation in place")
 
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __ifloordiv__ = __imod__ = _in_place
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
+    __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __ifloordiv__ = __imod__ = _in_place
 
 
 class Tracer(fx.Tracer):
-    """Traces a module's own forward, in which submodules are calls. Those that do nothing are passed over."""
+    """Traces a module's own forward, in which submodules are calls. Those that do nothing are passed over.
+
+    An autograd Function is a call of its class, whose backward no trace of its forward would tell.
+    """
 
     proxy_buffer_attributes = True
 
@@ -111,6 +145,10 @@ class Tracer(fx.Tracer):
         super().__init__()
         self.dropouts: list[str] = []
         """The names of dropouts that were passed over."""
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        with _functions_as_calls():
+            return super().trace(root, concrete_args)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(m) is nn.Dropout and drops_nothing(m) and not kwargs:
@@ -125,11 +163,34 @@ class Tracer(fx.Tracer):
         return True
 
 
+_patching = threading.RLock()
+
+
+@contextmanager
+def _functions_as_calls() -> Iterator[None]:
+    """Inside, to apply an autograd Function to a proxy is to make a proxy."""
+    with _patching:
+        apply = vars(Function)["apply"]
+
+        def noted(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            proxy = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Proxy)), None)
+            if proxy is None:  # on another thread, for one
+                return apply.__func__(cls, *args, **kwargs)
+            return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
+
+        Function.apply = classmethod(noted)  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            Function.apply = apply  # type: ignore[method-assign]
+
+
 # The ops of the formulas that we look for. Any other function stands in a formula as itself, and matches nothing, not
 # even if a user has given it the name of an op. The operands of sums and products are sorted.
 _FUNCTIONS = {
     getattr: "getattr",
     operator.add: "add",
+    operator.iadd: "iadd",
     operator.mul: "mul",
     operator.sub: "sub",
     operator.matmul: "matmul",
@@ -155,6 +216,12 @@ _FUNCTIONS = {
 _METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk", "view", "size"}
 
 
+def _adds_to_what_a_module_gives(node: fx.Node) -> bool:
+    """Whether a sum in place changes what a submodule gives, and nothing but the sum is read of it afterwards."""
+    left = node.args[0]
+    return isinstance(left, fx.Node) and left.op == "call_module" and set(left.users) == {node}
+
+
 class _FormulaBuilder:
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -167,9 +234,14 @@ class _FormulaBuilder:
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             if node.op == "output":
-                result = node.args[0]
-                tree = values[result] if isinstance(result, fx.Node) else None
+                result, tree = node.args[0], None
+                if isinstance(result, fx.Node):
+                    tree = values[result]
+                elif isinstance(result, tuple) and all(isinstance(each, fx.Node) for each in result):
+                    tree = ("tuple", *[values[each] for each in result])
                 return Formula(tree, tuple(self.names), tuple(self.numbers))
+            if node.target is operator.iadd and not _adds_to_what_a_module_gives(node):
+                return None
             values[node] = self._node(node, values)
         return None
 

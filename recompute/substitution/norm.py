@@ -257,7 +257,8 @@ class KernelNormRunner(KernelRunner):
 LinearOperands = tuple[Tensor, Tensor | None]
 """A Linear's weight and bias."""
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
+"""The types of tensors that kernels take."""
 
 
 class LearnedLinears:
@@ -325,7 +326,7 @@ class LazyNorm(LazyTensor):
 
     def suits(self, operands: LinearOperands) -> bool:
         """Whether a Linear may be computed with the norm: its tensors are plain and have the norm's dtype."""
-        return all(each is None or (type(each) in _PLAIN and each.dtype is self.dtype) for each in operands)
+        return all(each is None or (type(each) in PLAIN_TENSORS and each.dtype is self.dtype) for each in operands)
 
     @property
     def is_lazy(self) -> bool:
@@ -338,7 +339,7 @@ class LazyNorm(LazyTensor):
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function is not F.linear or not args or args[0] is not self:
             return NotImplemented
-        weight, bias = _linear_operands(*args[1:], **kwargs)
+        weight, bias = linear_operands(*args[1:], **kwargs)
         self.read.append((weight, bias))
         if mode_of(self.device) != self._mode:  # such as in a no_grad block, which the other Linears are not in
             return F.linear(super().value(), weight, bias)
@@ -353,5 +354,6 @@ def _identity(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
     return id(weight), id(bias)
 
 
-def _linear_operands(weight: Tensor, bias: Tensor | None = None) -> LinearOperands:
+def linear_operands(weight: Tensor, bias: Tensor | None = None) -> LinearOperands:
+    """What ``torch.nn.functional.linear`` is given behind its input."""
     return weight, bias

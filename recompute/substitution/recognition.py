@@ -13,6 +13,7 @@ from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.substitution.activation_and_linear import KernelActivationLinearRunner
 from recompute.substitution.decoder_layer import KernelLayerRunner
 from recompute.substitution.experts import KernelActivationRunner, has_stacked_experts
 from recompute.substitution.feed_forward import GATE_ACTIVATIONS, KernelMLPRunner, find_activation, find_kernel_mlp
@@ -39,12 +40,16 @@ def find_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runne
 
 
 def find_inner_kernel(
-    statistics: RegionStatistics, module: nn.Module, parent: nn.Module, fallback: Runner | None
+    statistics: RegionStatistics, module: nn.Module, parent: nn.Module, root: nn.Module, fallback: Runner | None
 ) -> KernelRunner | None:
-    """The same for a module inside of one that a rule names. Its ``parent`` may have stacked experts."""
+    """The same for a module inside of ``root``, which a rule names.
+
+    It may also be an activation whose ``parent`` has stacked experts, or that a Linear in ``root`` reads.
+    """
     if has_stacked_experts(parent) and (activation := find_activation(module)) in GATE_ACTIVATIONS:
         return KernelActivationRunner(statistics, fallback, activation)
-    return find_kernel(statistics, module, fallback)
+    before_linear = KernelActivationLinearRunner.for_module(statistics, fallback, module, root)
+    return before_linear or find_kernel(statistics, module, fallback)
 
 
 _agree: dict[Any, bool] = {}

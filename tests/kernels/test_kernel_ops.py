@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.kernels import launch
+from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.add_layer_norm import add_layer_norm
 from recompute.kernels.add_rms_norm import add_rms_norm
 from recompute.kernels.gated_mlp import gated_mlp
@@ -211,6 +212,14 @@ CASES = [
         has_linears=True,
     ),
     Case(
+        "activation_linear",
+        lambda x, weight, bias: activation_linear(x, weight, bias, "gelu_tanh"),
+        lambda x, weight, bias: F.linear(F.gelu(x, approximate="tanh"), weight, bias),
+        ((M, I), (H, I), (H,)),
+        saved_elements=M * I + I * H + H,
+        has_linears=True,
+    ),
+    Case(
         "residual_mlp",
         lambda x, *weights: residual_mlp(x, None, *weights, EPS),
         eager_residual_mlp,
@@ -222,7 +231,7 @@ CASES = [
 ]
 
 _BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "swiglu-packed", "geglu",
-               "gated_mlp", "mlp", "residual_mlp")  # fmt: skip
+               "gated_mlp", "mlp", "activation_linear", "residual_mlp")  # fmt: skip
 """Each op once; the others differ in a convention or an argument."""
 each_case = pytest.mark.parametrize("case", by_default({str(case): case for case in CASES}, *_BY_DEFAULT))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import transformers
 from models import GPT2_SHAPE, SHAPE
-from tiny import rule, rules
+from tiny import HIDDEN as TINY_HIDDEN
+from tiny import TinyAttention, TinyMLP, TinyRMSNorm, gradients, rule, rules
 from torch import Tensor, nn
 
 import recompute
@@ -183,9 +185,58 @@ def test_finds_parallel_layers_and_norms_behind_whatever_their_parts_are_called(
 
 
 def second_norm_first(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
-    """The kernels' runner computes the second norm behind attention, as captured code then has to."""
     y = self.c(x)
     return x + self.b(self.a(x), mask) + self.d(y)
+
+
+def added_to_the_mlp(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
+    attended = self.b(self.a(x), mask)
+    computed = self.d(self.c(x))
+    computed += attended[0]
+    return x + computed, attended[1]
+
+
+def test_finds_layers_as_falcons() -> None:
+    found = find_pre_norm_layer(Layer(second_norm_first))
+    assert found is not None
+    assert found.norms_first
+    found = find_pre_norm_layer(Layer(added_to_the_mlp))
+    assert found is not None
+    assert (found.norms_first, found.sums_in_place, found.output, found.returned_too) == (False, True, 0, 1)
+    x, attended, computed = torch.tensor([1.0, 1e8, -1e8])
+    assert found.sum(x, attended, computed) == 1
+    assert computed == 0
+
+
+def added_and_read(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    """What it reads is no longer what the MLP gave."""
+    computed = other = self.d(self.c(x))
+    computed += self.b(self.a(x), mask)
+    return x + self.b(self.a(x), mask) + other
+
+
+def added_to_x(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    attended = self.b(self.a(x), mask)
+    x += attended
+    return x + self.d(self.c(x))
+
+
+def added_behind(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    computed = self.d(self.c(x))
+    computed += x
+    return computed + self.b(self.a(x), mask)
+
+
+def the_norm_returned(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
+    y = self.a(x)
+    h = self.b(y, mask)[0] + x
+    return self.d(self.c(h)) + h, y
+
+
+def attention_returned_twice(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
+    y = self.a(x)
+    h = self.b(y, mask)[0] + x
+    return self.d(self.c(h)) + h, self.b(y, cache)[1]
 
 
 def parallel_of_the_sum(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
@@ -241,7 +292,11 @@ def two_results(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
 
 
 MISSES = [
-    second_norm_first,
+    added_and_read,
+    added_to_x,
+    added_behind,
+    the_norm_returned,
+    attention_returned_twice,
     parallel_of_the_sum,
     parallel_without_the_stream,
     parallel_in_place,
@@ -266,4 +321,26 @@ def test_takes_the_output_of_attention_that_the_layer_takes() -> None:
     x = torch.ones(1)
     given, attend = found.split((x,), {"mask": 3})
     assert given is x
-    assert attend(lambda *args, **kwargs: (0, (args, kwargs)), x) == ((x, 3), {})  # type: ignore[arg-type]
+    assert attend(lambda *args, **kwargs: (0, (args, kwargs)), x) == (((x, 3), {}), None)  # type: ignore[arg-type]
+
+
+class Parallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = TinyRMSNorm(), TinyRMSNorm()
+        self.attention, self.mlp = TinyAttention(), TinyMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x)) + self.mlp(self.mlp_norm(x))
+
+
+def test_parallel_layers_with_rms_norms_have_kernels_for_their_parts_alone() -> None:
+    torch.manual_seed(0)
+    module = Parallel()
+    model = copy.deepcopy(module)
+    handle = recompute.apply(model, rules(rule("Parallel", "recompute", via="kernel")))
+    assert "kernel: rms_norm" in handle.explain()
+    assert "kernel: gated_mlp" in handle.explain()
+    assert "norm_linears" not in handle.explain()
+    x = torch.randn(2, 6, TINY_HIDDEN)
+    torch.testing.assert_close(gradients(model, x), gradients(module, x))
