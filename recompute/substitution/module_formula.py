@@ -169,6 +169,7 @@ _patching = threading.RLock()
 @contextmanager
 def _functions_as_calls() -> Iterator[None]:
     """Inside, to apply an autograd Function to a proxy is to make a proxy."""
+    patched: Any = Function
     with _patching:
         apply = vars(Function)["apply"]
 
@@ -178,11 +179,11 @@ def _functions_as_calls() -> Iterator[None]:
                 return apply.__func__(cls, *args, **kwargs)
             return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
 
-        Function.apply = classmethod(noted)  # type: ignore[method-assign, assignment]
+        patched.apply = classmethod(noted)
         try:
             yield
         finally:
-            Function.apply = apply  # type: ignore[method-assign]
+            patched.apply = apply
 
 
 # The ops of the formulas that we look for. Any other function stands in a formula as itself, and matches nothing, not
