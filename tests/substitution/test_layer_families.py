@@ -70,6 +70,7 @@ OPT = {
     "max_position_embeddings": 64,
     "activation_function": "gelu",
 }
+NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # by default both are 0.1
 BART = {key: value for key, value in models.WHISPER_SHAPE.items() if not key.startswith(("num_mel", "max_"))}
 
 
@@ -102,7 +103,7 @@ FAMILIES: dict[str, Family] = {
     "opt, post-norm": Family(causal("OPT", **OPT, dropout=0.1, do_layer_norm_before=False), PARTS, last_norm=0),
     "whisper": Family(lambda: models.make("whisper"), PARTS, kind="whisper", last_norm=24, stacks=2),
     "bart with dropout": Family(bart, PARTS, kind="t5", last_norm=16, stacks=2),
-    "bert": Family(lambda: models.make("bert"), PARTS, kind="bert", last_norm=16),
+    "bert": Family(lambda: models.make("bert", **NO_BERT_DROPOUT), PARTS, kind="bert", last_norm=16),
     "bert with dropout": Family(lambda: models.make("bert", hidden_dropout_prob=0.1), PARTS, kind="bert", last_norm=16),
 }
 
