@@ -76,7 +76,8 @@ def main() -> None:
     assert min(logged(policed, "recompute_dropped_nbytes")) > 0
     assert min(policed.held[1:]) < 0.9 * min(plain.held[1:])  # ZeRO-3 learns from the first
     torch.distributed.destroy_process_group()
-    print("two trainers agree")
+    print("two trainers agree", flush=True)
+    os._exit(0)  # threads of torch 2.15 may abort a process that takes its time to end
 
 
 if __name__ == "__main__":
