@@ -20,7 +20,7 @@ from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import RegionStatistics
 
 SMALL = 8
-"""How many times smaller than the outputs that came back is what is left for the region's own backward."""
+"""What is left for the region's own backward is at least so many times smaller than the outputs that came back."""
 
 
 class Counts(NamedTuple):

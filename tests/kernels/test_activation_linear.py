@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_testing import make
-from mlp_testing import Work, assert_no_worse_than_eager, flops, make_weight
+from mlp_testing import EAGER_ACTIVATIONS, Work, assert_no_worse_than_eager, flops, make_weight
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -23,14 +23,6 @@ from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.mlp import mlp
 
 B, S, H, I, O = 2, 20, 24, 48, 40  # noqa: E741
-EAGER: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "relu2": lambda x: torch.square(F.relu(x)),
-}
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
@@ -44,7 +36,7 @@ def ours(activation: str = "gelu") -> Callable[..., Tensor]:
 
 
 def eager(activation: str = "gelu") -> Callable[..., Tensor]:
-    return lambda x, weight, bias: F.linear(EAGER[activation](x), weight, bias)
+    return lambda x, weight, bias: F.linear(EAGER_ACTIVATIONS[activation](x), weight, bias)
 
 
 @each_activation

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_testing import FLOAT32_ROUNDING, make, relative_error
-from mlp_testing import Work, assert_no_larger_error, assert_no_worse_than_eager, flops, make_weight
+from mlp_testing import EAGER_ACTIVATIONS, Work, assert_no_larger_error, assert_no_worse_than_eager, flops, make_weight
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -30,14 +30,6 @@ from recompute.kernels.mlp import mlp
 
 B, S, H, I = 2, 20, 48, 40  # noqa: E741
 GEMM_FLOPS = 2 * B * S * H * I
-EAGER: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "relu2": lambda x: torch.square(F.relu(x)),
-}
 
 
 def make_inputs(
@@ -69,7 +61,7 @@ def ours(activation: str = "gelu", **options: Any) -> Callable[..., Tensor]:
 
 def eager(activation: str = "gelu") -> Callable[..., Tensor]:
     def function(x: Tensor, up: Tensor, down: Tensor, up_bias: Any = None, down_bias: Any = None) -> Tensor:
-        return F.linear(EAGER[activation](F.linear(x, up, up_bias)), down, down_bias)
+        return F.linear(EAGER_ACTIVATIONS[activation](F.linear(x, up, up_bias)), down, down_bias)
 
     return function
 
@@ -107,7 +99,7 @@ EDGES = [0.0, -0.0, math.inf, -math.inf, math.nan, 88.0, -88.0, 1e-30, -1e-30, 3
 def test_no_value_is_too_large_for_a_rectifier(activation: str, device: str) -> None:
     """Infinite values that it cuts off leave no NaN behind, and NaN stays what it is."""
     x = torch.tensor(EDGES, device=device, requires_grad=True)
-    expected = EAGER[activation](x)
+    expected = EAGER_ACTIVATIONS[activation](x)
     dactive = torch.full_like(x, math.inf)
     (gradient,) = torch.autograd.grad(expected, x, dactive)
     assert torch.equal(activation_forward(x.detach(), activation).nan_to_num(7.0), expected.detach().nan_to_num(7.0))
