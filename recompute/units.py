@@ -27,18 +27,26 @@ def parse_budget(budget: str | int, capacity_nbytes: int | None = None) -> int:
     Fractions of a byte are left out. Raises ``BudgetError`` for what is no positive number of bytes, and for a share
     of more than all, or of a device whose capacity is not known.
     """
-    found = f"a budget of {budget!r}"
-    if isinstance(budget, int) and not isinstance(budget, bool):
-        nbytes = budget
+    nbytes = parse_size(budget, capacity_nbytes)
+    if nbytes == 0:
+        raise BudgetError(f"a budget of {budget!r}: expected at least 1 byte; found 0")
+    return nbytes
+
+
+def parse_size(size: str | int, capacity_nbytes: int | None = None) -> int:
+    """Bytes that a size names, spelled as ``parse_budget`` has them; 0 is a size too."""
+    found = f"a budget of {size!r}"
+    if isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
     else:
-        match = _SIZE.fullmatch(budget) if isinstance(budget, str) else None
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in (*_NBYTES, "%"):
             raise BudgetError(f"{found} cannot be read: {_EXPECTED}")
         if match[2] == "%":
             nbytes = _share(float(match[1]), capacity_nbytes, found)
         else:
             nbytes = int(float(match[1]) * _NBYTES[match[2].lower()])
-    if nbytes <= 0:
+    if nbytes < 0:
         raise BudgetError(f"{found}: expected at least 1 byte; found {nbytes:,}")
     return nbytes
 

@@ -24,7 +24,7 @@ from pydantic import (
 
 from recompute.errors import BudgetError
 from recompute.policy.document import dump_document, raises_policy_error
-from recompute.units import parse_budget
+from recompute.units import parse_size
 
 Action = Literal["keep", "recompute", "checkpoint", "offload", "compress"]
 Via = Literal["hook", "kernel", "auto"]
@@ -167,11 +167,9 @@ def _fraction(value: object) -> float:
 
 
 def _size(value: object) -> int:
-    if value == 0 and not isinstance(value, bool):
-        return 0
     try:
         if isinstance(value, (int, str)) and not isinstance(value, bool):
-            return parse_budget(value)
+            return parse_size(value)
     except BudgetError:
         pass
     raise ValueError("expected a size such as '40GiB', '512MiB' or '40GB', or whole bytes")

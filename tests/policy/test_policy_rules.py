@@ -363,6 +363,7 @@ def test_hold_is_a_size_and_is_written_as_people_write_it():
         (3 << 40, 3 << 40, "3072GiB"),
         (1000, 1000, "1000"),
         (0, 0, "0"),
+        ("0MiB", 0, "0"),
     ):
         rule = Rule(match="a", action="recompute", hold=spelling)
         assert rule.hold == nbytes
