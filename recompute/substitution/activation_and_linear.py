@@ -28,15 +28,18 @@ from recompute.engine.saved_tensors import RegionStatistics
 from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.linears import autocasts
 from recompute.substitution.feed_forward import find_activation
-from recompute.substitution.kernel_runner import KernelRunner, is_hooked, only_argument
+from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, only_argument
 from recompute.substitution.lazy_tensors import LazyTensor, mode_of
 from recompute.substitution.linear_reader import LinearReader, dropout_gives_its_input, find_linear_reader
-from recompute.substitution.norm import PLAIN_TENSORS, linear_operands
+from recompute.substitution.module_formula import Settings
+from recompute.substitution.norm import linear_operands
 
 
 @dataclass
 class KernelActivationLinearRunner(KernelRunner):
     activation: str
+    settings: Settings
+    """Of the activation."""
     reader: LinearReader
 
     @classmethod
@@ -49,7 +52,7 @@ class KernelActivationLinearRunner(KernelRunner):
         activation = find_activation(module)
         if activation is None or activation == "relu" or (reader := find_linear_reader(module, root)) is None:
             return None
-        return cls(statistics, fallback, activation, reader)
+        return cls(statistics, fallback, activation, Settings.of(module), reader)
 
     def _what(self) -> str:
         return f"activation_linear ({self.activation}), with {self.reader.name}"
@@ -59,6 +62,7 @@ class KernelActivationLinearRunner(KernelRunner):
         return (
             not self.compresses  # of which the tape around knows more
             and not is_hooked(module)
+            and self.settings.are_those_of(module)
             and self.reader.is_as_found()
         )
 

@@ -24,6 +24,7 @@ from recompute.engine.checkpoint.module_state import base_of
 from recompute.kernels.swiglu import APPROXIMATE, geglu, swiglu
 from recompute.substitution.kernel_runner import KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor
+from recompute.substitution.module_formula import Settings
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
@@ -33,11 +34,15 @@ def has_stacked_experts(module: nn.Module) -> bool:
 @dataclass
 class KernelActivationRunner(KernelRunner):
     activation: str
+    settings: Settings
+    """Of the activation."""
 
     def _what(self) -> str:
         return f"{self.activation}, fused with the product behind it"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if not self.settings.are_those_of(module):
+            return forward(*args, **kwargs)
         gate = only_argument(args, kwargs)
         activation = self.activation
 
@@ -60,7 +65,7 @@ class KernelActivationRunner(KernelRunner):
         return forward(*args, **kwargs)  # a compiler fuses what it can
 
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if is_tracing():
+        if is_tracing() and self.settings.are_those_of(module):
             return activated(only_argument(args, kwargs), self.activation)
         return forward(*args, **kwargs)  # nothing is held for backward
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,8 +23,16 @@ from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.kernels.activation import activation_reference
 from recompute.kernels.swiglu import ACTIVATIONS as GATE_ACTIVATIONS
-from recompute.substitution.kernel_runner import KernelRunner, is_hooked, is_plain_linear, only_argument
-from recompute.substitution.module_formula import Formula, drops_nothing, formula_of
+from recompute.substitution.kernel_runner import (
+    PLAIN_TENSORS,
+    KernelRunner,
+    drop_nothing,
+    is_hooked,
+    is_plain_linear,
+    only_argument,
+)
+from recompute.substitution.module_formula import ANY_SETTINGS, Formula, Settings, copy_without_policy, formula_of
+from recompute.substitution.trial import computes_the_same
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,11 @@ def find_activation(module: nn.Module) -> str | None:
         return None
     match formula.tree:
         case (type() as function, ("input", 0)) if issubclass(function, Function):
-            return _find_function(function)
-    return _known_activation(formula)
+            found = formula_of(_ForwardOf(function))
+            name = None if found is None else _known_activation(found)
+        case _:
+            name = _known_activation(formula)
+    return name if name is not None and _is_activation(module, name) else None
 
 
 def _known_activation(formula: Formula) -> str | None:
@@ -119,24 +129,25 @@ class _NoContext:
         pass
 
 
-def _find_function(function: type[Function]) -> str | None:
-    """The activation that an autograd Function computes, as Bloom's does, if its backward gives that one's gradient."""
-    formula = formula_of(_ForwardOf(function))
-    name = None if formula is None else _known_activation(formula)
-    if name is None:
-        return None
-    with _disable_current_modes(), torch.enable_grad():
+def _is_activation(module: nn.Module, name: str) -> bool:
+    """Whether a module gives the values and the gradients of an activation. A trace does not tell of gradients."""
+    copy = copy_without_policy(module, module.training)
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         near = torch.linspace(-12, 12, 999, dtype=torch.float64, device="cpu")
         x = torch.cat((near, 1e3 * near)).requires_grad_()
         dy = 10 ** torch.linspace(-3, 3, x.numel(), dtype=torch.float64, device="cpu") * torch.cos(7 * x.detach())
-        expected = torch.autograd.grad(activation_reference(x, name), x, dy)[0]
+        y = activation_reference(x, name)
+        (dx,) = torch.autograd.grad(y, x, dy)
         try:
-            found = torch.autograd.grad(function.apply(x), x, dy)[0]
+            found = base_of(module).forward(copy, x)
+            (gradient,) = torch.autograd.grad(found, x, dy)
         except Exception:
-            # Any Function comes here, and its backward may raise anything. Then it is not recognized.
-            return None
-        is_same = found.shape == x.shape and bool(((found - expected).abs() <= 1e-7 * dy.abs()).all())
-    return name if is_same else None
+            # Any module comes here, and its forward or its backward may raise anything. Then it is not recognized.
+            return False
+        is_same = found.shape == gradient.shape == x.shape and x._version == 0
+        return is_same and bool(
+            ((gradient - dx).abs() <= 1e-7 * dy.abs()).all() and ((found - y).abs() <= 1e-7 * (1 + y.abs())).all()
+        )
 
 
 def _with_values(tree: Any, numbers: tuple[float, ...]) -> Any:
@@ -186,13 +197,16 @@ class KernelLinear:
     bias: str | None
     is_transposed: bool
     """Whether the weight is (inputs, outputs), and not (outputs, inputs)."""
+    settings: Settings = ANY_SETTINGS
 
     def operands(self, module: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias; None where ``module`` is of another class, or has hooks."""
+        """Weight and bias; None where ``module`` is another than it was, or has hooks or tensors of other classes."""
         if module is None or base_of(module) is not self.cls or is_hooked(module):
             return None
-        weight = getattr(module, self.weight)
-        return weight.t() if self.is_transposed else weight, None if self.bias is None else getattr(module, self.bias)
+        weight, bias = getattr(module, self.weight), None if self.bias is None else getattr(module, self.bias)
+        if type(weight) not in PLAIN_TENSORS or not (bias is None or type(bias) in PLAIN_TENSORS):
+            return None
+        return (weight.t() if self.is_transposed else weight, bias) if self.settings.are_those_of(module) else None
 
 
 _PLAIN_LINEAR = KernelLinear(nn.Linear, "weight", "bias", is_transposed=False)
@@ -219,7 +233,7 @@ def find_linear(module: nn.Module | None) -> KernelLinear | None:
         return None
     weight, bias_index, is_transposed = found
     bias_name = None if bias_index is None else formula.names[bias_index]
-    return KernelLinear(base_of(module), formula.names[weight], bias_name, is_transposed)
+    return KernelLinear(base_of(module), formula.names[weight], bias_name, is_transposed, Settings.of(module))
 
 
 MLPOperands = tuple[tuple[Any, ...], dict[str, Any]]
@@ -238,6 +252,8 @@ class KernelMLP:
     activation_module: nn.Module
     dropouts: tuple[str, ...]
     """The names of dropouts that drop nothing, or of attributes that are their probabilities."""
+    settings: Settings
+    activation_settings: Settings
 
     @property
     def is_gated(self) -> bool:
@@ -246,12 +262,13 @@ class KernelMLP:
     def operands(self, mlp: nn.Module) -> MLPOperands | None:
         """The operands; None where the Linears or the activation have been replaced, have hooks, or dropout drops."""
         modules = mlp._modules
-        if modules[self.parts.activation] is not self.activation_module or is_hooked(self.activation_module):
+        activation = modules[self.parts.activation]
+        if activation is not self.activation_module or is_hooked(activation):
             return None
-        for name in self.dropouts:
-            dropout = attrgetter(name)(mlp)
-            if not drops_nothing(dropout) or (isinstance(dropout, nn.Module) and is_hooked(dropout)):
-                return None
+        if not self.activation_settings.are_those_of(activation):
+            return None
+        if not drop_nothing(mlp, self.dropouts) or not self.settings.are_those_of(mlp):
+            return None
         weights, biases = {}, {}
         for part, name, linear in self.linears:
             operands = linear.operands(modules[name])
@@ -306,8 +323,12 @@ def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
     linears = tuple([(part, path, linear) for part, path, linear in found if linear is not None])
     if len(linears) < len(found):
         return None
-    mlp = KernelMLP(parts, linears, name, activation, formula.dropouts)
-    return None if mlp.operands(module) is None else mlp
+    mlp = KernelMLP(parts, linears, name, activation, formula.dropouts, Settings.of(module), Settings.of(activation))
+    operands = mlp.operands(module)
+    if operands is None:
+        return None
+    compute = mlp.kernel(module, operands, compresses=False, tile=None)
+    return mlp if computes_the_same(module, (parts, linears, name), compute, operands[0][0].shape[-1]) else None
 
 
 def how_it_holds(runner: KernelRunner, mlp: KernelMLP) -> str:

@@ -6,11 +6,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -22,6 +24,7 @@ from recompute.engine.dtensors import has_layout
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.thread_state import local
 from recompute.errors import warn
+from recompute.substitution.formula_tracer import drops_nothing
 from recompute.substitution.held_memory import Compute, HeldMemoryCounter
 
 
@@ -171,6 +174,10 @@ def kernel_of(runner: Runner | None) -> KernelRunner | None:
     return runner
 
 
+PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
+"""The types of tensors that kernels take. Another may compute something else where it is the weight of a Linear."""
+
+
 def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether ``module`` is a Linear, and calling it does nothing else."""
     return module is not None and base_of(module) is nn.Linear and not is_hooked(module)
@@ -181,12 +188,25 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(
         not callable(module.forward)  # torch's frontend makes a guard of this, and none of what ``vars`` has
         or "forward" in vars(module)
+        or type(module).__call__ is not nn.Module.__call__
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or _has_any_global_hook()
     )
+
+
+def drop_nothing(module: nn.Module, dropouts: Sequence[str]) -> bool:
+    """Whether none of these dropouts of a module drops or does anything.
+
+    dropouts: names of submodules, or of attributes that are probabilities.
+    """
+    for name in dropouts:
+        dropout = attrgetter(name)(module)
+        if not drops_nothing(dropout) or (isinstance(dropout, nn.Module) and is_hooked(dropout)):
+            return False
+    return True
 
 
 def only_argument(args: tuple, kwargs: dict) -> Tensor:

@@ -16,8 +16,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from recompute.engine.checkpoint.module_state import base_of
-from recompute.substitution.module_formula import Tracer, copy_without_policy, drops_nothing, formula_of
+from recompute.substitution.formula_tracer import Tracer
+from recompute.substitution.kernel_runner import drop_nothing
+from recompute.substitution.module_formula import ANY_SETTINGS, Settings, copy_without_policy, formula_of
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class PreNormLayer:
     """The index of an output of attention that the layer returns as well, in a pair; None if it returns none."""
     absent: str | None = None
     """A parameter of forward that has to be None, or else the layer computes something else."""
+    settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
     def takes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the layer computes that with these arguments."""
@@ -83,7 +85,7 @@ class PreNormLayer:
         return norm, mlp_norm, mlp  # type: ignore[return-value]
 
     def is_as_found(self, module: nn.Module) -> bool:
-        return all([drops_nothing(attrgetter(name)(module)) for name in self.dropouts])
+        return self.settings.are_those_of(module) and drop_nothing(module, self.dropouts)
 
     def sum(self, stream: Tensor, attended: Tensor, computed: Tensor) -> Tensor:
         """The output of a parallel layer: x, what attention and what the MLP gives, added in the layer's own order."""
@@ -181,6 +183,7 @@ def _find(module: nn.Module, parameters: list[inspect.Parameter], absent: str | 
         norms_first=found.added_first is not None and norm != found.mlp_norm < found.attention.module,
         returned_too=returned_too,
         absent=absent,
+        settings=Settings.of(module),
     )
     return layer if _computes_that(module, layer) else None
 

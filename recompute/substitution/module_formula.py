@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.autograd import Function
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
+from recompute.compiled.autocast_settings import Autocast
 from recompute.engine.checkpoint.arguments import fingerprint, snapshot
 from recompute.engine.checkpoint.module_state import RUNNER, base_of
 from recompute.engine.rng import RngState
+from recompute.substitution.formula_tracer import Tracer, drops_nothing
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,37 @@ class Formula:
     """The paths of submodules, and of attributes that are zero, by which it drops nothing: see ``drops_nothing``."""
 
 
-def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) -> Formula | None:
-    """The formula of ``module``; None unless forward is one expression of its one argument, the same in ``eval()``.
+@dataclass(frozen=True)
+class Settings:
+    """The numbers, texts and flags that a module had as attributes, and what it had none of, when it was recognized.
 
-    Tracing does not change the module, whatever its forward does.
+    Its forward may compute something else by others: a norm with another epsilon, a layer that is to be skipped.
+    """
+
+    values: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def of(module: nn.Module) -> Settings:
+        absent = module._parameters, module._buffers, module._modules
+        values = [*vars(module).items(), *[item for each in absent for item in each.items() if item[1] is None]]
+        plain = [(name, value) for name, value in values if type(value) in _PLAIN and name not in _NO_SETTINGS]
+        return Settings(tuple(plain))
+
+    def are_those_of(self, module: nn.Module) -> bool:
+        # Not by ``vars``, of which torch's frontend makes no guards.
+        return all([getattr(module, name, _PLAIN) == value for name, value in self.values])
+
+
+ANY_SETTINGS = Settings()
+_PLAIN = (bool, int, float, str, type(None))
+_NO_SETTINGS = frozenset(vars(nn.Module()))  # a formula is the same in ``eval()``; the others are torch's own business
+
+
+def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) -> Formula | None:
+    """The formula of ``module``; None unless forward is one expression of its one argument, the same everywhere.
+
+    It is traced in training, and again in ``eval()`` without gradients and under autocast. Tracing does not change the
+    module, whatever its forward does.
 
     Args:
         tracer: makes a tracer for forwards with other numbers of arguments.
@@ -53,13 +79,10 @@ def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) ->
             return None
     except ValueError:  # a builtin has no signature
         return None
-    trained, evaluated = (_traced(module, training, tracer or Tracer) for training in (True, False))
-    return trained if trained == evaluated else None
-
-
-def drops_nothing(dropout: Any) -> bool:
-    """Whether a dropout is passed over in formulas: a module whose probability is 0, or that probability itself."""
-    return dropout.p == 0 if type(dropout) is nn.Dropout else type(dropout) in (float, int) and dropout == 0
+    trained = _traced(module, True, tracer or Tracer)
+    if trained is None:
+        return None
+    return trained if trained == _traced(module, False, tracer or Tracer) else None
 
 
 def is_decorated(module: nn.Module) -> bool:
@@ -81,20 +104,34 @@ def _traced(module: nn.Module, training: bool, tracer: Callable[[], Tracer]) -> 
     before = fingerprint(vars(copy))
     traced = tracer()
     try:
-        with RngState().replayed():
+        with RngState().replayed(), _surroundings_of(training):
             graph = traced.trace(copy)
     except Exception:
         # Any module's forward comes here, and may raise anything where it gets a proxy in place of a tensor. Then it
         # is not recognized.
         return None
-    if fingerprint(vars(copy)) != before:
-        return None  # forward sets attributes of the module, which a kernel in its place would not
+    if fingerprint(vars(copy)) != before or traced.has_lost_values:
+        return None  # forward sets attributes of the module, or fills a list, which a kernel in its place would not
     builder = _FormulaBuilder()
     formula = builder.build(graph)
     dropouts = traced.dropouts
     if builder.has_dropout:  # of which the trace does not say where its probability is from
         dropouts += [name for name, value in _settings(module) if type(value) is float and value == 0]
     return None if formula is None else replace(formula, dropouts=tuple(dropouts))
+
+
+@contextmanager
+def _surroundings_of(training: bool) -> Iterator[None]:
+    """In training gradients are on and autocast is off, else the other way round: a forward may ask for either."""
+    before = Autocast()
+    try:
+        with torch.set_grad_enabled(training):
+            for device in ("cpu", "cuda"):
+                torch.set_autocast_enabled(device, not training)
+            torch.set_autocast_cache_enabled(False)
+            yield
+    finally:
+        before.put()
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -116,74 +153,6 @@ def trace_of(module: nn.Module, tracer: Tracer) -> list[fx.Node]:
         # Any module's forward comes here, and may raise anything where it gets a proxy in place of a tensor.
         return list(tracer.graph.nodes) if hasattr(tracer, "graph") else []
     return list(tracer.graph.nodes)
-
-
-class _Proxy(fx.Proxy):
-    """Refuses to be changed in place: a trace cannot tell that from making a new value.
-
-    Something may be added in place, of which a formula says more: see ``_FormulaBuilder``.
-    """
-
-    def _in_place(self, other: Any) -> Any:
-        raise fx.proxy.TraceError("an operation in place")
-
-    def __iadd__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
-
-    __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __ifloordiv__ = __imod__ = _in_place
-
-
-class Tracer(fx.Tracer):
-    """Traces a module's own forward, in which submodules are calls. Those that do nothing are passed over.
-
-    An autograd Function is a call of its class, whose backward no trace of its forward would tell.
-    """
-
-    proxy_buffer_attributes = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropouts: list[str] = []
-        """The names of dropouts that were passed over."""
-
-    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        with _functions_as_calls():
-            return super().trace(root, concrete_args)
-
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if type(m) is nn.Dropout and drops_nothing(m) and not kwargs:
-            self.dropouts.append(self.path_of_module(m))
-            return args[0]
-        return super().call_module(m, forward, args, kwargs)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
-_patching = threading.RLock()
-
-
-@contextmanager
-def _functions_as_calls() -> Iterator[None]:
-    """Inside, to apply an autograd Function to a proxy is to make a proxy."""
-    patched: Any = Function
-    with _patching:
-        apply = vars(Function)["apply"]
-
-        def noted(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-            proxy = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Proxy)), None)
-            if proxy is None:  # on another thread, for one
-                return apply.__func__(cls, *args, **kwargs)
-            return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
-
-        patched.apply = classmethod(noted)
-        try:
-            yield
-        finally:
-            patched.apply = apply
 
 
 # The ops of the formulas that we look for. Any other function stands in a formula as itself, and matches nothing, not
@@ -215,6 +184,40 @@ _FUNCTIONS = {
     F.layer_norm: "layer_norm",
 }
 _METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk", "view", "size"}
+_PARAMETERS = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "gelu": ("input", "approximate"),
+    "silu": ("input", "inplace"),
+    "relu": ("input", "inplace"),
+    "mean": ("input", "dim", "keepdim"),
+    "pow": ("input", "exponent"),
+    "chunk": ("input", "chunks", "dim"),
+    "to": ("input", "dtype"),
+}
+"""The parameters of ops that may be given by name, in order."""
+
+
+def _in_order(name: Any, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
+    """The arguments of an op by position. Those that stay keywords match nothing."""
+    order = _PARAMETERS.get(name, ())[len(args) :][: len(keywords)]
+    if keywords.keys() == set(order):
+        return [*args, *(keywords[each] for each in order)]
+    return [*args, *(("keyword", *item) for item in keywords.items())]
+
+
+def _is_all_read(graph: fx.Graph) -> bool:
+    """Whether the result is made of all that is computed. What is not may change something in place, or note it."""
+    (output,) = graph.find_nodes(op="output")
+    read, pending = set(), [output]
+    while pending:
+        read.update(pending)
+        pending = [each for node in pending for each in node.all_input_nodes if each not in read]
+    return all(node in read or node.op in _INPUTS or node.target in _QUESTIONS for node in graph.nodes)
+
+
+_INPUTS = {"placeholder", "get_attr"}
+_QUESTIONS = {getattr, operator.getitem, "size", "dim"}
+"""What changes nothing, even if nobody reads the answer: as one of the sizes in ``batch, length, width = x.shape``."""
 
 
 def _adds_to_what_a_module_gives(node: fx.Node) -> bool:
@@ -232,6 +235,8 @@ class _FormulaBuilder:
         """Whether a call of ``torch.nn.functional.dropout`` was passed over."""
 
     def build(self, graph: fx.Graph) -> Formula | None:
+        if not _is_all_read(graph):
+            return None
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             if node.op == "output":
@@ -254,7 +259,6 @@ class _FormulaBuilder:
         keywords = {key: self._argument(value, values) for key, value in node.kwargs.items()}
         if node.op == "call_module":
             return ("module", self._index(str(node.target)), *args, *(("keyword", *item) for item in keywords.items()))
-        args += keywords.values()
         match node.op:
             case "placeholder":
                 self.inputs += 1
@@ -265,6 +269,7 @@ class _FormulaBuilder:
                 name = node.target if node.target in _METHODS else operator.methodcaller(str(node.target))
             case _:
                 name = _FUNCTIONS.get(node.target, node.target)  # type: ignore[arg-type]
+        args = _in_order(name, args, keywords)
         match name, args:
             case "getattr", (value, "dtype"):
                 return ("dtype", value)

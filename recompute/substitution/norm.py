@@ -10,20 +10,20 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.thread_state import local
-from recompute.substitution.kernel_runner import KernelRunner, only_argument
+from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import LazyTensor, mode_of
-from recompute.substitution.module_formula import Formula, formula_of
+from recompute.substitution.module_formula import ANY_SETTINGS, Formula, Settings, formula_of
+from recompute.substitution.trial import computes_the_same
 
 Operands = tuple[Tensor | None, ...]
 """What a norm's kernel reads beside the input: a weight, and for a LayerNorm a bias."""
@@ -36,14 +36,19 @@ class KernelRMSNorm:
     weight: str | None
     eps: float
     casting: str
+    settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
     def __str__(self) -> str:
         return f"rms_norm ({self.casting} casting)"
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
-        """The weight; None where ``module`` broadcasts it to ``x``, which the kernel does not do."""
-        weight = None if self.weight is None else getattr(module, self.weight)
-        return (weight,) if weight is None or weight.shape == x.shape[-1:] else None
+        """The weight; None where ``module`` is another than it was, or broadcasts it, which the kernel does not do."""
+        if not self.settings.are_those_of(module):
+            return None
+        if self.weight is None:
+            return (None,)
+        weight = getattr(module, self.weight)
+        return (weight,) if type(weight) in PLAIN_TENSORS and weight.shape == x.shape[-1:] else None
 
     def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
         from recompute.kernels.rms_norm import rms_norm
@@ -69,18 +74,24 @@ class KernelLayerNorm:
     is_functional: bool
     """Whether the module calls ``torch.nn.functional.layer_norm`` on what it is given. That wants parameters of the
     input's dtype, and autocast casts all of them. Else the module itself computes in float32."""
+    settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
     def __str__(self) -> str:
         return "layer_norm"
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
-        """Weight and bias; None where the kernel does not take what the module takes, or takes what it refuses."""
+        """Weight and bias; None where the kernel does not take what the module takes, or takes what it refuses.
+
+        None also where ``module`` is another than it was.
+        """
         operands = tuple([None if name is None else getattr(module, name) for name in (self.weight, self.bias)])
         if self.width is not None and x.shape[-1:] != (self.width,):
             return None
+        given = [each for each in operands if each is not None]
         casts = not self.is_functional or _autocasts_layer_norm(x)
-        fit = [each is None or (each.shape == x.shape[-1:] and (casts or each.dtype is x.dtype)) for each in operands]
-        return operands if all(fit) else None
+        fit = [each.shape == x.shape[-1:] and (casts or each.dtype is x.dtype) for each in given]
+        plain = [type(each) in PLAIN_TENSORS for each in given]
+        return operands if all(fit) and all(plain) and self.settings.are_those_of(module) else None
 
     def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         from recompute.kernels.layer_norm import layer_norm
@@ -114,6 +125,24 @@ def _autocasts_layer_norm(x: Tensor) -> bool:
 
 def find_norm(module: nn.Module) -> KernelNorm | None:
     """The norm over the last dimension that ``module`` computes, if that is all it does."""
+    norm = _find_norm(module)
+    if norm is None or type(module) is nn.RMSNorm:
+        return None if norm is None else replace(norm, settings=Settings.of(module))
+    weight = next(module.parameters(), None)
+    width = 8 if weight is None else weight.numel()
+    if isinstance(norm, KernelLayerNorm) and norm.width is not None:
+        width = norm.width
+
+    def compute(x: Tensor) -> Tensor | None:
+        operands = norm.operands(module, x)
+        return None if operands is None else norm.compute(x, *operands)
+
+    if (weight is None or weight.dim() == 1) and not computes_the_same(module, norm, compute, width):
+        return None
+    return replace(norm, settings=Settings.of(module))
+
+
+def _find_norm(module: nn.Module) -> KernelNorm | None:
     if type(module) is nn.RMSNorm:
         if len(module.normalized_shape) != 1 or module.eps is None:
             return None
@@ -256,9 +285,6 @@ class KernelNormRunner(KernelRunner):
 
 LinearOperands = tuple[Tensor, Tensor | None]
 """A Linear's weight and bias."""
-
-PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
-"""The types of tensors that kernels take."""
 
 
 class LearnedLinears:

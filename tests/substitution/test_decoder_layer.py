@@ -291,7 +291,62 @@ def two_results(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
     return self.d(self.c(h)) + h, mask
 
 
+def halved_in_place(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = self.b(self.a(x), mask) + x
+    h.mul_(0.5)
+    return self.d(self.c(h)) + h
+
+
+def attending_without_gradients(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    with torch.no_grad():
+        attended = self.b(self.a(x), mask)
+    h = attended + x
+    return self.d(self.c(h)) + h
+
+
+def attending_without_autocast(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    with torch.autocast("cpu", enabled=not torch.is_autocast_enabled("cpu")):
+        attended = self.b(self.a(x), mask)
+    h = attended + x
+    return self.d(self.c(h)) + h
+
+
+def doubling_gradients(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = self.b(self.a(x), mask) + x
+    if isinstance(h, Tensor) and h.requires_grad:
+        h.register_hook(lambda gradient: gradient * 2)
+    return self.d(self.c(h)) + h
+
+
+def masked_by_a_tensor(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = self.b(self.a(x), mask) + x
+    h = h * mask if isinstance(mask, Tensor) else h
+    return self.d(self.c(h)) + h
+
+
+STREAMS: list[Tensor] = []
+
+
+def noting_the_stream(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = self.b(self.a(x), mask) + x
+    STREAMS.append(h)
+    return self.d(self.c(h)) + h
+
+
+def probing_the_stream(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    h = self.b(self.a(x), mask) + x
+    self.a(h)
+    return self.d(self.c(h)) + h
+
+
 MISSES = [
+    halved_in_place,
+    attending_without_gradients,
+    attending_without_autocast,
+    doubling_gradients,
+    masked_by_a_tensor,
+    noting_the_stream,
+    probing_the_stream,
     added_and_read,
     added_to_x,
     added_behind,

@@ -15,6 +15,7 @@ from tiers import by_default, slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import recompute
 from recompute.substitution.head import LazyLogits
@@ -155,7 +156,42 @@ def gelu(model: nn.Module) -> None:
         layer.mlp.act_fn = nn.GELU()
 
 
+def set_to(path: str, name: str, value: Any) -> Callable[[nn.Module], Any]:
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            setattr(layer.get_submodule(path), name, value)
+
+    return change
+
+
+class Doubled(Tensor):
+    """Doubles what a Linear gives of which it is the weight."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return found.as_subclass(Tensor) * 2 if function is F.linear else found
+
+
+def doubled_by_its_weight(path: str) -> Callable[[nn.Module], Any]:
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            linear = layer.get_submodule(path)
+            linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Doubled))
+
+    return change
+
+
+class Loud(LlamaMLP):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 2
+
+
 CHANGES = {
+    "another epsilon of the first norm": set_to("input_layernorm", "variance_epsilon", 0.5),
+    "another epsilon of the second norm": set_to("post_attention_layernorm", "variance_epsilon", 0.5),
+    "a weight of a class of its own": doubled_by_its_weight("mlp.gate_proj"),
+    "an MLP that is called otherwise": set_to("mlp", "__class__", Loud),
     "an adapter on q": adapt("self_attn.q_proj"),
     "an adapter on down": adapt("mlp.down_proj"),
     "another activation": gelu,
@@ -173,7 +209,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", by_default(CHANGES, "an adapter on q", "another activation", "a hook on gate"))
+@pytest.mark.parametrize(
+    "change",
+    by_default(
+        CHANGES, "another epsilon of the second norm", "an adapter on q", "another activation", "a hook on gate"
+    ),
+)
 def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
     model, plain = make(), make()
     recompute.apply(model, POLICY)

@@ -225,6 +225,11 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
         (norm_of(lambda self, x: F.relu(x).pow(3)), None),
         (norm_of(lambda self, x: x * torch.sigmoid(x * 1.7)), None),
         (norm_of(lambda self, x: torch.square(x)), None),
+        (norm_of(lambda self, x: F.silu(x).clamp_(max=7)), None),
+        (norm_of(lambda self, x: (y := F.silu(x), y.clamp_(max=7))[0]), None),
+        (norm_of(lambda self, x: (x.clamp_(max=7), F.silu(x))[1]), None),
+        (norm_of(torch.no_grad()(lambda self, x: F.silu(x))), None),
+        (norm_of(lambda self, x: F.silu(x if type(x) is not Tensor else 2 * x)), None),
     ],
     ids=lambda value: repr(value) if isinstance(value, nn.Module) else "",
 )

@@ -163,6 +163,62 @@ def checking_its_input(self: Any, x: Tensor) -> Tensor:
     return llama_like(self, x)
 
 
+NOTED: list[Tensor] = []
+
+
+def noting_its_output_elsewhere(self: Any, x: Tensor) -> Tensor:
+    y = llama_like(self, x)
+    NOTED.append(y)
+    return y
+
+
+def clamped_in_place(self: Any, x: Tensor) -> Tensor:
+    y = llama_like(self, x)
+    y.clamp_(-0.5, 0.5)  # what this returns nobody reads
+    return y
+
+
+def without_gradient_of_the_root(self: Any, x: Tensor) -> Tensor:
+    h = x.to(torch.float32)
+    with torch.no_grad():
+        root = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+    return self.weight * (h * root).to(x.dtype)
+
+
+def without_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=not torch.is_autocast_enabled("cpu")):
+        return llama_like(self, x)
+
+
+def asking_for_gradients(self: Any, x: Tensor) -> Tensor:
+    return llama_like(self, x) if torch.is_grad_enabled() else x
+
+
+def asking_for_autocast(self: Any, x: Tensor) -> Tensor:
+    return x if torch.is_autocast_enabled("cpu") else llama_like(self, x)
+
+
+def doubling_tensors(self: Any, x: Tensor) -> Tensor:
+    return llama_like(self, x * 2 if isinstance(x, Tensor) else x)
+
+
+def doubling_what_is_a_tensor(self: Any, x: Tensor) -> Tensor:
+    return llama_like(self, x * 2 if torch.is_tensor(x) else x)
+
+
+def shifting_what_has_one_type(self: Any, x: Tensor) -> Tensor:
+    """A trace takes the other branch, and nobody tells it. A trial on values does."""
+    return llama_like(self, x + 1 if type(x) is Tensor else x)
+
+
+def layer_norm_with_other_signs(self: Any, x: Tensor) -> Tensor:
+    h = x.float()
+    mean = h.mean(-1, keepdim=True)
+    variance = (h - mean).pow(2).mean(-1, keepdim=True)
+    h = torch.sub(other=h, input=mean) * torch.rsqrt(variance + self.eps)
+    return (self.weight.float() * h).type_as(x)
+
+
 @torch.fx.wrap
 def rsqrt(x: Tensor) -> Tensor:
     """Bears an op's name, and is another function."""
@@ -200,6 +256,16 @@ NO_NORMS = [
     two_outputs,
     noting_its_variance,
     checking_its_input,
+    noting_its_output_elsewhere,
+    clamped_in_place,
+    without_gradient_of_the_root,
+    without_autocast,
+    asking_for_gradients,
+    asking_for_autocast,
+    doubling_tensors,
+    doubling_what_is_a_tensor,
+    shifting_what_has_one_type,
+    layer_norm_with_other_signs,
     with_a_function_of_an_ops_name,
 ]
 
@@ -294,7 +360,27 @@ def noting_its_activation(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(self.last * self.up_proj(x))
 
 
+def clamped_in_place_too(self: Any, x: Tensor) -> Tensor:
+    gate = self.act_fn(self.gate_proj(x))
+    gate.clamp_(max=0.1)
+    return self.down_proj(gate * self.up_proj(x))
+
+
+def without_gradients_of_the_gate(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = self.act_fn(self.gate_proj(x))
+    return self.down_proj(gate * self.up_proj(x))
+
+
+def calling_up_once_more(self: Any, x: Tensor) -> Tensor:
+    self.up_proj(x)  # which may count its calls
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
 NO_MLPS = [
+    clamped_in_place_too,
+    without_gradients_of_the_gate,
+    calling_up_once_more,
     dropped,
     dropped_in_training,
     dropped_by_a_module,

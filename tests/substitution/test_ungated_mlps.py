@@ -314,6 +314,14 @@ def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Mod
     assert_same(gradients(stand_in, x), gradients(plain, x))
 
 
+def test_an_activation_that_becomes_another_is_not_passed_over() -> None:
+    plain = MLP(as_it_is)
+    stand_in, x = stood_in(plain), torch.randn(7, HIDDEN)
+    for each in (plain, stand_in):
+        each.act.approximate = "tanh"  # type: ignore[assignment, union-attr]
+    assert_same(gradients(stand_in, x), gradients(plain, x))
+
+
 def test_gradients_of_transposed_weights_are_not_copied() -> None:
     stand_in = stood_in(made(gpt2))
     with counted_ops() as ops:
