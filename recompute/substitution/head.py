@@ -125,6 +125,11 @@ class LazyLogits(LazyTensor):
         family.append(weakref.ref(made))
         return made
 
+    def pass_by(self) -> None:
+        for reference in self._family:
+            if (member := reference()) is not None:
+                member._is_passed_by = True
+
     def before_change(self) -> None:
         for reference in self._family:  # some are copies of this, and have to keep the values from before the change
             if (member := reference()) is not None:
@@ -142,14 +147,16 @@ class LazyLogits(LazyTensor):
         if function is Tensor.float or (function is Tensor.to and args[1:] == (torch.float32,) and not kwargs):
             if self.dtype is torch.float32:
                 return self
-            return LazyLogits._of(self._head, torch.float32, lambda: self.value().float(), self._family)
+            return self._then(Tensor.float, self._head, torch.float32)
         if function is Tensor.contiguous and not kwargs:
             return self._then(Tensor.contiguous, self._head)
         return NotImplemented if kwargs else self._capped(function, args[1:])
 
-    def _then(self, function: Callable[[Tensor], Tensor], head: _Head) -> LazyLogits:
-        """``function(self)``, still lazy. A loss of it is computed from ``head``."""
-        return LazyLogits._of(head, self.dtype, lambda: function(self.value()), self._family)
+    def _then(self, function: Callable[[Tensor], Tensor], head: _Head, dtype: torch.dtype | None = None) -> LazyLogits:
+        """``function(self)``, still lazy. A loss of it is computed from ``head``, under the autocast of this."""
+        made = LazyLogits._of(head, dtype or self.dtype, lambda: function(self.value()), self._family)
+        made._mode = (made._mode[0], *self._mode[1:])
+        return made
 
     def _reshaped(self, function: Any, shape: tuple, kwargs: dict[str, Any]) -> Any:
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
@@ -198,23 +205,26 @@ class LazyLogits(LazyTensor):
     ) -> Any:
         if input is not self or self._head.cap_steps not in (0, 3) or size_average is not None or reduce is not None:
             return NotImplemented
-        if self.dim() != 2 or not isinstance(target, Tensor) or target.dim() != 1 or target.is_floating_point():
-            return NotImplemented  # classes are in another dimension than the last, or targets are probabilities
+        if self.dim() != 2 or not isinstance(target, Tensor) or target.shape != self.shape[:1]:
+            return NotImplemented  # classes are in another dimension than the last
+        if target.dtype is not torch.int64 or (weight is not None and weight.requires_grad):
+            return NotImplemented  # targets are probabilities, or PyTorch has an error to raise
         from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 
         head = self._head
-        loss = linear_cross_entropy(
-            head.hidden,
-            head.weight,
-            target,
-            head.bias,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=head.cap,
-            class_weights=weight,
-            reduction=reduction,
-            return_argmax=head.observe is not None,
-        )
+        with self.autocast_as_made():
+            loss = linear_cross_entropy(
+                head.hidden,
+                head.weight,
+                target,
+                head.bias,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                softcap=head.cap,
+                class_weights=weight,
+                reduction=reduction,
+                return_argmax=head.observe is not None,
+            )
         if not isinstance(loss, Tensor):
             if head.observe is not None and loss.argmax is not None:
                 head.observe(loss.argmax, target, ignore_index)

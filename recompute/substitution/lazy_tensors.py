@@ -9,6 +9,7 @@ tensor among its arguments calls the kernel. For any other operation the values 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _METADATA = frozenset(
         ),
     }
 )
+_GRAPH: Any = Tensor.grad_fn
+_LEADS_TO_ITS_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAPH.__get__})
 
 
 class LazyTensor(Tensor):
@@ -38,8 +41,10 @@ class LazyTensor(Tensor):
     _value: Tensor | None
     _operands: tuple[tuple[Tensor, int], ...]
     """The tensors that ``compute`` reads, and their versions."""
-    _mode: tuple[bool, bool]
+    _mode: tuple[bool, bool, torch.dtype | None]
     """What ``mode_of`` returned where this was made."""
+    _is_passed_by: bool
+    """Whether a kernel has computed something of this without its values: the gradient of that does not come by."""
 
     @staticmethod
     def __new__(
@@ -61,6 +66,7 @@ class LazyTensor(Tensor):
             cls, shape, dtype=dtype or like.dtype, device=like.device, requires_grad=trains
         )
         made._compute, made._value, made._mode = compute, None, mode
+        made._is_passed_by = False
         made._operands = tuple([(each, version_of(each)) for each in given])
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
@@ -79,10 +85,21 @@ class LazyTensor(Tensor):
         """What this stands for, computed when first asked for."""
         if self._value is None:
             self.check()
-            with torch.set_grad_enabled(self._mode[0]):
+            with torch.set_grad_enabled(self._mode[0]), self.autocast_as_made():
                 self._value = self._compute()
             self._operands = ()
         return self._value
+
+    def autocast_as_made(self) -> AbstractContextManager[Any]:
+        """The span in which autocast is as it was where this was made."""
+        _, is_on, dtype = self._mode
+        if mode_of(self.device)[1:] == (is_on, dtype):
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype, enabled=is_on)
+
+    def pass_by(self) -> None:
+        """Note that a kernel has computed something of this without its values."""
+        self._is_passed_by = True
 
     def before_change(self) -> None:
         """Called when something is about to change this in place."""
@@ -110,11 +127,21 @@ class LazyTensor(Tensor):
                 return function(*args, **kwargs)
         if _changes(function, kwargs):
             tree_map_only(LazyTensor, lambda lazy: lazy.before_change(), (args, kwargs))
+        if function in _LEADS_TO_ITS_GRADIENT:
+            if function is Tensor.register_hook and args[0]._is_passed_by:
+                raise UnsupportedError(
+                    f"{args[0]!r} gets a hook after a kernel has computed something of it without its values: the hook "
+                    "would miss that gradient. Register the hook as soon as there is the tensor, or give the module "
+                    "that made it a rule of its own, with `via: hook` or `action: keep`."
+                )
+            args[0].before_change()
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, LazyTensor) and argument.is_lazy:
                 argument.check()
                 result = argument.fused(function, args, kwargs)
                 if result is not NotImplemented:
+                    if argument._value is None and not isinstance(result, LazyTensor):
+                        argument.pass_by()
                     return result
         args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.value(), (args, kwargs))
         return function(*args, **kwargs)
@@ -133,9 +160,10 @@ class LazyTensor(Tensor):
         return self.value().__reduce_ex__(protocol)
 
 
-def mode_of(device: torch.device) -> tuple[bool, bool]:
-    """Whether gradients are on, and whether autocast is."""
-    return torch.is_grad_enabled(), device.type != "meta" and torch.is_autocast_enabled(device.type)
+def mode_of(device: torch.device) -> tuple[bool, bool, torch.dtype | None]:
+    """Whether gradients are on, whether autocast is, and autocast's dtype if it is."""
+    autocasts = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.is_grad_enabled(), autocasts, torch.get_autocast_dtype(device.type) if autocasts else None
 
 
 def _changes(function: Any, kwargs: dict[str, Any]) -> bool:

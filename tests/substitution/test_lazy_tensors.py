@@ -376,3 +376,64 @@ def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[
 def test_other_losses_see_the_logits(loss: Callable[[Tensor], Tensor]) -> None:
     logits, whole = head()
     assert torch.equal(loss(logits), loss(whole))
+
+
+def autocast(enabled: bool) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+USES = {
+    "the values": lambda logits: logits.exp().sum(),
+    "values of a view": lambda logits: logits.view(-1, VOCABULARY).exp().sum(),
+    "a loss": lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY).float(), TARGET),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("casts", [False, True], ids=["made without", "made with"])
+def test_autocast_where_it_is_used_does_not_cast_what_it_is_made_of(
+    use: Callable[[Tensor], Tensor], casts: bool
+) -> None:
+    outcomes = []
+    for plain in (False, True):
+        hidden, weight = make(2, 3, HIDDEN).float().detach().requires_grad_(), make(VOCABULARY, HIDDEN).float()
+        with autocast(casts):
+            if plain:
+                logits = F.linear(hidden, weight)
+            elif casts:
+                logits = LazyLogits.of(hidden.bfloat16(), weight.bfloat16())  # as the head's runner casts them
+            else:
+                logits = LazyLogits.of(hidden, weight)
+        with autocast(not casts):
+            value = use(logits)
+        outcomes.append([value, *torch.autograd.grad(value, hidden)])
+    torch.testing.assert_close(*outcomes, rtol=1e-2 if casts else 1e-5, atol=1e-2 if casts else 1e-6)
+
+
+def test_a_hook_doubles_the_gradient_of_what_was_made_before() -> None:
+    hidden, weight = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
+    gradients = []
+    for logits in (LazyLogits.of(hidden, weight), F.linear(hidden, weight)):
+        view = logits.view(-1, VOCABULARY)
+        logits.register_hook(lambda gradient: gradient * 2)
+        gradients += torch.autograd.grad(F.cross_entropy(view, TARGET), hidden)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_hook_that_would_miss_a_gradient_is_refused() -> None:
+    logits, _ = head()
+    F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
+    with pytest.raises(UnsupportedError, match=r"LazyLogits.* gets a hook after .*`via: hook` or `action: keep`"):
+        logits.register_hook(lambda gradient: gradient * 2)
+
+
+def test_targets_are_those_that_pytorch_takes() -> None:
+    logits, whole = head()
+    bytes_ = torch.tensor([1, 2, 3, 10, 0, 2], dtype=torch.uint8)
+    assert torch.equal(
+        F.cross_entropy(logits.view(-1, VOCABULARY), bytes_), F.cross_entropy(whole.view(-1, VOCABULARY), bytes_)
+    )
+    for target in (TARGET[:4], TARGET.int()):
+        for each in head():
+            with pytest.raises((ValueError, RuntimeError), match=r"batch_size|to be Long"):
+                F.cross_entropy(each.view(-1, VOCABULARY), target)
