@@ -39,6 +39,7 @@ from recompute.substitution.feed_forward import KernelMLP, find_kernel_mlp, how_
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked
 from recompute.substitution.layer_formula import PreNormLayer, find_pre_norm_layer
 from recompute.substitution.layer_fusion import FUSION
+from recompute.substitution.lazy_tensors import values_of
 from recompute.substitution.norm import (
     KernelLayerNorm,
     KernelNorm,
@@ -143,6 +144,7 @@ class KernelLayerRunner(KernelRunner):
 
     def _run(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         x, attend = self.layer.split(args, kwargs)
+        x = values_of(x)
         operands = self._operands(module, x) if self.layer.takes(args, kwargs) else None
         if operands is None:
             return forward(*args, **kwargs)
@@ -161,7 +163,7 @@ class KernelLayerRunner(KernelRunner):
             stream = normed.stream
         if self.layer.after_attention is not None:
             attended = _child(module, self.layer.after_attention)(attended)
-        return self._with(returned, self._after_attention(module, attended, stream, operands[1]))
+        return self._with(returned, self._after_attention(module, values_of(attended), stream, operands[1]))
 
     def _with(self, returned: Any, computed: Tensor) -> Any:
         """What the layer returns."""

@@ -26,6 +26,7 @@ from recompute.engine.thread_state import local
 from recompute.errors import warn
 from recompute.substitution.formula_tracer import drops_nothing
 from recompute.substitution.held_memory import Compute, HeldMemoryCounter
+from recompute.substitution.lazy_tensors import values_of
 
 
 @dataclass
@@ -211,4 +212,4 @@ def drop_nothing(module: nn.Module, dropouts: Sequence[str]) -> bool:
 
 def only_argument(args: tuple, kwargs: dict) -> Tensor:
     (x,) = (*args, *kwargs.values())
-    return x
+    return values_of(x)

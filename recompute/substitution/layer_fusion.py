@@ -40,6 +40,7 @@ def _fuse(graph: Graph) -> None:
         _fuse_with_linears(graph, norm)
     for norm in _calls(graph, layer_norm):
         _fuse_with_stream(graph, norm)
+    _delay_sums(graph)
     _sort_sums(graph)
 
 
@@ -120,6 +121,14 @@ def _use_as_stream(x: Node, stream: Node, *norms: Any) -> None:
     """norms: what reads x of the stream beside sums."""
     sums = residual_mlp, *_WITH_SUM.values(), *_ADDITIONS, *norms
     x.replace_all_uses_with(stream, lambda user: user.target in sums and user is not stream.args[0])
+
+
+def _delay_sums(graph: Graph) -> None:
+    """Move sums that read the stream from a later norm to where they are read, which is where the runner adds."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for total in _calls(graph, operator.add):
+        if any(places[each] > places[total] for each in total.all_input_nodes):
+            min(total.users, key=places.__getitem__).prepend(total)
 
 
 def _sort_sums(graph: Graph) -> None:

@@ -160,6 +160,11 @@ class LazyTensor(Tensor):
         return self.value().__reduce_ex__(protocol)
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """The tensor, or what it stands for: a kernel that is given a lazy one has to have its values."""
+    return tensor.value() if isinstance(tensor, LazyTensor) else tensor
+
+
 def mode_of(device: torch.device) -> tuple[bool, bool, torch.dtype | None]:
     """Whether gradients are on, whether autocast is, and autocast's dtype if it is."""
     autocasts = device.type != "meta" and torch.is_autocast_enabled(device.type)

@@ -24,8 +24,11 @@ from torch.utils.checkpoint import checkpoint
 import recompute
 from recompute.attach.runners import region_in
 from recompute.errors import PolicyWarning
+from recompute.kernels.add_layer_norm import add_layer_norm
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.launch_plan import PlannedCall
+from recompute.kernels.layer_norm import layer_norm
+from recompute.kernels.mlp import mlp
 from recompute.kernels.norm_linears import norm_linears
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
@@ -412,6 +415,19 @@ def test_what_is_asked_of_a_tensor_reads_no_values() -> None:
 
 def test_a_norm_that_something_else_reads_stays_a_norm() -> None:
     assert _targets(layer_graph(read_by_others=True)) == [rms_norm, F.linear, torch.add, residual_mlp]
+
+
+def test_a_sum_waits_for_the_norm_that_gives_it_the_stream() -> None:
+    """As in ``x + attention(norm(x)) + mlp(mlp_norm(x))``, where Python adds x and attention before the second norm."""
+    graph = Graph()
+    x, *weights, up, down = map(graph.placeholder, ("x", "a", "b", "c", "d", "linear", "up", "down"))
+    attended = graph.call_function(
+        F.linear, (graph.call_function(layer_norm, (x, *weights[:2], 1e-5)), weights[4], None)
+    )
+    first = graph.call_function(operator.add, (x, attended))
+    y = graph.call_function(layer_norm, (x, *weights[2:4], 1e-5))
+    graph.output(graph.call_function(operator.add, (first, graph.call_function(mlp, (y, up, down, "gelu")))))
+    assert _targets(graph) == [add_layer_norm, F.linear, add_layer_norm, mlp, operator.add, operator.add]
 
 
 @pytest.mark.parametrize(("p", "rest"), [(0.0, []), (0.5, [F.dropout])])

@@ -11,7 +11,7 @@ import torch
 import transformers
 from models import GPT2_SHAPE, SHAPE
 from tiny import HIDDEN as TINY_HIDDEN
-from tiny import TinyAttention, TinyMLP, TinyRMSNorm, gradients, rule, rules
+from tiny import TinyAttention, TinyDecoderLayer, TinyMLP, TinyRMSNorm, gradients, rule, rules
 from torch import Tensor, nn
 
 import recompute
@@ -377,6 +377,26 @@ def test_takes_the_output_of_attention_that_the_layer_takes() -> None:
     given, attend = found.split((x,), {"mask": 3})
     assert given is x
     assert attend(lambda *args, **kwargs: (0, (args, kwargs)), x) == (((x, 3), {}), None)  # type: ignore[arg-type]
+
+
+def outcome(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    return [*gradients(layer, x), *torch.autograd.grad(layer(x).sum(), list(layer.parameters()), allow_unused=True)]
+
+
+@pytest.mark.parametrize(
+    "attention", [TinyMLP, TinyRMSNorm, nn.Identity, TinyDecoderLayer], ids=lambda cls: cls.__name__
+)
+@pytest.mark.parametrize("norm", [TinyRMSNorm, lambda: nn.LayerNorm(TINY_HIDDEN)], ids=["RMSNorm", "LayerNorm"])
+def test_kernels_may_stand_in_for_what_has_attentions_place(
+    attention: Callable[[], nn.Module], norm: Callable[[], nn.Module]
+) -> None:
+    layer = TinyDecoderLayer()
+    layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm = norm(), attention(), norm()  # type: ignore[assignment]
+    plain, x = copy.deepcopy(layer), torch.randn(2, 6, TINY_HIDDEN)
+    handle = recompute.apply(layer, rules(rule("TinyDecoderLayer", "recompute", via="kernel")))
+    assert ("kernel: norm_linears" if norm is TinyRMSNorm else "kernel: add_layer_norm") in handle.explain()
+    for _ in range(2):
+        torch.testing.assert_close(outcome(layer, x), outcome(plain, x))
 
 
 class Parallel(nn.Module):
