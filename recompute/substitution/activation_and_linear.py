@@ -31,8 +31,8 @@ from recompute.substitution.feed_forward import find_activation
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, only_argument
 from recompute.substitution.lazy_tensors import LazyTensor, mode_of
 from recompute.substitution.linear_reader import LinearReader, dropout_gives_its_input, find_linear_reader
-from recompute.substitution.module_formula import Settings
 from recompute.substitution.norm import linear_operands
+from recompute.substitution.settings import Settings
 
 
 @dataclass

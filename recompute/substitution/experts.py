@@ -24,7 +24,7 @@ from recompute.engine.checkpoint.module_state import base_of
 from recompute.kernels.swiglu import APPROXIMATE, geglu, swiglu
 from recompute.substitution.kernel_runner import KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor
-from recompute.substitution.module_formula import Settings
+from recompute.substitution.settings import Settings
 
 
 def has_stacked_experts(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ output: the module itself drops then, as it does without a policy. An MLP with d
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from recompute.substitution.kernel_runner import (
     is_plain_linear,
     only_argument,
 )
-from recompute.substitution.module_formula import ANY_SETTINGS, Formula, Settings, copy_without_policy, formula_of
+from recompute.substitution.module_formula import Formula, copy_without_policy, formula_of
+from recompute.substitution.settings import ANY_SETTINGS, Settings
 from recompute.substitution.trial import computes_the_same
 
 
@@ -197,7 +198,7 @@ class KernelLinear:
     bias: str | None
     is_transposed: bool
     """Whether the weight is (inputs, outputs), and not (outputs, inputs)."""
-    settings: Settings = ANY_SETTINGS
+    settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
     def operands(self, module: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias; None where ``module`` is another than it was, or has hooks or tensors of other classes."""

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_flatten
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.substitution.formula_tracer import Tracer
 from recompute.substitution.kernel_runner import drop_nothing
-from recompute.substitution.module_formula import ANY_SETTINGS, Settings, copy_without_policy, formula_of
+from recompute.substitution.module_formula import copy_without_policy, formula_of
+from recompute.substitution.settings import ANY_SETTINGS, Settings
 
 
 @dataclass(frozen=True)

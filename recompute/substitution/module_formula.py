@@ -37,32 +37,6 @@ class Formula:
     """The paths of submodules, and of attributes that are zero, by which it drops nothing: see ``drops_nothing``."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The numbers, texts and flags that a module had as attributes, and what it had none of, when it was recognized.
-
-    Its forward may compute something else by others: a norm with another epsilon, a layer that is to be skipped.
-    """
-
-    values: tuple[tuple[str, Any], ...] = ()
-
-    @staticmethod
-    def of(module: nn.Module) -> Settings:
-        absent = module._parameters, module._buffers, module._modules
-        values = [*vars(module).items(), *[item for each in absent for item in each.items() if item[1] is None]]
-        plain = [(name, value) for name, value in values if type(value) in _PLAIN and name not in _NO_SETTINGS]
-        return Settings(tuple(plain))
-
-    def are_those_of(self, module: nn.Module) -> bool:
-        # Not by ``vars``, of which torch's frontend makes no guards.
-        return all([getattr(module, name, _PLAIN) == value for name, value in self.values])
-
-
-ANY_SETTINGS = Settings()
-_PLAIN = (bool, int, float, str, type(None))
-_NO_SETTINGS = frozenset(vars(nn.Module()))  # a formula is the same in ``eval()``; the others are torch's own business
-
-
 def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) -> Formula | None:
     """The formula of ``module``; None unless forward is one expression of its one argument, the same everywhere.
 

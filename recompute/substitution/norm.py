@@ -22,7 +22,8 @@ from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.thread_state import local
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import LazyTensor, mode_of
-from recompute.substitution.module_formula import ANY_SETTINGS, Formula, Settings, formula_of
+from recompute.substitution.module_formula import Formula, formula_of
+from recompute.substitution.settings import ANY_SETTINGS, Settings
 from recompute.substitution.trial import computes_the_same
 
 Operands = tuple[Tensor | None, ...]

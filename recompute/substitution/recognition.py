@@ -11,9 +11,9 @@ from recompute.substitution.decoder_layer import KernelLayerRunner
 from recompute.substitution.experts import KernelActivationRunner, has_stacked_experts
 from recompute.substitution.feed_forward import GATE_ACTIVATIONS, KernelMLPRunner, find_activation, find_kernel_mlp
 from recompute.substitution.kernel_runner import KernelRunner
-from recompute.substitution.module_formula import Settings
 from recompute.substitution.norm import KernelNormRunner, find_norm
 from recompute.substitution.rotary import KernelRotaryRunner, find_rotary
+from recompute.substitution.settings import Settings
 
 
 def find_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:

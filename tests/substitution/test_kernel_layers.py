@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import transformers
 from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, SHAPE, VOCABULARY, held
 from models import LAYERS_BY_KERNELS as POLICY
 from tiers import by_default, slow
+from tiny import HIDDEN as TINY_HIDDEN
+from tiny import TinyDecoderLayer, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -380,3 +383,53 @@ def test_weights_that_are_swapped_in_for_a_call_are_the_ones_used() -> None:
         found, expected = (torch.func.functional_call(each, other, (), arguments).loss for each in (model, plain))
         torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+class Skipping(TinyDecoderLayer):
+    """Asks in every way whether to be skipped."""
+
+    everywhere = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag, self.adapter, self.numbers, self.options = False, None, [], {"skip": False}
+        self.settings = SimpleNamespace(skip=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.flag or self.everywhere or self.numbers or self.options["skip"] or self.is_skipped():
+            return hidden_states
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states))
+        if self.adapter is not None:
+            hidden_states = self.adapter(hidden_states)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def is_skipped(self) -> bool:
+        return self.settings.skip
+
+
+SKIPS: dict[str, Callable[[Any], Any]] = {
+    "a flag": lambda layer: setattr(layer, "flag", True),
+    "a flag that the class has": lambda layer: setattr(layer, "everywhere", True),
+    "a list": lambda layer: layer.numbers.append(1),
+    "a dict": lambda layer: layer.options.update(skip=True),
+    "a setting": lambda layer: setattr(layer.settings, "skip", True),
+    "a module": lambda layer: setattr(layer, "adapter", nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("skip", SKIPS.values(), ids=SKIPS)
+def test_a_layer_that_branches_on_an_attribute_is_left_to_itself_when_that_changes(
+    skip: Callable[[Any], Any], capture: bool
+) -> None:
+    torch.manual_seed(0)
+    layers = [Skipping(), Skipping()]
+    layers[1].load_state_dict(layers[0].state_dict())
+    handle = recompute.apply(layers[0], rules(rule("Skipping", "recompute", via="kernel", capture=capture)))
+    assert "kernel: norm_linears, residual_mlp" in handle.explain()
+    x = torch.randn(2, 6, TINY_HIDDEN, requires_grad=True)
+    for step in range(6):
+        if step == 5:
+            for layer in layers:
+                skip(layer)
+        torch.testing.assert_close(*[torch.autograd.grad(layer(x).pow(2).sum(), x) for layer in layers])

@@ -1,0 +1,91 @@
+"""The attributes of a module that its forward may branch on: a norm's epsilon, an adapter that there is none of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from recompute.engine.checkpoint.module_state import base_of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers, texts and flags that a module had when it was recognized, and what it had none of.
+
+    These are its own attributes, and what its forward names of its class, its config and its submodules.
+    """
+
+    values: tuple[tuple[str, Any], ...] = ()
+    """Paths of attributes, and copies of their values."""
+
+    @staticmethod
+    def of(module: nn.Module) -> Settings:
+        own = dict(vars(module))
+        for part in (module._modules, module._parameters, module._buffers):
+            own |= part
+        found = {name: value for name, value in own.items() if _is_plain(value)}
+        names = _names_in(base_of(module))
+        for name in names:
+            value = own[name] if name in own else inspect.getattr_static(base_of(module), name, _Missing)
+            if _is_plain(value):
+                found[name] = value
+            elif not isinstance(value, (type, Tensor, FunctionType, property)):
+                inner = {key: inspect.getattr_static(value, key, _Missing) for key in names}
+                found |= {f"{name}.{key}": each for key, each in inner.items() if _is_plain(each)}
+        settings = {path: each for path, each in found.items() if path.rpartition(".")[2] not in _NO_SETTINGS}
+        return Settings(tuple([(path, _copy(value)) for path, value in settings.items()]))
+
+    def are_those_of(self, module: nn.Module) -> bool:
+        # Not by ``vars``, of which torch's frontend makes no guards.
+        try:
+            return all([_value(module, path) == value for path, value in self.values])
+        except AttributeError:  # one is gone
+            return False
+
+
+class _Missing:
+    """Stands for an attribute that there is not."""
+
+
+ANY_SETTINGS = Settings()
+_PLAIN = (bool, int, float, str, type(None))
+_NO_SETTINGS = frozenset(vars(nn.Module())) | {
+    "_is_hf_initialized"
+}  # a formula is the same in ``eval()``; the others are torch's own business
+_MOST_ITEMS = 16
+"""Longer lists and dicts are data, and no settings. To compare them takes time."""
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return len(value) <= _MOST_ITEMS and all(type(each) in _PLAIN for each in value)
+    if type(value) is dict:
+        return len(value) <= _MOST_ITEMS and all(type(each) in _PLAIN for each in (*value, *value.values()))
+    return type(value) in _PLAIN
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict) else value
+
+
+def _value(module: nn.Module, path: str) -> Any:
+    return attrgetter(path)(module) if "." in path else getattr(module, path)
+
+
+def _names_in(cls: type[nn.Module]) -> set[str]:
+    """The names that are in the code of a class's forward, and in that of the methods of the class that it names."""
+    names: set[str] = set()
+    pending: list[Callable[..., Any]] = [inspect.unwrap(cls.forward)]
+    while pending:
+        function = pending.pop()
+        new = set(function.__code__.co_names) - names if isinstance(function, FunctionType) else set()
+        names |= new
+        methods = {name: inspect.getattr_static(cls, name, None) for name in new - vars(nn.Module).keys()}
+        pending += [inspect.unwrap(each) for each in methods.values() if isinstance(each, FunctionType)]
+    return names
