@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-MAX_LAYOUTS = 512
+MAX_LAYOUTS = 128
 """Layouts of arguments of which a function remembers anything."""
 
 P = ParamSpec("P")

@@ -109,7 +109,10 @@ class PlansByLayout:
 
     def call(self, layouts: Any, arguments: tuple[Any, ...]) -> Any:
         """Call the op on arguments of ``layouts`` that are not in ``by_layouts``."""
-        if not _can_be_planned(arguments) or not _are_apart(arguments):
+        if not _can_be_planned(arguments):
+            self._remember(layouts, self._implementation)
+            return self._implementation(*arguments)
+        if not _are_apart(arguments):
             return self._implementation(*arguments)
         calls = self._calls[layouts] = self._calls.get(layouts, 0) + 1
         if calls < CALLS_BEFORE_PLAN:
@@ -118,11 +121,14 @@ class PlansByLayout:
             return self._implementation(*arguments)
         result, planned = _noted_call(self._implementation, arguments)
         if planned is not None or calls >= CALLS_BEFORE_PLAN + MAX_ATTEMPTS - 1:
-            if len(self.by_layouts) >= MAX_LAYOUTS:
-                self.by_layouts.clear()
-            self.by_layouts[layouts] = planned or self._implementation
+            self._remember(layouts, planned or self._implementation)
             del self._calls[layouts]
         return result
+
+    def _remember(self, layouts: Any, call: Callable[..., Any]) -> None:
+        if len(self.by_layouts) >= MAX_LAYOUTS:
+            self.by_layouts.clear()
+        self.by_layouts[layouts] = call
 
     def forget(self) -> None:
         """Begin anew, as after a change of how kernels are launched."""
