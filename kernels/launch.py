@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.kernels.argument_layouts import layouts_of
-from recompute.kernels.launch_plan import Launch, PlansByLayout, noting
+from recompute.kernels.launch_plan import Launch, PlansByLayout, is_out_of_the_ordinary, noting
 
 try:
     import triton  # type: ignore[import-untyped]
@@ -195,8 +195,8 @@ def register(schema: str, implementation: Callable[..., Any], outputs: Callable[
 
     That function goes through the dispatcher only where somebody is to see the op: a compiler, a mode (as a tape is), a
     transform or a tensor subclass. For the dispatcher takes longer than launching a kernel, and
-    ``torch.library.custom_op`` 8 µs longer still (torch 2.13, one CPU core). On CUDA tensors of layouts that come again
-    and again it makes the same launches without running ``implementation``.
+    ``torch.library.custom_op`` 8 µs longer still (torch 2.13, one CPU core). Either way, CUDA tensors of layouts that
+    come again and again get the same launches without a run of ``implementation``.
 
     Args:
         schema: flat, as the dispatcher knows tensors, numbers and strings. An op with settings takes one argument a
@@ -206,12 +206,12 @@ def register(schema: str, implementation: Callable[..., Any], outputs: Callable[
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    plans = PlansByLayout(implementation)
+    _LIBRARY.impl(name, plans.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"recompute::{name}", outputs, lib=_LIBRARY)
     overload = getattr(torch.ops.recompute, name).default
     IMPLEMENTATIONS[overload] = implementation
-    plans = PLANS[overload] = PlansByLayout(implementation)
-    by_layouts = plans.by_layouts
+    PLANS[overload], by_layouts = plans, plans.by_layouts
 
     def op(*arguments: Any) -> Any:
         if is_compiling() or count_modes() or transform_in_force() is not None:
@@ -220,24 +220,16 @@ def register(schema: str, implementation: Callable[..., Any], outputs: Callable[
         call = by_layouts.get(layouts)
         if call is not None:
             return call(*arguments)
-        if _is_for_dispatcher(arguments):
+        if is_out_of_the_ordinary(arguments):
             return overload(*arguments)
-        return plans.call(layouts, arguments)
+        return plans.run_without_plan(layouts, arguments)
 
     op.__name__ = op.__qualname__ = f"recompute.{name}"
     return op
 
 
 PLANS: dict[Any, PlansByLayout] = {}
-"""The plans of each registered op's eager calls."""
-
-
-def _is_for_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Whether a tensor subclass is to see the op, or a tensor has no values."""
-    return any(isinstance(each, Tensor) and (type(each) not in _PLAIN or each.is_meta) for each in arguments)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+"""The plans of each registered op."""
 
 
 def check(op: str, **tensors: Tensor | None) -> None:

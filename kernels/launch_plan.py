@@ -5,8 +5,8 @@ layouts all of that comes out the same. So we note once what the implementation 
 function of that: a plan. Only addresses may differ from call to call. Where one is not aligned as it was, the
 implementation runs.
 
-In captured code the layouts of a call never change: each call there has one plan (``PlannedCall``). An op that is
-called eagerly looks its plan up by the layouts of its arguments (``PlansByLayout``).
+In captured code the layouts of a call never change: each call there has one plan (``PlannedCall``). Everywhere else an
+op looks its plan up by the layouts of its arguments (``PlansByLayout``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.kernels.argument_layouts import MAX_LAYOUTS
+from recompute.kernels.argument_layouts import MAX_LAYOUTS, layouts_of
 
 _ATEN = torch.ops.aten
 _ALLOCATE = {
@@ -36,7 +37,7 @@ MAX_ATTEMPTS = 3
 
 
 CALLS_BEFORE_PLAN = 16
-"""Calls with the same layouts before an eager op makes a plan for them. A plan takes as long as so many calls save."""
+"""Calls with the same layouts before an op makes a plan for them. A plan takes as long as so many calls save."""
 
 
 class Launch(NamedTuple):
@@ -98,7 +99,7 @@ class PlannedCall:
 
 
 class PlansByLayout:
-    """The plans of an op's eager calls on CUDA, by the layouts of the arguments."""
+    """Runs an op: on CUDA tensors of layouts that come again and again by a plan, else by the implementation."""
 
     def __init__(self, implementation: Callable[..., Any]):
         self._implementation = implementation
@@ -107,12 +108,22 @@ class PlansByLayout:
         self.by_layouts: dict[Any, Callable[..., Any]] = {}
         """What to call: the plan, or the implementation where there can be none."""
 
-    def call(self, layouts: Any, arguments: tuple[Any, ...]) -> Any:
-        """Call the op on arguments of ``layouts`` that are not in ``by_layouts``."""
+    def run(self, *arguments: Any) -> Any:
+        """The op's results."""
+        layouts = layouts_of(arguments)
+        call = self.by_layouts.get(layouts)
+        if call is not None:
+            return call(*arguments)
+        if is_out_of_the_ordinary(arguments):
+            return self._implementation(*arguments)
+        return self.run_without_plan(layouts, arguments)
+
+    def run_without_plan(self, layouts: Any, arguments: tuple[Any, ...]) -> Any:
+        """The op's results for arguments of ``layouts`` that are not in ``by_layouts``."""
         if not _can_be_planned(arguments):
             self._remember(layouts, self._implementation)
             return self._implementation(*arguments)
-        if not _are_apart(arguments):
+        if torch._C._len_torch_dispatch_stack() or not _are_apart(arguments):
             return self._implementation(*arguments)
         calls = self._calls[layouts] = self._calls.get(layouts, 0) + 1
         if calls < CALLS_BEFORE_PLAN:
@@ -122,7 +133,7 @@ class PlansByLayout:
         result, planned = _noted_call(self._implementation, arguments)
         if planned is not None or calls >= CALLS_BEFORE_PLAN + MAX_ATTEMPTS - 1:
             self._remember(layouts, planned or self._implementation)
-            del self._calls[layouts]
+            self._calls.pop(layouts, None)
         return result
 
     def _remember(self, layouts: Any, call: Callable[..., Any]) -> None:
@@ -134,6 +145,14 @@ class PlansByLayout:
         """Begin anew, as after a change of how kernels are launched."""
         self._calls.clear()
         self.by_layouts.clear()
+
+
+def is_out_of_the_ordinary(arguments: tuple[Any, ...]) -> bool:
+    """Whether one of them is a tensor of a subclass, or one without values."""
+    return any(isinstance(each, Tensor) and (type(each) not in _PLAIN or each.is_meta) for each in arguments)
+
+
+_PLAIN = (Tensor, Parameter)
 
 
 def _can_be_planned(arguments: tuple[Any, ...]) -> bool:

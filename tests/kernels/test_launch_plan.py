@@ -390,7 +390,7 @@ def test_what_has_no_plan_runs_the_implementation_for_good() -> None:
 def call_as_on_cuda(plans: PlansByLayout, layouts: Any, *arguments: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_plan, "_can_be_planned", lambda arguments: True)
-        return plans.call(layouts, arguments)
+        return plans.run_without_plan(layouts, arguments)
 
 
 def test_layouts_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,9 @@ def test_layouts_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", EAGER)
-def test_who_is_to_see_an_op_sees_it_where_there_is_a_plan(name: str, device: str, plans_anywhere: None) -> None:
+def test_who_is_to_see_an_op_sees_it_where_there_is_a_plan(
+    name: str, device: str, plans_anywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(function)
@@ -417,10 +419,12 @@ def test_who_is_to_see_an_op_sees_it_where_there_is_a_plan(name: str, device: st
     arguments = [each.to(device) if isinstance(each, Tensor) else each for each in CALLS[name](0)]
     for _ in range(CALLS_BEFORE_PLAN):
         expected = tensors(EAGER[name](*arguments))
+    spy = spied(name, monkeypatch)
     with Mode():
         found = tensors(EAGER[name](*arguments))
     assert overload(name) in seen
     assert same_bits(found, expected)
+    assert spy.calls == (0 if launch.uses_triton(made(1).to(device)) else 1)  # the dispatcher runs the plan, too
     meta = [each.to("meta") if isinstance(each, Tensor) else each for each in arguments]
     assert all(each.is_meta for each in tensors(EAGER[name](*meta)))
     compiled = torch.compile(EAGER[name], backend="eager", fullgraph=True)
