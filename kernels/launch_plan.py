@@ -34,10 +34,11 @@ _ALLOCATE = {
 }
 MAX_ATTEMPTS = 3
 """Calls that may be noted in vain before a call stays with the implementation."""
-
-
 CALLS_BEFORE_PLAN = 16
 """Calls with the same layouts before an op makes a plan for them. A plan takes as long as so many calls save."""
+
+address_of = torch._C.TensorBase.data_ptr
+"""Not ``Tensor.data_ptr``, which tapes watch: nobody writes to what is only compared here."""
 
 
 class Launch(NamedTuple):
@@ -162,7 +163,7 @@ def _can_be_planned(arguments: tuple[Any, ...]) -> bool:
 
 def _are_apart(arguments: tuple[Any, ...]) -> bool:
     """Whether all tensors begin at addresses of their own. Otherwise a plan could not tell which of them is which."""
-    addresses = [each.data_ptr() for each in arguments if isinstance(each, Tensor) and each.numel()]
+    addresses = [address_of(each) for each in arguments if isinstance(each, Tensor) and each.numel()]
     return len(set(addresses)) == len(addresses)
 
 
@@ -210,7 +211,7 @@ def _planned(
     """The function that makes these launches; None if they are not all that the implementation does."""
     parameters = [f"a{index}" for index in range(len(arguments))]
     given = {name: value for name, value in zip(parameters, arguments, strict=True) if isinstance(value, Tensor)}
-    if not given or not all(tensor.data_ptr() % 16 == 0 for tensor in given.values()):
+    if not given or not all(address_of(tensor) % 16 == 0 for tensor in given.values()):
         return None
     results = result if isinstance(result, tuple) else (result,)
     writer = _Writer(implementation, given)
@@ -229,8 +230,11 @@ class _Writer:
     """Writes the function."""
 
     def __init__(self, implementation: Callable[..., Any], given: dict[str, Tensor]):
-        self._names: dict[str, Any] = {"implementation": implementation, "empty_like": torch.empty_like}
-        self._names["address_of"] = torch._C.TensorBase.data_ptr  # nobody needs to know of it, as tapes do
+        self._names: dict[str, Any] = {
+            "implementation": implementation,
+            "empty_like": torch.empty_like,
+            "address_of": address_of,
+        }
         self._lines: list[str] = []
         self._given = given
         self._known = dict(given)
@@ -280,7 +284,7 @@ class _Writer:
             return self._named(value)
         alike = {name: tensor for name, tensor in self._known.items() if tensor.dtype is value.dtype}
         for name, tensor in alike.items():
-            if tensor.data_ptr() == value.data_ptr():  # a kernel is given the address alone
+            if address_of(tensor) == address_of(value):  # a kernel is given the address alone
                 return name
         around = [name for name, tensor in alike.items() if _share_memory(tensor, value)]
         if len(around) != 1:  # in later calls several tensors may not lie in one memory
@@ -331,7 +335,7 @@ def _is_all_of(view: Any, tensor: Tensor) -> bool:
 
 
 def _begin_together(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and _share_memory(one, other) and one.dtype is other.dtype
+    return address_of(one) == address_of(other) and _share_memory(one, other) and one.dtype is other.dtype
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
