@@ -201,7 +201,8 @@ def register(schema: str, implementation: Callable[..., Any], outputs: Callable[
     Args:
         schema: flat, as the dispatcher knows tensors, numbers and strings. An op with settings takes one argument a
             field.
-        implementation: called with the arguments that the schema lists, by position.
+        implementation: called with the arguments that the schema lists, by position. What it allocates and launches
+            may depend on the layouts of the tensors and on the other arguments alone: a plan repeats it without asking.
         outputs: called with the same arguments; allocates the results without computing them.
     """
     name = schema.partition("(")[0]
