@@ -127,10 +127,16 @@ class GuardedGraphs:
 
     def run(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call by the graph whose guards accept it. If it returns ``MISSED``, nothing has run."""
-        if self._calls is None:
+        calls = self._calls
+        if calls is not None and not calls.are_current:
+            with self._lock:  # the next trace makes new ones
+                if self._calls is calls:
+                    self._calls, self.graphs = None, []
+            calls = None
+        if calls is None:
             _running.waits = self._traces > 0
             return MISSED
-        result = self._run(self._calls.run, region, function, args, kwargs)
+        result = self._run(calls.run, region, function, args, kwargs)
         _running.waits = _running.waits or self._traces > 0  # on another thread
         return result
 

@@ -13,6 +13,7 @@ from capture_testing import (
     NODE,
     ROWS,
     SIZE,
+    STEPS_TO_SETTLE,
     Around,
     Block,
     Norm,
@@ -181,6 +182,13 @@ BACKWARDS = {
 def test_backward_is_that_of_plain_pytorch(twins: Twins, x: Tensor, backward: Backward) -> None:
     for _ in range(2):
         assert twins.runs_code(on(x, backward)) > 0
+
+
+@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
+def test_backward_is_that_of_plain_pytorch_also_while_it_is_watched(x: Tensor, backward: Backward) -> None:
+    twins = Twins(Around(Block(), before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE)))
+    for _ in range(STEPS_TO_SETTLE):
+        twins.step(on(x, backward))
 
 
 def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins: Twins, x: Tensor) -> None:
