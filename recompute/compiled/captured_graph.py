@@ -44,20 +44,36 @@ class Fusion(NamedTuple):
     """Puts kernels in the places of several of these calls, and of ops between them."""
 
 
+class RecordedFrame(NamedTuple):
+    """A frame by the tape, whose calls a graph must make, too."""
+
+    recording: Recording
+    variant: Hashable
+    numerics: Numerics
+    autocast: Autocast | None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether torch's settings are those of the frame. Others may lead to other ops, as those of attention do."""
+        return self.numerics.are_in_force() and self.autocast == autocast_in_force()
+
+
 class GraphCaller(Protocol):
     """What a graph needs of the region that calls it."""
 
     tape: TapeRegion
     statistics: RegionStatistics
     is_checkpoint: bool
-    recording: Recording | None
-    recorded_variant: Hashable
+    departed: CapturedGraph | None
+    """The graph that has just refused a call because it took other steps than expected."""
 
     @property
     def fusion(self) -> Fusion | None: ...
     @property
     def has_tape(self) -> bool: ...
 
+    def recorded_for(self, graph: CapturedGraph) -> RecordedFrame | None: ...
+    def forget_recorded(self, graph: CapturedGraph) -> None: ...
     def can_run(self, program: Program) -> bool: ...
     def knows(self, plan: SavePlan) -> bool: ...
     def count(self, plan: SavePlan | None) -> None: ...
@@ -212,10 +228,10 @@ class CapturedGraph:
         assert region is not None
         around = _Surroundings.of(given)
         program = _fitting(self._programs, region, around)
-        if program is None and not self.has_failed and region.recording is not None:
+        if program is None and not self.has_failed and (expected := region.recorded_for(self)) is not None:
             program = self._known(region, given, around)
             if program is None:
-                return self._observe(region, given, region.recording, around.autocast)
+                return self._observe(region, given, expected)
         if program is None:
             _running.waits = self._is_observed()
             raise Refusal
@@ -253,23 +269,21 @@ class CapturedGraph:
     def _key(self, given: Sequence[Any]) -> Hashable:
         return self._code, tuple([_kind(value) for value in given])
 
-    def _observe(
-        self, region: GraphCaller, given: Sequence[Any], expected: Recording, autocast: Autocast | None
-    ) -> Any:
-        """Run the graph by the tape and record what runs. It must be what the recording of the region says."""
+    def _observe(self, region: GraphCaller, given: Sequence[Any], expected: RecordedFrame) -> Any:
+        """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
         if self._is_observed():
             _running.waits = True
             raise Refusal
-        region.recording = None  # one frame only: else a region that never runs backward would be observed for ever
+        region.forget_recorded(self)  # else a region that never runs backward would be observed for ever
         learn = functools.partial(self._learn, self._key(given))
         expose_arrays(given)
         state = _GlobalState()
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
-            seen = Observation(given, expected, autocast, learn)
+            seen = Observation(given, expected.recording, expected.autocast, learn)
             self._observed = weakref.ref(seen)
-            tape = GraphTape(region.tape, region.recorded_variant, seen)
+            tape = GraphTape(region.tape, expected.variant, seen)
             with tape:
                 outputs = self._graph(*given)
                 seen.end_forward()
@@ -278,6 +292,8 @@ class CapturedGraph:
         except Exception as error:  # if it is the user's, the tape will raise it again
             state.put_back()
             learn(_first_line(error))
+            if isinstance(error, Departure):
+                region.departed = self
             raise Refusal from None
         _running.has_begun = True
         plan = tape.finish(outputs)

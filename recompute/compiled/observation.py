@@ -31,6 +31,7 @@ class RecordingTape(Tape):
     def __init__(self, region: TapeRegion, variant: Any, *, kernels_count: bool = False):
         """kernels_count: whether kernels inside count what they hold, as without a tape."""
         super().__init__(region, variant)
+        self.variant = variant
         self.kernels_count = kernels_count
         self.recording: Recording | None = Recording(is_open=True)
         self.reason = ""
@@ -278,7 +279,10 @@ class Observation:
                     edges.append((number_of(target), slot))
         reached = [self._reached(number) for number, _ in self._outputs]
         # If backward used only some outputs, autograd would go on to inputs that these do not depend on.
-        if frozenset().union(*reached) not in reached:
+        together = frozenset().union(*reached)
+        if not together:
+            raise NotCapturable("the gradients of its outputs reach none of its inputs")
+        if together not in reached:
             raise NotCapturable("its outputs depend on different inputs")
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)

@@ -279,6 +279,25 @@ def apart(self: Any, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     return F.gelu(self.a(x)), F.gelu(self.b(z))
 
 
+def test_a_state_that_the_last_call_hands_to_nobody(x: Tensor) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.state = torch.tanh(self.linear(x) + self.state)
+        return self.state * 2
+
+    def step(module: nn.Module) -> list[Any]:
+        module.inside.state = torch.zeros(SIZE)
+        given = fresh(x)
+        loss_of([module(given) for _ in range(3)]).backward()
+        return [given.grad]
+
+    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE), state=None)))
+    replays = 0
+    for _ in range(2 * STEPS_TO_SETTLE):
+        twins.step(step)
+        replays = max(replays, twins.regions[0]._replays)
+    assert replays > 0
+
+
 def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
     """A node has all its inputs behind it, also those that the output in use does not depend on."""
     parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}

@@ -423,6 +423,6 @@ def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_
         if in_force == "for some frames":
             twins.settle(step)
         else:
-            while all(region.recording is None for region in twins.regions):
+            while all(region.recorded is None for region in twins.regions):
                 twins.step(step)
     twins.settle(step)
