@@ -51,6 +51,8 @@ class RecordedFrame(NamedTuple):
     variant: Hashable
     numerics: Numerics
     autocast: Autocast | None
+    is_sure: bool
+    """Whether the frame ran a call that the graph's guards had accepted. Else it may be of another kind of calls."""
 
     @property
     def is_current(self) -> bool:
@@ -281,7 +283,7 @@ class CapturedGraph:
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
-            seen = Observation(given, expected.recording, expected.autocast, learn)
+            seen = Observation(given, expected.recording, expected.autocast, learn, region.statistics.name)
             self._observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
             with tape:
@@ -291,9 +293,10 @@ class CapturedGraph:
                     raise Departure("its graph gives what is no tensor")
         except Exception as error:  # if it is the user's, the tape will raise it again
             state.put_back()
-            learn(_first_line(error))
-            if isinstance(error, Departure):
+            has_departed = isinstance(error, Departure)
+            if has_departed:
                 region.departed = self
+            learn(_first_line(error), counts=expected.is_sure or not has_departed)
             raise Refusal from None
         _running.has_begun = True
         plan = tape.finish(outputs)
@@ -307,15 +310,18 @@ class CapturedGraph:
         """Whether a frame of it is being observed: until its backward has run, or autograd's graph of it is gone."""
         return self._observed is not None and self._observed() is not None
 
-    def _learn(self, key: Hashable, result: Program | str) -> None:
-        """An observation has ended: with a program, or with the reason why there is none."""
+    def _learn(self, key: Hashable, result: Program | str, *, counts: bool = True) -> None:
+        """An observation has ended: with a program, or with the reason why there is none.
+
+        counts: whether it counts as a failure if there is none.
+        """
         self._observed = None
         if isinstance(result, Program):
             self._programs.append(result)
             self._cached.programs.setdefault(key, []).append(result)
             self.failure = ""
             return
-        self._failures += 1
+        self._failures += counts
         self.failure = result
         self.has_failed = self._failures >= MAX_FAILURES
 

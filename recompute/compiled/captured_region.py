@@ -375,7 +375,7 @@ class CapturedRegion:
             if recording is None:
                 self._recordings = MAX_GRAPHS
                 return result
-            frame = RecordedFrame(recording, tapes[0].variant, numerics, autocast)
+            frame = RecordedFrame(recording, tapes[0].variant, numerics, autocast, is_sure=departed is not None)
             if departed is None:
                 self.recorded = frame
             else:

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Layers, Twins, body, captured_twins, fresh, rule, tokens, train
+from capture_testing import (
+    SIZE,
+    STEPS_TO_SETTLE,
+    Around,
+    Layers,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    rule,
+    tokens,
+    train,
+)
 from engine_testing import loss_of
 from torch import Tensor, nn
 
@@ -160,6 +172,19 @@ def test_an_output_whose_graph_reaches_no_input() -> None:
     step = train(tokens())
     twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE)))).settle(step, captured=False)
     assert "reach none of its inputs" in twins.why_not
+
+
+def test_an_output_that_is_a_view_made_without_gradients() -> None:
+    def forward(self: Any, x: Tensor) -> list[Tensor]:
+        y, z = F.gelu(self.linear(x)), self.linear(x * 2)
+        with torch.no_grad():
+            view = z.view(x.shape)
+        return [y, view]
+
+    step = train(tokens())
+    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE))))
+    for _ in range(2 * STEPS_TO_SETTLE):
+        twins.step(step)
 
 
 def test_a_forward_that_the_frontend_cannot_take_is_tried_a_few_times(traced: list[Any]) -> None:
