@@ -1,9 +1,12 @@
 """Trains tiny models of transformers' architectures under presets: python examples/architectures/sweep.py
 
 For each model type in transformers' auto mappings it takes a class with a head, a tiny configuration and a random
-batch. It trains for two steps of SGD without a policy, twice, to find out whether the model itself computes the same
-bits again; and then for two steps under each preset. Losses, all gradients, and parameters and buffers at the end are
+batch. It trains for seven steps of SGD without a policy, twice, to find out whether the model itself computes the same
+bits again; and then as long under each preset. Losses, all gradients, and parameters and buffers at the end are
 compared bit for bit. Each architecture has a process of its own, so that a crash or a hang costs one row.
+
+Where kernels stand in, gradients are to be close. On a CPU a policy has to insist on them, as kernels.yaml does beside
+this file. Their plain PyTorch references then compute, in float64 too: --presets kernels.yaml --dtype float64
 
 It writes results.json and results.md to the folder after --out, and goes on from what results.json has. It exits with 1
 if anything is wrong.
@@ -87,7 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), help="or paths of policy files")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--seconds", type=float, default=900.0, help="of a processor, for one architecture")
     parser.add_argument("--fresh", action="store_true", help="try again what is wanted and in results.json")
     parser.add_argument("--debug", action="store_true", help="in this process, with tracebacks; writes nothing")

@@ -74,11 +74,9 @@ def report(record: dict[str, Any]) -> str:
 def _conditions(record: dict[str, Any]) -> str:
     machine = record["machine"]
     where = machine["gpu"] or machine["cpu"]
-    kernels = (
-        "Under `auto` kernels round in their own way: there gradients may be close, as one vector."
-        if record["device"] != "cpu"
-        else "On a CPU `auto` has no kernels, so it is compared bit for bit, too."
-    )
+    kernels = "Kernels round in their own way: where they stand in, gradients may be close, as one vector a step."
+    if record["device"] == "cpu" and "auto" in record["presets"]:
+        kernels += " On a CPU `auto` has none, so it is compared bit for bit, too."
     return (
         f"{record.get('steps', 2)} steps of SGD of tiny models in training mode, with dropout, on {where} in "
         f"{record['dtype']}: losses, gradients, and parameters and buffers afterwards, compared bit for bit with those "

@@ -32,6 +32,7 @@ from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.distributed import microbatches_in_flight
 from recompute.planning import solver
 from recompute.planning.plan import Plan
+from recompute.planning.prediction import choices_of
 from recompute.units import humanize, parse_budget
 
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
@@ -205,7 +206,7 @@ def main() -> None:
         "in_flight": in_flight,
         "budget_bytes": plan.budget_nbytes,
         "predicted_bytes": plan.predicted_peak_bytes,
-        "choices": [choice.name for choice in solver.choices_of(plan.profile, plan.assignment)],
+        "choices": [choice.name for choice in choices_of(plan.profile, plan.assignment)],
         "without": without,
         "with": under,
         "wrong": _wrong(plan, without, under),

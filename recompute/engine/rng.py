@@ -247,7 +247,8 @@ class _GlobalCpu(_CachedSource):
 
     def __init__(self) -> None:
         super().__init__(_CpuSource(torch.default_generator))
-        place = _where_words_are()
+        with _disable_current_modes():  # the package may be imported where tensors are fake
+            place = _where_words_are()
         self._views = None if place is None else (_memory_of(torch.default_generator, place),)
 
     def memory(self) -> tuple[Any, ...] | None:

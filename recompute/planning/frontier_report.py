@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from recompute.planning import solver
 from recompute.planning.plan import Plan
+from recompute.planning.prediction import choices_of
 from recompute.units import humanize
 
 _TITLE_WIDTH = 90  # characters that the figure has room for
@@ -21,7 +21,7 @@ def table(plan: Plan) -> str:
     fastest = min(point.prediction.step_seconds for point in plan.frontier) or 1.0
     rows = []
     for assignment, prediction in plan.frontier:
-        choices = solver.choices_of(plan.profile, assignment)
+        choices = choices_of(plan.profile, assignment)
         ways = Counter(choice.name for choice in choices if choice.rule is not None)
         milliseconds = f"{prediction.step_seconds * 1e3:.1f} ({prediction.step_seconds / fastest:.2f}x)"
         ways_text = ", ".join(f"{count} {name}" for name, count in ways.items()) or "as it is"

@@ -13,7 +13,8 @@ from tabulate import tabulate
 
 from recompute.planning import solver
 from recompute.planning.policy_of_plan import layer_spans, policy_of
-from recompute.planning.solver import Assignment, Prediction, Solution
+from recompute.planning.prediction import Assignment, Prediction, choices_of
+from recompute.planning.solver import Solution
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Profile
 from recompute.units import humanize
@@ -106,9 +107,7 @@ class Plan:
                     "choice": choice.name,
                     "offloaded_bytes": choice.moved_nbytes,
                 }
-                for place, choice in zip(
-                    self.profile.places, solver.choices_of(self.profile, self.assignment), strict=True
-                )
+                for place, choice in zip(self.profile.places, choices_of(self.profile, self.assignment), strict=True)
             ],
             "uniform": uniform
             and {
@@ -125,7 +124,7 @@ class Plan:
                     "step_seconds": prediction.step_seconds,
                     "peak_moment": prediction.peak_moment,
                     "offloaded_bytes": prediction.moved_nbytes,
-                    "choices": [choice.name for choice in solver.choices_of(self.profile, assignment)],
+                    "choices": [choice.name for choice in choices_of(self.profile, assignment)],
                 }
                 for assignment, prediction in self.frontier
             ]
@@ -240,7 +239,7 @@ def _table(profile: Profile, assignment: Assignment) -> str:
     If any of them offloads, also the bytes that each of its places does.
     """
     groups: dict[tuple[str, str, int], list[str]] = {}
-    for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
+    for place, choice in zip(profile.places, choices_of(profile, assignment), strict=True):
         key = profile.regions[place.region].name, choice.name, choice.moved_nbytes
         groups.setdefault(key, []).append(place.path)
     if not any(nbytes for *_, nbytes in groups):

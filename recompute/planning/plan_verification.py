@@ -17,7 +17,8 @@ from recompute.counters import clock, memory_trace
 from recompute.planning import solver
 from recompute.planning.allowed_ways import ways_of
 from recompute.planning.plan import Plan, VerificationRound, plan_from_solution, solve_plan
-from recompute.planning.solver import Assignment, Uniform
+from recompute.planning.prediction import Assignment, choices_of, leaving_before, predict
+from recompute.planning.solver import Uniform
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Choice, Profile
 from recompute.profiling.dry_run import DryRun, OptimizerFactory, dry_run
@@ -168,12 +169,12 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
     to static bytes. All seconds change by one factor.
     """
     seen: dict[tuple[int, int], list[MeasuredPlace]] = {}
-    choices = solver.choices_of(profile, assignment)
+    choices = choices_of(profile, assignment)
     for i, found in enumerate(measured.places):
-        left = solver.leaving_before(choices)[i] if choices[i].moved_nbytes else 0
+        left = leaving_before(choices)[i] if choices[i].moved_nbytes else 0
         whole = found._replace(held_nbytes=found.held_nbytes + left)
         seen.setdefault((profile.places[i].region, assignment[i]), []).append(whole)
-    before = solver.predict(profile, assignment).step_seconds
+    before = predict(profile, assignment).step_seconds
     factor = measured.step_seconds / before if before else 1.0
 
     def of(choice: Choice, found: Sequence[MeasuredPlace]) -> Choice:
@@ -199,7 +200,7 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
         "optimizer_seconds": profile.optimizer_seconds * factor,
     }
     changed = profile.model_copy(update=changes)
-    missing = measured.peak_nbytes - solver.predict(changed, assignment).peak_nbytes
+    missing = measured.peak_nbytes - predict(changed, assignment).peak_nbytes
     return changed.model_copy(update={"static_nbytes": max(0, changed.static_nbytes + missing)})
 
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from recompute.planning import solver
-from recompute.planning.solver import Assignment
+from recompute.planning.prediction import Assignment, choices_of
 from recompute.policy.rules import NO_RULES, Policy, Rule
 from recompute.profiling.cost_table import Profile
 
@@ -18,7 +17,7 @@ def policy_of(profile: Profile, assignment: Assignment, description: str = "", n
     Where such places are known to be in one ModuleList, the rule names the list and their ``layers``; else their paths.
     """
     groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
-    for place, choice in zip(profile.places, solver.choices_of(profile, assignment), strict=True):
+    for place, choice in zip(profile.places, choices_of(profile, assignment), strict=True):
         if choice.rule is not None:
             pattern = None if place.layer is None else _pattern(place.path, place.layer)
             key = json.dumps(choice.rule, sort_keys=True), pattern or ""

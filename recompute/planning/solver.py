@@ -1,18 +1,8 @@
 """Chooses how each region of a training step runs, so that the step is the fastest within a budget.
 
-It knows the profile's table alone, and runs no model. Places are numbered in forward's order. If each place i runs by
-its choice, these bytes are alive, and must stay within the budget at every moment:
-
-    forward of i      static + Σ_{j<i} (held_j - moved_j) + leaving_i + forward_peak_i
-    backward of i     static + Σ_{j<i} (held_j - moved_j) + leaving_i + backward_peak_i + Σ_{j>i} gradient_j
-    optimizer step    static + Σ_j gradient_j + optimizer_peak
-
-moved_j is what place j offloads. It is on the device until forward of the next place that offloads has ended, and comes
-back when backward reaches that place. So leaving_i is what the last place before i that offloads has moved; 0 if there
-is none. The host's memory bounds Σ moved_j, where the profile knows its link to the host.
-
-If n microbatches are in flight at once, forward and backward have n - 1 times the bytes beside them that all places
-hold: ``microbatches`` says how that is counted, and how choices within the budget are found.
+It knows the profile's table alone, and runs no model. ``prediction`` says which bytes are alive at every moment of a
+step; at all of them they must stay within the budget. The host's memory bounds what is offloaded, where the profile
+knows its link to the host. Where several microbatches are in flight, ``microbatches`` says how choices are found.
 
 The gradients are the same whatever is chosen. So the choices before i affect i and what follows by few numbers, which
 allows dynamic programming: ``cheapest_walk`` says how. It assumes nothing of the order of the choices, of which peak is
@@ -35,10 +25,9 @@ to its tolerances. The tests compare the two.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,37 +35,22 @@ from recompute.errors import BudgetError
 from recompute.planning import cheapest_walk
 from recompute.planning.cheapest_walk import Way
 from recompute.planning.microbatches import Needs, within_shared_room
+from recompute.planning.prediction import (
+    Assignment,
+    Prediction,
+    choices_of,
+    gradients_above,
+    held_nbytes_of,
+    moment_name,
+    moments,
+    predict,
+    staying_nbytes,
+)
 from recompute.profiling.cost_table import Choice, Profile
 from recompute.units import humanize
 
-Assignment = tuple[int, ...]
-"""For each place, the index of its choice among its region's."""
-
-MomentKind = Literal["forward", "backward", "optimizer step"]
-
 _PICOSECONDS = 1e12
 _FRONTIER_POINTS = 21
-
-
-class Moment(NamedTuple):
-    """A part of the step: of the place with the index ``place``, or, if that is None, the optimizer's step."""
-
-    kind: MomentKind
-    place: int | None = None
-
-
-class Prediction(NamedTuple):
-    """What a step takes."""
-
-    peak_nbytes: int
-    """The most bytes alive at once, static bytes included."""
-    peak_moment: str
-    """When that is: "backward of model.layers.3", "optimizer step" …"""
-    held_nbytes: int
-    """What is held on the device for backward when forward has ended, without static bytes."""
-    step_seconds: float
-    moved_nbytes: int = 0
-    """What is offloaded in a step."""
 
 
 class Solution(NamedTuple):
@@ -91,62 +65,6 @@ class Uniform(NamedTuple):
 
     choice: str
     solution: Solution
-
-
-def choices_of(profile: Profile, assignment: Assignment) -> list[Choice]:
-    """The choice of each place."""
-    regions = [profile.regions[place.region] for place in profile.places]
-    return [region.choices[index] for region, index in zip(regions, assignment, strict=True)]
-
-
-def moments(profile: Profile, assignment: Assignment) -> Iterator[tuple[Moment, int]]:
-    """Each moment of the step, and the most bytes alive at once during it, static bytes included."""
-    choices, above = choices_of(profile, assignment), _gradients_above(profile)
-    leaving = leaving_before(choices)
-    stays = profile.static_nbytes + (profile.microbatches_in_flight - 1) * _held(choices)
-    for i, choice in enumerate(choices):
-        alive = stays + leaving[i]
-        yield Moment("forward", i), alive + choice.forward_peak_nbytes
-        yield Moment("backward", i), alive + choice.backward_peak_nbytes + above[i + 1]
-        stays += _staying(choice)
-    yield Moment("optimizer step"), profile.static_nbytes + above[0] + profile.optimizer_peak_nbytes
-
-
-def _held(choices: Sequence[Choice]) -> int:
-    """What one microbatch holds on the device when its forward has ended."""
-    return sum(map(_staying, choices)) + leaving_before(choices)[-1]
-
-
-def leaving_before(choices: Sequence[Choice]) -> list[int]:
-    """For each place, and after the last one, what the last place before it that offloads has moved.
-
-    It is still on the device in the place's forward, and there again in its backward.
-    """
-    leaving = [0]
-    for choice in choices:
-        leaving.append(choice.moved_nbytes or leaving[-1])
-    return leaving
-
-
-def predict(profile: Profile, assignment: Assignment) -> Prediction:
-    """What the step takes if each place runs as ``assignment`` says."""
-    choices = choices_of(profile, assignment)
-    moment, peak = max(moments(profile, assignment), key=lambda pair: pair[1])
-    times = profile.microbatches
-    seconds = [profile.optimizer_seconds]
-    for choice in choices:
-        seconds += [times * choice.forward_seconds, times * choice.backward_seconds]
-    held = profile.microbatches_in_flight * _held(choices)
-    moved = times * sum(choice.moved_nbytes for choice in choices)
-    return Prediction(peak, moment_name(profile, moment), held, math.fsum(seconds), moved)
-
-
-def moment_name(profile: Profile, moment: Moment) -> str:
-    """The moment as messages name it: "backward of model.layers.3"."""
-    if moment.place is None:
-        return moment.kind
-    place = profile.places[moment.place]
-    return f"{moment.kind} of {place.path or profile.regions[place.region].name}"
 
 
 def solve(profile: Profile, budget_nbytes: int) -> Solution:
@@ -236,23 +154,12 @@ def _unbounded(profile: Profile) -> int:
         profile.static_nbytes
         + profile.optimizer_peak_nbytes
         + profile.microbatches_in_flight * sum(_most_alive(dearest[place.region]) for place in profile.places)
-        + _gradients_above(profile)[0]
+        + gradients_above(profile)[0]
     )
 
 
 def _most_alive(choice: Choice) -> int:
     return max(choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
-
-
-def _gradients_above(profile: Profile) -> list[int]:
-    """For each place, the bytes of gradients that it and all places after it leave behind; a 0 follows the last.
-
-    Backward runs the places from the last to the first, so these gradients are there once the place's backward is done.
-    """
-    above = [0]
-    for place in reversed(profile.places):
-        above.append(above[-1] + profile.regions[place.region].gradient_nbytes)
-    return above[::-1]
 
 
 def _picoseconds(choice: Choice) -> int:
@@ -261,11 +168,6 @@ def _picoseconds(choice: Choice) -> int:
 
 def _picoseconds_of(profile: Profile, solution: Solution) -> int:
     return sum(map(_picoseconds, choices_of(profile, solution.assignment)))
-
-
-def _staying(choice: Choice) -> int:
-    """The bytes that it holds on the device once what it offloads has left."""
-    return choice.held_nbytes - choice.moved_nbytes
 
 
 def _undominated(choices: Sequence[Choice], host_binds: bool) -> list[int]:
@@ -280,7 +182,7 @@ def _undominated(choices: Sequence[Choice], host_binds: bool) -> list[int]:
         (
             _picoseconds(choice),
             choice.held_nbytes,
-            _staying(choice),
+            staying_nbytes(choice),
             choice.forward_peak_nbytes,
             choice.backward_peak_nbytes,
             choice.moved_nbytes if host_binds else 0,
@@ -305,7 +207,7 @@ class _Problem:
 
     def leanest(self, budget_nbytes: int) -> Assignment | None:
         """An assignment within the budget and the host's memory; None if there is none."""
-        found = self._within_room(budget_nbytes, cheapest_walk.reachable, _held)
+        found = self._within_room(budget_nbytes, cheapest_walk.reachable, held_nbytes_of)
         if found is None or _fits_the_host(self.profile, found):
             return found
         places = self._places(budget_nbytes, lambda choice: choice.moved_nbytes, host_binds=True)
@@ -356,7 +258,7 @@ class _Problem:
 
         def needs(assignment: Assignment) -> Needs:
             choices = choices_of(self.profile, assignment)
-            held = _held(choices)
+            held = held_nbytes_of(choices)
             alive = [nbytes for moment, nbytes in moments(self.profile, assignment) if moment.place is not None]
             return Needs(max(alive) - self.profile.static_nbytes - others * held, held, cost(choices))
 
@@ -399,7 +301,7 @@ class _Problem:
         step_room: the bytes that the optimizer's step has, if these are not as many as forward and backward have.
         """
         profile, room = self.profile, budget_nbytes - self.profile.static_nbytes
-        above = _gradients_above(profile)
+        above = gradients_above(profile)
         if above[0] + profile.optimizer_peak_nbytes > (room if step_room is None else step_room):
             return [[] for _ in profile.places]
         if host_binds not in self._usable:
@@ -411,7 +313,7 @@ class _Problem:
                 choice = profile.regions[place.region].choices[index]
                 most = min(room - choice.forward_peak_nbytes, room - gradients - choice.backward_peak_nbytes)
                 if most >= 0:
-                    ways.append(Way(index, cost(choice), _staying(choice), choice.moved_nbytes, most))
+                    ways.append(Way(index, cost(choice), staying_nbytes(choice), choice.moved_nbytes, most))
             found.append(ways)
         return found
 
@@ -485,7 +387,7 @@ def _impossible(profile: Profile, budget_nbytes: int) -> str:
     """The error's message: why no plan meets the budget, which budget could be met, and what else would help."""
     best = floor(profile)
     moment, peak = max(moments(profile, best.assignment), key=lambda pair: pair[1])
-    gradients = _gradients_above(profile)
+    gradients = gradients_above(profile)
     alive = gradients[0 if moment.place is None else moment.place + 1 if moment.kind == "backward" else -1]
     static = profile.static_nbytes
     helps = []

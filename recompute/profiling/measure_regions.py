@@ -15,6 +15,7 @@ from torch import nn
 
 from recompute.attach.apply import apply
 from recompute.attach.module_entries import module_entries
+from recompute.compiled.captured_region import WARMUP_FRAMES
 from recompute.errors import ModelError, RecomputeError, warn
 from recompute.profiling.candidates import Candidate
 from recompute.profiling.cost_table import Choice, Place, RegionCosts
@@ -33,7 +34,11 @@ Progress = Callable[[str, int, int], None]
 """Called with what is running, the training steps done, and the steps in all, as far as is known."""
 
 
-_WARMUP = 2  # steps: the first makes plans and compiles kernels, the second uses what kernels learned in it
+_WARMUP = 2
+"""Steps before anything is measured. The first makes plans and compiles kernels, the second uses what these learned."""
+
+_WARMUP_UNTIL_CAPTURED = _WARMUP + WARMUP_FRAMES
+"""As many where steps are short. The host's time tells there, and it is that of captured code once a run goes on."""
 
 SLOW_SECONDS = 1.0
 """If the last step of a warm-up takes longer, one step is timed, as so long a step varies little.
@@ -162,7 +167,13 @@ class _RegionMeasurer:
 
     @property
     def _steps_of_a_job(self) -> int:
-        return _WARMUP + (self._timed_steps if self._is_timed_as_counted else 1 + 2 * self._timed_steps)
+        if self._is_timed_as_counted:
+            return self._warmup_steps + self._timed_steps
+        return self._warmup_steps + 1 + 2 * self._timed_steps
+
+    @property
+    def _warmup_steps(self) -> int:
+        return _WARMUP if self.is_slow or self.run.is_calculated else _WARMUP_UNTIL_CAPTURED
 
     @property
     def _timed_steps(self) -> int:
@@ -240,9 +251,10 @@ class _RegionMeasurer:
         with apply(self.run.model, policy_from_rules(rules)):
             seconds = 0.0
             for _ in range(_WARMUP):
-                seconds = self.run.warm_up(regions)
-                self._tell()
+                seconds = self._warm_up()
             self.is_slow = seconds > SLOW_SECONDS
+            for _ in range(self._warmup_steps - _WARMUP):
+                self._warm_up()
             at_once = self._is_timed_as_counted
             clock = self.run.clock() if at_once else None
             counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
@@ -262,6 +274,12 @@ class _RegionMeasurer:
             self.seconds_of.setdefault((id(kind), candidate.name), []).extend(found)
         if self.may_offload:
             self._look_at_storages(chosen)
+
+    def _warm_up(self) -> float:
+        """Run a step, and return the seconds that it took."""
+        seconds = self.run.warm_up(self.layout.regions)
+        self._tell()
+        return seconds
 
     def _look_at_storages(self, chosen: Sequence[Candidate]) -> None:
         """See which storages the places hold that could travel, by rules under which next to nothing does."""

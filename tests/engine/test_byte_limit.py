@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from test_cut import INTER, ROWS, H, K, Table, Tables, choices, decoder_layer, t
 from recompute.engine.cut.byte_limit import best_cut, cuts_by_nbytes, nbytes_and_seconds
 from recompute.engine.cut.minimum_cut import minimum_cut
 from recompute.engine.cut.price_sweep import sweep
+from recompute.errors import PolicyWarning
 
 
 def two_alike() -> Table:
@@ -30,6 +32,17 @@ def test_of_two_that_cost_the_same_a_limit_keeps_one() -> None:
     assert [nbytes_and_seconds(values, ops, cut) for _, cut in sweep(values, ops)] == [(1300, 0.0), (100, 2.0)]
     assert [(each.nbytes, each.seconds) for each in cuts_by_nbytes(values, ops)] == [(1300, 0), (700, 1), (100, 2)]
     assert {most: nbytes_and_seconds(values, ops, best_cut(values, ops, 0.0, most))[0] for most in LIMITS} == LIMITS
+
+
+def test_a_limit_that_cannot_be_met_is_told() -> None:
+    table = two_alike()
+    with pytest.warns(
+        PolicyWarning, match="hold: expected at most 99 B of a module's forward; holding 100 B, the least"
+    ):
+        best_cut(table.values, table.ops, 0.0, 99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        best_cut(table.values, table.ops, 0.0, 100)
 
 
 LIMITS = {10**9: 1300, 1300: 1300, 1299: 700, 700: 700, 699: 100, 100: 100, 99: 100, 0: 100}

@@ -25,6 +25,7 @@ from engine_testing import (
     tokens,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recompute
 from recompute.counters import memory_trace
@@ -32,6 +33,15 @@ from recompute.engine import rng
 from recompute.engine.rng import RngState, is_random_source
 
 GENERATOR = torch.Generator()
+
+
+def test_generators_are_read_as_quickly_where_the_package_is_imported_under_fake_tensors() -> None:
+    with FakeTensorMode():
+        memory = rng._GlobalCpu().memory()
+    assert memory is not None
+    seen = memory[0].raw
+    torch.rand(1)
+    assert memory[0].raw != seen
 
 
 def test_random_state_is_held_only_by_regions_that_draw() -> None:

@@ -59,6 +59,32 @@ def test_three_architectures_are_bitwise_and_a_second_run_goes_on(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_where_kernels_stand_in_gradients_are_close(tmp_path: Path) -> None:
+    record, _ = sweep(
+        tmp_path, "--only", "llama", "bert", "--presets", str(FOLDER / "kernels.yaml"), "--dtype", "float64"
+    )
+    for row in record["rows"].values():
+        (outcome,) = row["outcomes"].values()
+        assert outcome["verdict"] == "close"
+        assert outcome["dropped_nbytes"] > 0
+
+
+def test_only_where_kernels_compute_may_gradients_be_close(part: Callable[[str], ModuleType]) -> None:
+    stands_in = part("trials").stands_in
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [stands_in(preset, cpu) for preset in ("elementwise", "auto", "kernel")] == [False, False, True]
+    assert [stands_in(preset, cuda) for preset in ("elementwise", "auto", "kernel")] == [False, True, True]
+
+
+def test_two_values_that_are_not_numbers_are_the_same(part: Callable[[str], ModuleType]) -> None:
+    relative = part("trials").relative
+    one = [torch.tensor([float("nan"), float("inf"), 3.0]), torch.tensor([4.0])]
+    assert relative(one, one) == 0.0
+    assert relative([one[0], torch.tensor([5.0])], one) == 0.25
+    assert not relative([torch.tensor([0.0, float("inf"), 3.0]), one[1]], one) <= 1e-3
+
+
+@pytest.mark.slow
 def test_what_does_not_end_is_a_row(tmp_path: Path) -> None:
     record, output = sweep(tmp_path, "--only", "llama", "--seconds", "0")
     assert record["rows"]["llama"]["not built"] == "no end within 0 s"

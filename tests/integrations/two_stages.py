@@ -24,6 +24,7 @@ import recompute
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.distributed import microbatches_in_flight
 from recompute.planning import solver
+from recompute.planning.prediction import choices_of
 from recompute.profiling.cost_table import Choice, Profile
 from recompute.profiling.dry_run import static_nbytes
 
@@ -152,7 +153,7 @@ def planned(name: str, share: float, microbatches: int = MICROBATCHES) -> Planne
     plan = recompute.plan(profile, budget=budget, **several)
     with recompute.apply(module, plan.policy):
         measured = peak_of_step(schedule, module, ids.repeat(microbatches, 1))
-    choices = [choice.name for choice in solver.choices_of(plan.profile, plan.assignment)]
+    choices = [choice.name for choice in choices_of(plan.profile, plan.assignment)]
     gradients = sum(parameter.nbytes for parameter in module.parameters())
     return PlannedStage(in_flight, budget, plan.predicted_peak_bytes, measured, gradients, choices)
 

@@ -15,7 +15,8 @@ from recompute.errors import BudgetError, PlanError
 from recompute.planning import solver
 from recompute.planning.make_plan import plan
 from recompute.planning.microbatches import with_microbatches
-from recompute.planning.solver import predict, solve
+from recompute.planning.prediction import Assignment, choices_of, predict
+from recompute.planning.solver import solve
 from recompute.profiling.cost_table import Choice, Place, Profile
 
 SEVERAL = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted).map(tuple)
@@ -40,7 +41,7 @@ def profiles(draw: st.DrawFn, most: int = 12) -> Profile:
     return found.model_copy(update={"microbatch_nbytes": draw(nbytes), "output_nbytes": draw(nbytes)})
 
 
-def peak_by_running(profile: Profile, assignment: solver.Assignment, in_flight: int, microbatches: int) -> int:
+def peak_by_running(profile: Profile, assignment: Assignment, in_flight: int, microbatches: int) -> int:
     """The peak of a stage's step that is acted out: so many forwards, then a backward and a forward in turn.
 
     profile: of one microbatch. Of gradients that are there before, a region's own count once more while it runs.
@@ -76,7 +77,7 @@ def peak_by_running(profile: Profile, assignment: solver.Assignment, in_flight: 
     return max(peak, alive + profile.optimizer_peak_nbytes)
 
 
-def every(profile: Profile) -> list[solver.Assignment]:
+def every(profile: Profile) -> list[Assignment]:
     return list(product(*(range(len(profile.regions[place.region].choices)) for place in profile.places)))
 
 
@@ -88,7 +89,7 @@ def test_the_prediction_is_what_a_step_acted_out_takes(
     assignment = data.draw(st.sampled_from(every(profile)))
     prediction = predict(with_microbatches(profile, microbatches, in_flight), assignment)
     assert prediction.peak_nbytes == peak_by_running(profile, assignment, in_flight, microbatches)
-    ways = solver.choices_of(profile, assignment)
+    ways = choices_of(profile, assignment)
     assert prediction.held_nbytes == in_flight * sum(way.held_nbytes for way in ways)
     seconds = sum(way.forward_seconds + way.backward_seconds for way in ways)
     assert prediction.step_seconds == pytest.approx(0.5 + microbatches * seconds)
@@ -120,7 +121,7 @@ def test_the_more_are_in_flight_the_less_a_stage_keeps() -> None:
         found = plan(table, budget=2600, microbatches=8, microbatches_in_flight=in_flight)
         assert found.predicted_peak_bytes <= 2600
         held.append(found.profile.microbatches_in_flight * sum(
-            choice.held_nbytes for choice in solver.choices_of(found.profile, found.assignment)
+            choice.held_nbytes for choice in choices_of(found.profile, found.assignment)
         ))  # fmt: skip
     of_each = [nbytes / in_flight for in_flight, nbytes in enumerate(held, 1)]
     assert of_each == sorted(of_each, reverse=True)

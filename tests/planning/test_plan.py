@@ -20,6 +20,7 @@ from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.make_plan import plan
 from recompute.planning.plan import solve_plan
 from recompute.planning.policy_of_plan import policy_of
+from recompute.planning.prediction import choices_of
 from recompute.policy.document import parse_document
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy, Rule
@@ -78,7 +79,7 @@ def test_a_policy_reaches_exactly_the_places_it_means(data: st.DataObject, lists
     policy = policy_of(profile, assignment)
     expected = {
         place.path: dict(choice.rule)
-        for place, choice in zip(places, solver.choices_of(profile, assignment), strict=True)
+        for place, choice in zip(places, choices_of(profile, assignment), strict=True)
         if choice.rule is not None
     }
     assert governed(policy) == expected

@@ -17,6 +17,7 @@ from recompute.cli import app
 from recompute.estimation.build_model import build
 from recompute.planning import frontier_report, solver
 from recompute.planning.make_plan import plan
+from recompute.planning.prediction import predict
 from recompute.profiling.cost_table import Profile
 
 TINY = "model: {hidden_size: 64, intermediate_size: 172, layers: 4, heads: 4, kv_heads: 2}\n"
@@ -145,7 +146,7 @@ def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
     profile = Profile.load(saved)
     assert [place.layer for place in profile.places] == [None, 0, 1, 2, 3, None]
 
-    most = solver.predict(profile, tuple(0 for _ in profile.places)).peak_nbytes
+    most = predict(profile, tuple(0 for _ in profile.places)).peak_nbytes
     least = solver.floor(profile).prediction.peak_nbytes
     budget = (most + least) // 2
     flags = ("--profile", saved, "--model", tiny, *SMALL, "--budget", f"{budget}B", "--verify", "--json")

@@ -21,7 +21,7 @@ from recompute.planning.plan_verification import (
     or_faster_uniform,
     run_and_replan,
 )
-from recompute.planning.solver import predict
+from recompute.planning.prediction import Assignment, choices_of, predict
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Profile
 
@@ -56,7 +56,7 @@ class Machine:
         prediction = predict(self.truth, assignment)
         places = tuple(
             MeasuredPlace(choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
-            for choice in solver.choices_of(self.truth, assignment)
+            for choice in choices_of(self.truth, assignment)
         )
         return MeasuredStep(prediction.peak_nbytes, prediction.step_seconds, places if self.tells_places_apart else ())
 
@@ -129,7 +129,7 @@ def test_what_no_plan_can_mend_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("assignment", [(0, 0, 0, 0, 0, 0), (0, 3, 3, 1, 0, 1), (0, 2, 1, 3, 2, 0)])
-def test_the_corrected_profile_predicts_what_was_measured(assignment: solver.Assignment) -> None:
+def test_the_corrected_profile_predicts_what_was_measured(assignment: Assignment) -> None:
     before = predict(PROFILE, assignment)
     for nbytes in (-70, 0, 45):
         measured = MeasuredStep(before.peak_nbytes + nbytes, before.step_seconds * 1.5)

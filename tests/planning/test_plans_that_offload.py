@@ -28,7 +28,8 @@ from recompute.planning import cheapest_walk, solver
 from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.make_plan import plan
 from recompute.planning.plan_verification import MeasuredPlace, MeasuredStep, corrected
-from recompute.planning.solver import predict, solve
+from recompute.planning.prediction import choices_of, predict
+from recompute.planning.solver import solve
 from recompute.profiling import profile_model
 from recompute.profiling.cost_table import Choice, HostLink, Place, Profile
 from recompute.profiling.dry_run import dry_run
@@ -208,7 +209,7 @@ def test_a_correction_counts_what_leaves_when_the_next_place_has_run() -> None:
     index = names.index("keep, half offloaded")
     assignment = (0, *[index] * 5, 0, 0)
     measured = [MeasuredPlace(c.held_nbytes, c.forward_peak_nbytes, c.backward_peak_nbytes) for c in
-                solver.choices_of(profile, assignment)]  # fmt: skip
+                choices_of(profile, assignment)]  # fmt: skip
     for i in range(2, 6):  # forward of each ends with 50 bytes less, which the one before it has moved
         measured[i] = measured[i]._replace(held_nbytes=measured[i].held_nbytes - 50)
     before = predict(profile, assignment)
@@ -282,7 +283,7 @@ def test_a_plan_that_offloads_runs_and_its_peak_is_as_predicted(linked: Linked) 
     options: dict[str, Any] = {"profile": linked.profile, "loss": loss, "allowed": ["offload"]}
     found = recompute.plan(linked.model, IDS, budget=most - 1, **options)
     assert found.offloaded_bytes > 0
-    assert {choice.name.partition(",")[0] for choice in solver.choices_of(found.profile, found.assignment)} == {"keep"}
+    assert {choice.name.partition(",")[0] for choice in choices_of(found.profile, found.assignment)} == {"keep"}
     assert {rule.action for rule in found.policy.rules} == {"offload"}
     assert found.predicted_peak_bytes == found.rounds[-1].measured_peak_nbytes < most
     assert not found.is_over_budget
@@ -299,7 +300,7 @@ def test_the_peaks_of_mixed_plans_that_offload_are_right_to_the_byte(linked: Lin
     assignments = [(0, *draw.choices(offloading, k=4), 0) for _ in range(4)]
     assignments += [(0, *draw.choices([*offloading, *range(len(ways))], k=4), 0) for _ in range(4)]
     for assignment in assignments:
-        choices = solver.choices_of(profile, assignment)
+        choices = choices_of(profile, assignment)
         rules = {place.path: choice.rule for place, choice in zip(profile.places, choices, strict=True) if place.path}
         with dry_run(linked.model, IDS, loss=loss) as run, recompute.apply(linked.model, policy_from_rules(rules)):
             regions = {place.path: linked.model.get_submodule(place.path) for place in profile.places[1:-1]}

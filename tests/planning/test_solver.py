@@ -15,7 +15,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from recompute.errors import BudgetError
 from recompute.planning import solver
-from recompute.planning.solver import Moment, floor, frontier, moments, predict, solve, uniforms
+from recompute.planning.prediction import Assignment, Moment, choices_of, moments, predict
+from recompute.planning.solver import floor, frontier, solve, uniforms
 from recompute.profiling.cost_table import Choice, Place, Profile
 
 
@@ -45,17 +46,17 @@ def profiles(draw: st.DrawFn, most_places: int = 6, most: int = 12) -> Profile:
     return tables.profile(regions, places, **options)
 
 
-def every(profile: Profile) -> list[solver.Assignment]:
+def every(profile: Profile) -> list[Assignment]:
     """Every assignment, even those that offload more than the host has room for."""
     return list(product(*(range(len(profile.regions[place.region].choices)) for place in profile.places)))
 
 
-def every_within_the_host(profile: Profile) -> list[solver.Assignment]:
+def every_within_the_host(profile: Profile) -> list[Assignment]:
     room = math.inf if profile.link is None else profile.link.host_nbytes
-    return [a for a in every(profile) if sum(way.moved_nbytes for way in solver.choices_of(profile, a)) <= room]
+    return [a for a in every(profile) if sum(way.moved_nbytes for way in choices_of(profile, a)) <= room]
 
 
-def peak_by_running(profile: Profile, assignment: solver.Assignment) -> int:
+def peak_by_running(profile: Profile, assignment: Assignment) -> int:
     """The peak of a step that is acted out: forward, backward, optimizer, with one count of what is alive.
 
     Of what offloads, each place knows the one before it, as ``engine.host.offload`` does.
@@ -88,7 +89,7 @@ def test_the_prediction_is_what_a_step_acted_out_takes(profile: Profile, data: s
     assignment = data.draw(st.sampled_from(every(profile)))
     prediction = predict(profile, assignment)
     assert prediction.peak_nbytes == peak_by_running(profile, assignment)
-    ways = solver.choices_of(profile, assignment)
+    ways = choices_of(profile, assignment)
     moved = [way.moved_nbytes for way in ways if way.moved_nbytes]
     assert prediction.moved_nbytes == sum(moved)
     assert prediction.held_nbytes == sum(way.held_nbytes for way in ways) - sum(moved[:-1])  # the last one stays

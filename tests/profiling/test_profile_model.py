@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from recompute import counters
 from recompute.errors import AlreadyAppliedError, ModelError, PolicyWarning
 from recompute.profiling import measure_regions
 from recompute.profiling.cost_table import Choice, Profile
-from recompute.profiling.dry_run import dry_run
+from recompute.profiling.dry_run import DryRun, dry_run
 from recompute.profiling.regions import policy_from_rules
 
 CPU = torch.device("cpu")
@@ -280,7 +281,7 @@ def test_progress_is_told() -> None:
     assert told[-1][1] == told[-1][2] == len(done)
 
 
-@pytest.mark.parametrize(("slow_seconds", "steps_of_a_job"), [(-1.0, 2 + 1 + 2), *slow((float("inf"), 2 + 1 + 2 * 3))])
+@pytest.mark.parametrize(("slow_seconds", "steps_of_a_job"), [(-1.0, 2 + 1 + 2), *slow((float("inf"), 5 + 1 + 2 * 3))])
 def test_fewer_steps_are_timed_where_they_are_long(
     monkeypatch: pytest.MonkeyPatch, slow_seconds: float, steps_of_a_job: int
 ) -> None:
@@ -294,6 +295,29 @@ def test_fewer_steps_are_timed_where_they_are_long(
     model, ids, loss = decoder_and_loss(2)
     recompute.profile(model, ids, loss=loss, steps=3, progress=lambda *now: told.append(now))
     assert told[-1][1] == told[-1][2] == len(jobs) * steps_of_a_job
+
+
+def test_short_steps_are_measured_as_captured_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_regions, "SLOW_SECONDS", float("inf"))
+    handles: list[Any] = []
+    monkeypatch.setattr(measure_regions, "apply", lambda *given: handles.append(recompute.apply(*given)) or handles[-1])
+    measured: list[tuple[str, str]] = []
+    step = DryRun.step
+
+    def watched(run: DryRun, regions: Any, *, memory: Any = None, clock: Any = None) -> Any:
+        trace = step(run, regions, memory=memory, clock=clock)
+        if handles and memory is not None:
+            jobs_with_bytes.add(len(handles))
+        elif len(handles) in jobs_with_bytes:
+            measured.extend(re.findall(r"(\d+) of (\d+) run as captured code", str(handles[-1].explain())))
+        return trace
+
+    jobs_with_bytes: set[int] = set()
+    monkeypatch.setattr(DryRun, "step", watched)
+    model, ids, loss = decoder_and_loss(2)
+    recompute.profile(model, ids, loss=loss, steps=2)
+    assert len(measured) >= 4, "the steps that are timed, with and without marks"
+    assert set(measured) == {("2", "2")}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import recompute
 from recompute.errors import EstimateError, ModelError, PlanError
 from recompute.estimation.build_model import build_fake
 from recompute.estimation.gpus import GPUS
-from recompute.planning import solver
+from recompute.planning.prediction import Moment, moments
 from recompute.profiling import roofline
 from recompute.profiling.cost_table import Choice, Profile
 
@@ -112,11 +112,11 @@ def test_one_of_several_devices_takes_what_estimate_says(sharding: str) -> None:
     shared = {"batch_size": 4, "seq_len": 64, "sharding": sharding, "devices": 4, "advise": False}
     expected = recompute.estimate(config, **shared)
     as_it_is = tuple(0 for _ in profile.places)
-    peaks = {moment: peak for moment, peak in solver.moments(profile, as_it_is)}
+    peaks = {moment: peak for moment, peak in moments(profile, as_it_is)}
     highest = max(peak for moment, peak in peaks.items() if moment.kind != "optimizer step")
     estimated = max(peak for name, peak in expected.moments.items() if name != "optimizer step")
     assert highest == pytest.approx(estimated, rel=0.002)
-    assert peaks[solver.Moment("optimizer step")] == pytest.approx(expected.moments["optimizer step"], rel=0.002)
+    assert peaks[Moment("optimizer step")] == pytest.approx(expected.moments["optimizer step"], rel=0.002)
     assert profile.machine["devices"] == 4
     assert f"calculated for each of 4 H200 under {sharding}" in profile.model
     assert "without what devices tell each other" in recompute.plan(profile, budget="100%").note

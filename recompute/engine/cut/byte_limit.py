@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from recompute.engine.cut.minimum_cut import Cut, Op, Value, cut_that_reruns, is_free, minimum_cut
 from recompute.engine.cut.price_sweep import sweep
+from recompute.errors import warn
+from recompute.units import humanize
 
 # Of the seconds that a cut takes to run ops again: an op that takes less is not worth a cut of its own.
 _TELLING = 0.01
@@ -34,12 +36,19 @@ class CutCosts(NamedTuple):
 def best_cut(values: Sequence[Value], ops: Sequence[Op], price: float, most_nbytes: int | None = None) -> Cut:
     """The cheapest cut at ``price``; where there is a limit of bytes, a fast one within that, whatever the price.
 
-    If every cut holds more than the limit, it is the one that holds least. Raises ValueError as ``minimum_cut`` does.
+    If every cut holds more than the limit, it is the one that holds least, and there is a ``PolicyWarning``. Raises
+    ValueError as ``minimum_cut`` does.
     """
     if most_nbytes is None:
         return minimum_cut(values, ops, price)
     found = cuts_by_nbytes(values, ops)
-    return next((each.cut for each in found if each.nbytes <= most_nbytes), found[-1].cut)
+    least = found[-1]
+    if least.nbytes > most_nbytes:
+        warn(
+            f"hold: expected at most {humanize(most_nbytes)} of a module's forward; holding {humanize(least.nbytes)}, "
+            "the least that the rule's rerun and keep allow. Let more run again, as with rerun: [gemm], or raise hold"
+        )
+    return next((each.cut for each in found if each.nbytes <= most_nbytes), least.cut)
 
 
 def cuts_by_nbytes(values: Sequence[Value], ops: Sequence[Op]) -> list[CutCosts]:
