@@ -12,6 +12,8 @@ from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
+from torch import nn
+
 _code_of = attrgetter("__code__")
 
 
@@ -19,10 +21,11 @@ class CalledMethods:
     """Methods of classes. A method is what a class gives by a name; its code is minded, too."""
 
     def __init__(self) -> None:
-        # Parallel lists, because looking at all of them must take no more than a microsecond or two.
-        self._classes: list[type] = []
-        self._names: list[str] = []
-        self._found: tuple[Any, ...] = ()
+        # Parallel lists, because looking at all of them must take no more than a microsecond or two. The first entry is
+        # there because the frontend takes a module's call for one of its forward.
+        self._classes: list[type] = [nn.Module]
+        self._names = ["__call__"]
+        self._found: tuple[Any, ...] = (nn.Module.__call__,)
         self._functions: list[FunctionType] = []
         self._codes: tuple[Any, ...] = ()
 

@@ -182,6 +182,17 @@ def test_code_does_not_run_where_a_method_has_been_replaced(
     assert twins.runs_code(step) == 0
 
 
+def test_code_does_not_run_where_the_call_of_every_module_has_been_replaced(
+    monkeypatch: pytest.MonkeyPatch, twins: Twins, step: Step
+) -> None:
+    def called_twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._call_impl(*args, **kwargs) + self._call_impl(*args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", called_twice)
+    for _ in range(3):
+        assert twins.runs_code(step) == 0
+
+
 def test_code_runs_again_when_all_is_as_it_was(twins: Twins, step: Step) -> None:
     hooks = []
     twins.both(lambda m: hooks.append(m.inside.up.register_forward_hook(double_output)))
