@@ -16,18 +16,18 @@ from torch import nn
 
 _code_of = attrgetter("__code__")
 
+_Noted = tuple[tuple[type, ...], tuple[str, ...], tuple[Any, ...], tuple[FunctionType, ...], tuple[Any, ...]]
+"""Classes, names, and what each class gave by the name; functions, and the code that each had."""
+
 
 class CalledMethods:
     """Methods of classes. A method is what a class gives by a name; its code is minded, too."""
 
     def __init__(self) -> None:
-        # Parallel lists, because looking at all of them must take no more than a microsecond or two. The first entry is
-        # there because the frontend takes a module's call for one of its forward.
-        self._classes: list[type] = [nn.Module]
-        self._names = ["__call__"]
-        self._found: tuple[Any, ...] = (nn.Module.__call__,)
-        self._functions: list[FunctionType] = []
-        self._codes: tuple[Any, ...] = ()
+        # Parallel tuples, because looking at all of them must take no more than a microsecond or two. They are replaced
+        # together, as other threads look meanwhile. The first entry is there because the frontend takes a module's call
+        # for one of its forward.
+        self._noted: _Noted = (nn.Module,), ("__call__",), (nn.Module.__call__,), (), ()
 
     def note(self, function: Any, receiver: Any) -> None:
         """A traced call calls ``function`` with ``receiver``, an object or a class, as its first argument."""
@@ -38,21 +38,17 @@ class CalledMethods:
         if place is None:
             return
         owner, name = place
-        if (owner, name) not in zip(self._classes, self._names, strict=True):
-            # In this order another thread that looks meanwhile finds a difference, at worst.
-            self._classes.append(owner)
-            self._names.append(name)
-            self._found += (getattr(owner, name),)
-        if function not in self._functions:
-            self._functions.append(function)
-            self._codes += (function.__code__,)
+        classes, names, found, functions, codes = self._noted
+        if place not in zip(classes, names, strict=True):
+            classes, names, found = (*classes, owner), (*names, name), (*found, getattr(owner, name))
+        if function not in functions:
+            functions, codes = (*functions, function), (*codes, function.__code__)
+        self._noted = classes, names, found, functions, codes
 
     def are_as_before(self) -> bool:
         """Whether all methods, and their code, are what they were when they were noted."""
-        return (
-            tuple(map(getattr, self._classes, self._names, repeat(None))) == self._found
-            and tuple(map(_code_of, self._functions)) == self._codes
-        )
+        classes, names, found, functions, codes = self._noted
+        return tuple(map(getattr, classes, names, repeat(None))) == found and tuple(map(_code_of, functions)) == codes
 
 
 def _place_of(function: FunctionType, kind: type) -> tuple[type, str] | None:

@@ -253,7 +253,9 @@ class CapturedRegion:
             if self._misses >= MAX_MISSES:
                 reason = self.failure and f" ({self.failure})"
                 self.deoptimize(f"none of its last {MAX_MISSES} calls was like one whose graph was taken{reason}")
-            return self._by_tape(function, args, kwargs, variant)
+            result = self._by_tape(function, args, kwargs, variant)
+            self.departed = None
+            return result
         self._misses = 0
         return result
 
@@ -261,13 +263,16 @@ class CapturedRegion:
         if shared.draws:
             self.deoptimize(_DRAWS)
             return MISSED
-        if self.recorded is not None and not self.recorded.is_current:
-            self.recorded = None
         graphs = self._own_graphs or shared.graphs
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
             self._unused = 0
-        elif self.recorded is not None and not shared.has_failed and self._unused < MAX_UNUSED_GRAPHS:
+        elif (
+            (recorded := self.recorded) is not None
+            and not shared.has_failed
+            and self._unused < MAX_UNUSED_GRAPHS
+            and recorded.is_current
+        ):
             self._unused += 1
             if graphs is shared.graphs and len(graphs.graphs) >= MAX_SHARED_GRAPHS:
                 graphs = self._own_graphs = GuardedGraphs(shared)
@@ -346,7 +351,7 @@ class CapturedRegion:
     ) -> Any:
         """Run once more by the tape, which also records the calls that a graph of the region must make."""
         self._recordings += 1
-        departed, self.departed, self.recorded = self.departed, None, None
+        departed, self.recorded = self.departed, None
         numerics, autocast = Numerics(), autocast_in_force()
         reached = walk_references((function, *modules_in(function, args), *tree_leaves((args, kwargs))))
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
