@@ -255,7 +255,7 @@ _TORCHS_OWN = frozenset(vars(nn.Module()))
 def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """A copy of a module's attributes, for a replay, and whether there are containers or tensors among them."""
     copied = attributes.copy()
-    has_parts = not _PARTS.isdisjoint([type(copied[name]) for name in copied.keys() - _TORCHS_OWN])
+    has_parts = not _PARTS.isdisjoint(map(type, map(copied.get, copied.keys() - _TORCHS_OWN)))
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
     # copy of that might gather them into a place of its own, so the object itself is used.
     parameters = attributes["_parameters"]
