@@ -33,8 +33,18 @@ from recompute.kernels.activation import (
     activation_forward,
     activation_reference,
 )
+from recompute.kernels.argument_layouts import once_by_layouts
 from recompute.kernels.blockwise_8bit import BLOCK, dequantize_op
-from recompute.kernels.linears import autocast, linear_gradients, rows, shaped, without_autocast
+from recompute.kernels.linears import (
+    autocast_dtype,
+    cast,
+    check_dtypes,
+    in_dtype,
+    linear_gradients,
+    rows,
+    shaped,
+    without_autocast,
+)
 
 
 def activation_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu") -> Tensor:
@@ -55,6 +65,13 @@ def activation_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, act
     Raises:
         KernelError: for other activations, shapes that do not fit, other or mixed dtypes, or several devices.
     """
+    narrow = autocast_dtype(x.device.type)
+    _check(x, weight, bias, activation, narrow)
+    return ActivationLinearFunction.apply(x, *cast((weight, bias), narrow), activation)
+
+
+@once_by_layouts
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, narrow: torch.dtype | None) -> None:
     launch.check("activation_linear", x=x, weight=weight, bias=bias)
     check_activation("activation_linear", activation)
     fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and (bias is None or bias.shape == weight.shape[:1])
@@ -62,8 +79,7 @@ def activation_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, act
         found = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
         found += "" if bias is None else f", bias {tuple(bias.shape)}"
         raise KernelError(f"activation_linear: expected x (..., I), weight (O, I) and bias (O,); found {found}.")
-    operands = autocast("activation_linear", {"x": x.dtype}, {"weight": weight, "bias": bias}, x.device.type)
-    return ActivationLinearFunction.apply(x, *operands, activation)
+    check_dtypes("activation_linear", {"x": x.dtype}, {"weight": weight, "bias": bias}, narrow)
 
 
 def check_activation(op: str, activation: str) -> None:
@@ -79,7 +95,7 @@ class ActivationLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.activation = activation
-        active = activation_forward(rows(x), activation).to(weight.dtype)  # autocast would cast it, too
+        active = in_dtype(activation_forward(rows(x), activation), weight.dtype)  # autocast would cast it, too
         return shaped(F.linear(active, weight, bias), *x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -96,7 +112,7 @@ class ActivationLinearFunction(torch.autograd.Function):
                 ctx.maybe_clear_saved_tensors()  # so that x can be freed early, unless the graph is retained
             shape, held = x.shape, [rows(x), None]
             del x
-            dy = rows(dy).to(weight.dtype)
+            dy = in_dtype(rows(dy), weight.dtype)
             dx, dweight, dbias = activation_linear_gradients(dy, held, weight, ctx.activation, needed)
             return None if dx is None else dx.view(shape), dweight, dbias, None
 
@@ -122,9 +138,9 @@ def activation_linear_gradients(
     dtype = weight.dtype if scales is not None else x.dtype
     dx = active = None
     if needs_dx:
-        active = (dy @ weight).to(dtype)  # its gradient, in whose place active comes
+        active = in_dtype(dy @ weight, dtype)  # its gradient, in whose place active comes
         if needs_dweight:
-            dx = active.new_empty(x.shape)
+            dx = torch.empty_like(active)
             activation_backward_(active, x, scales, dx, activation)
         else:
             dx, active = activation_backward(active, x, scales, activation), None
@@ -132,7 +148,7 @@ def activation_linear_gradients(
         x = x if scales is None else dequantize_op(x, scales, dtype, BLOCK)
         active = activation_forward(x, activation)
     del x
-    active = None if active is None else active.to(weight.dtype)
+    active = None if active is None else in_dtype(active, weight.dtype)
     return dx, *linear_gradients(dy, active, needs_dweight, needs_dbias, weight=weight)
 
 

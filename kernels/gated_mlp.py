@@ -34,11 +34,15 @@ from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.add_rms_norm import add_rms_norm_forward
+from recompute.kernels.argument_layouts import once_by_layouts
 from recompute.kernels.blockwise_8bit import BLOCK, quantize_op
 from recompute.kernels.linears import (
     NormSettings,
     added,
-    autocast,
+    autocast_dtype,
+    cast,
+    check_dtypes,
+    in_dtype,
     linear,
     linear_gradients,
     norm_gradients,
@@ -92,10 +96,10 @@ def gated_mlp(
     Raises:
         KernelError: for other activations, shapes that do not fit, other or mixed dtypes, or several devices.
     """
-    parameters = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    parameters |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    check_operands("gated_mlp", activation, {"x": x, **parameters})
-    operands = autocast("gated_mlp", {"x": x.dtype}, parameters, x.device.type)
+    parameters = (gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    narrow = autocast_dtype(x.device.type)
+    _check(x, activation, narrow, *parameters)
+    operands = cast(parameters, narrow)
     if tile is not None and not torch.compiler.is_compiling():
         return tiled(x, None, *operands, None, activation, tile)
     return GatedMLPFunction.apply(x, None, None, *operands, None, activation, compress, True)[0]
@@ -113,6 +117,17 @@ def tiled(x: Tensor, *arguments: Any) -> Tensor:
 
 def _of_a_tile(x: Tensor, norm_weight: Tensor | None, *arguments: Any, with_output: bool) -> Tensor:
     return GatedMLPFunction.apply(x, None, norm_weight, *arguments, False, with_output)[0]
+
+
+PARAMETERS = ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
+"""Of a gated MLP, in the order in which all functions here take them."""
+
+
+@once_by_layouts
+def _check(x: Tensor, activation: str, narrow: torch.dtype | None, *parameters: Tensor | None) -> None:
+    named = dict(zip(PARAMETERS, parameters, strict=True))
+    check_operands("gated_mlp", activation, {"x": x, **named})
+    check_dtypes("gated_mlp", {"x": x.dtype}, named, narrow)
 
 
 def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
@@ -177,7 +192,7 @@ class GatedMLPFunction(torch.autograd.Function):
                 n, rstd = rms_norm_forward(x, norm_weight, norm.eps, norm.casting)
             else:
                 n, h, rstd = add_rms_norm_forward(x, residual, norm_weight, norm.eps, norm.casting)
-        n = n.to(gate_weight.dtype)  # autocast would do so, too
+        n = in_dtype(n, gate_weight.dtype)  # autocast would do so, too
         gate = F.linear(n, gate_weight, gate_bias)
         up = None if up_weight is None else F.linear(n, up_weight, up_bias)
         del n
@@ -217,7 +232,7 @@ class GatedMLPFunction(torch.autograd.Function):
                     gradients = _gradients(ctx, needed, dy)
         dh = added(gradients[0], dh)
         dx, dresidual = (
-            dh.to(dtype) if needs and dh is not None else None
+            in_dtype(dh, dtype) if needs and dh is not None else None
             for needs, dtype in zip((needs_dx, needs_dresidual), ctx.dtypes, strict=True)
         )
         return dx, dresidual, *gradients[1:], None, None, None, None
@@ -245,7 +260,7 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     needs_dgate = needs_dn or gate_trains or gate_bias_trains
     needs_dup = up is not None and (needs_dn or up_trains or up_bias_trains)
     shape, h, dy = h.shape, rows(h), rows(dy)
-    dresidual, dy = dy, dy.to(down_weight.dtype)
+    dresidual, dy = dy, in_dtype(dy, down_weight.dtype)
 
     dgate = dup = product = None
     if needs_dgate or needs_dup:
@@ -269,7 +284,7 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
         wanted = (needs_dh, needs_dnorm_weight, needs_n)
         dh, dnorm_weight, n = norm_gradients(ctx.norm, dn, h, norm_weight, rstd.flatten(), dresidual, wanted)
     del dn
-    n = None if n is None else n.to(gate_weight.dtype)
+    n = None if n is None else in_dtype(n, gate_weight.dtype)
     dgate_weight, dgate_bias = linear_gradients(dgate, n, gate_trains, gate_bias_trains)
     del dgate
     dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains)
@@ -298,8 +313,11 @@ def _through_activation(
             needs = (needs_dgate, needs_dup, False)
             return glu_backward_from_codes_op(dproduct, gate, gate_scales, up, up_scales, BLOCK, activation, *needs)
         return glu_backward(dproduct, gate, up, activation, needs_dgate, needs_dup, False)
-    dgate = dproduct.new_empty(gate.shape) if needs_dgate else None
-    dup = dproduct.new_empty(up.shape) if needs_dup and up is not None else None
+    dgate = dup = None
+    if needs_dgate:  # packed, it has twice the columns of the product
+        dgate = dproduct.new_empty(gate.shape) if up is None else torch.empty_like(dproduct)
+    if needs_dup and up is not None:
+        dup = torch.empty_like(dproduct)
     if gate_scales is not None:
         glu_backward_from_codes_(dproduct, gate, gate_scales, up, up_scales, dgate, dup, BLOCK, activation)
     else:

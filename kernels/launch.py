@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError
+from recompute.kernels.argument_layouts import layouts_of
+from recompute.kernels.launch_plan import Launch, PlansByLayout, is_out_of_the_ordinary, noting
 
 try:
     import triton  # type: ignore[import-untyped]
@@ -27,6 +28,10 @@ logger = logging.getLogger("recompute.kernels")
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*TRITON_DTYPES, torch.float64)
+
+is_compiling = torch.compiler.is_compiling
+count_modes = torch._C._len_torch_dispatch_stack
+transform_in_force = torch._C._functorch.peek_interpreter_stack
 
 _LIBRARY = torch.library.Library("recompute", "FRAGMENT")
 
@@ -57,7 +62,7 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
         return
     device = arguments[0].device
     if device.type != "cuda":
-        with _NOTHING if _notes.launches is None else _disable_current_modes():  # the interpreter runs ops
+        with _NOTHING if noting.launches is None else _disable_current_modes():  # the interpreter runs ops
             kernel[(programs,)](*arguments, **settings)
         _note(kernel, programs, arguments, settings)
         return
@@ -93,36 +98,6 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
         )
 
 
-class Launch(NamedTuple):
-    """What ``run`` has launched."""
-
-    kernel: Any
-    programs: int
-    arguments: tuple[Any, ...]
-    settings: dict[str, Any]
-    compiled: Any
-    """What Triton compiled for it; None where Triton looks that up for each launch."""
-    constants: tuple[Any, ...]
-    """The constants among the settings, in the order of the kernel's parameters."""
-
-
-class _Notes(threading.local):
-    launches: list[Launch] | None = None
-
-
-_notes = _Notes()
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[list[Launch]]:
-    """The span in which the launches of this thread are added to the list that this gives."""
-    before, _notes.launches = _notes.launches, []
-    try:
-        yield _notes.launches
-    finally:
-        _notes.launches = before
-
-
 def _note(
     kernel: Any,
     programs: int,
@@ -131,8 +106,9 @@ def _note(
     compiled: Any = None,
     constants: tuple[Any, ...] = (),
 ) -> None:
-    if _notes.launches is not None:
-        _notes.launches.append(Launch(kernel, programs, arguments, settings, compiled, constants))
+    if noting.launches is not None:
+        hooks = () if compiled is None else _hooks()
+        noting.launches.append(Launch(kernel, programs, arguments, settings, compiled, constants, hooks))
 
 
 @functools.cache
@@ -168,8 +144,13 @@ def _specialized(argument: Any) -> Any:
 
 def _has_hooks() -> bool:
     """Whether a profiler of Triton's watches launches."""
+    entry, exit = _hooks()
+    return bool(entry.calls or exit.calls)
+
+
+def _hooks() -> tuple[Any, Any]:
     runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    return runtime.launch_enter_hook, runtime.launch_exit_hook
 
 
 _NOTHING = contextlib.nullcontext()
@@ -212,42 +193,44 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
 def register(schema: str, implementation: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
     """Register the op ``recompute::schema`` and return a function that calls it.
 
-    That function goes through the dispatcher only where somebody is to see the op, because the dispatcher takes longer
-    than launching a kernel. ``torch.library.custom_op`` would cost 8 µs more a call (torch 2.13, one CPU core).
+    That function goes through the dispatcher only where somebody is to see the op: a compiler, a mode (as a tape is), a
+    transform or a tensor subclass. For the dispatcher takes longer than launching a kernel, and
+    ``torch.library.custom_op`` 8 µs longer still (torch 2.13, one CPU core). Either way, CUDA tensors of layouts that
+    come again and again get the same launches without a run of ``implementation``.
 
     Args:
         schema: flat, as the dispatcher knows tensors, numbers and strings. An op with settings takes one argument a
             field.
-        implementation: called with the arguments that the schema lists, by position.
+        implementation: called with the arguments that the schema lists, by position. What it allocates and launches
+            may depend on the layouts of the tensors and on the other arguments alone: a plan repeats it without asking.
         outputs: called with the same arguments; allocates the results without computing them.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    plans = PlansByLayout(implementation)
+    _LIBRARY.impl(name, plans.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"recompute::{name}", outputs, lib=_LIBRARY)
     overload = getattr(torch.ops.recompute, name).default
     IMPLEMENTATIONS[overload] = implementation
-    if overload._schema.is_mutable:  # the dispatcher has to count the versions of the tensors that it writes to
-        return overload
+    PLANS[overload], by_layouts = plans, plans.by_layouts
 
     def op(*arguments: Any) -> Any:
-        return (overload if _is_watched(arguments) else implementation)(*arguments)
+        if is_compiling() or count_modes() or transform_in_force() is not None:
+            return overload(*arguments)
+        layouts = layouts_of(arguments)
+        call = by_layouts.get(layouts)
+        if call is not None:
+            return call(*arguments)
+        if is_out_of_the_ordinary(arguments):
+            return overload(*arguments)
+        return plans.run_without_plan(layouts, arguments)
 
     op.__name__ = op.__qualname__ = f"recompute.{name}"
     return op
 
 
-def _is_watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether a compiler, a mode (as a tape is), a transform or a tensor subclass is to see the op."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(isinstance(each, Tensor) and (type(each) not in _PLAIN or each.is_meta) for each in arguments)
-    )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLANS: dict[Any, PlansByLayout] = {}
+"""The plans of each registered op."""
 
 
 def check(op: str, **tensors: Tensor | None) -> None:

@@ -1,23 +1,28 @@
-"""Calls of an op on arguments that always have the same layouts: its launches alone, without what led to them.
+"""Calls of an op on arguments of layouts that it had before: its launches alone, without what led to them.
 
-An op's implementation looks at layouts and dtypes, allocates, and decides how to launch. In captured code the layouts
-of a call never change, and so nothing else does. The first call notes what the implementation allocates and launches,
-and makes a function of that. Only addresses may differ from call to call: where one is not aligned as it was, the
+An op's implementation looks at layouts and dtypes, allocates, and decides how to launch. On arguments of the same
+layouts all of that comes out the same. So we note once what the implementation allocates and launches, and make a
+function of that: a plan. Only addresses may differ from call to call. Where one is not aligned as it was, the
 implementation runs.
+
+In captured code the layouts of a call never change: each call there has one plan (``PlannedCall``). Everywhere else an
+op looks its plan up by the layouts of its arguments (``PlansByLayout``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.kernels import launch
-from recompute.kernels.launch import Launch
+from recompute.kernels.argument_layouts import MAX_LAYOUTS, layouts_of
 
 _ATEN = torch.ops.aten
 _ALLOCATE = {
@@ -29,6 +34,44 @@ _ALLOCATE = {
 }
 MAX_ATTEMPTS = 3
 """Calls that may be noted in vain before a call stays with the implementation."""
+CALLS_BEFORE_PLAN = 16
+"""Calls with the same layouts before an op makes a plan for them. A plan takes as long as so many calls save."""
+
+address_of = torch._C.TensorBase.data_ptr
+"""Not ``Tensor.data_ptr``, which tapes watch: nobody writes to what is only compared here."""
+
+
+class Launch(NamedTuple):
+    """What ``launch.run`` has launched."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    settings: dict[str, Any]
+    compiled: Any
+    """What Triton compiled for it; None where Triton looks that up for each launch."""
+    constants: tuple[Any, ...]
+    """The constants among the settings, in the order of the kernel's parameters."""
+    hooks: tuple[Any, ...] = ()
+    """Of Triton, for launches: where one of them has ``calls``, Triton itself is to launch."""
+
+
+class _Noting(threading.local):
+    launches: list[Launch] | None = None
+
+
+noting = _Noting()
+"""Where ``launch.run`` adds the launches of this thread, while they are noted."""
+
+
+@contextlib.contextmanager
+def noted_launches() -> Iterator[list[Launch]]:
+    """The span in which the launches of this thread are added to the list that this gives."""
+    before, noting.launches = noting.launches, []
+    try:
+        yield noting.launches
+    finally:
+        noting.launches = before
 
 
 class PlannedCall:
@@ -49,30 +92,112 @@ class PlannedCall:
     def __call__(self, *arguments: Any) -> Any:
         if self._planned is not None:
             return self._planned(*arguments)
-        if self._attempts >= MAX_ATTEMPTS or torch._C._len_torch_dispatch_stack():
+        if self._attempts >= MAX_ATTEMPTS or torch._C._len_torch_dispatch_stack() or not _are_apart(arguments):
             return self._implementation(*arguments)
         self._attempts += 1
-        with launch.noting() as launches, _Allocations() as made:
-            result = self._implementation(*arguments)
-        if launches and not made.others:
-            self._planned = _planned(self._implementation, arguments, made.tensors, launches, result)
+        result, self._planned = _noted_call(self._implementation, arguments)
         return result
 
 
+class PlansByLayout:
+    """Runs an op: on CUDA tensors of layouts that come again and again by a plan, else by the implementation."""
+
+    def __init__(self, implementation: Callable[..., Any]):
+        self._implementation = implementation
+        self._calls: dict[Any, int] = {}
+        """How many calls there were, of layouts without a plan."""
+        self.by_layouts: dict[Any, Callable[..., Any]] = {}
+        """What to call: the plan, or the implementation where there can be none."""
+
+    def run(self, *arguments: Any) -> Any:
+        """The op's results."""
+        layouts = layouts_of(arguments)
+        call = self.by_layouts.get(layouts)
+        if call is not None:
+            return call(*arguments)
+        if is_out_of_the_ordinary(arguments):
+            return self._implementation(*arguments)
+        return self.run_without_plan(layouts, arguments)
+
+    def run_without_plan(self, layouts: Any, arguments: tuple[Any, ...]) -> Any:
+        """The op's results for arguments of ``layouts`` that are not in ``by_layouts``."""
+        if not _can_be_planned(arguments):
+            self._remember(layouts, self._implementation)
+            return self._implementation(*arguments)
+        if torch._C._len_torch_dispatch_stack() or not _are_apart(arguments):
+            return self._implementation(*arguments)
+        calls = self._calls[layouts] = self._calls.get(layouts, 0) + 1
+        if calls < CALLS_BEFORE_PLAN:
+            if len(self._calls) > MAX_LAYOUTS:
+                self._calls.clear()
+            return self._implementation(*arguments)
+        result, planned = _noted_call(self._implementation, arguments)
+        if planned is not None or calls >= CALLS_BEFORE_PLAN + MAX_ATTEMPTS - 1:
+            self._remember(layouts, planned or self._implementation)
+            self._calls.pop(layouts, None)
+        return result
+
+    def _remember(self, layouts: Any, call: Callable[..., Any]) -> None:
+        if len(self.by_layouts) >= MAX_LAYOUTS:
+            self.by_layouts.clear()
+        self.by_layouts[layouts] = call
+
+    def forget(self) -> None:
+        """Begin anew, as after a change of how kernels are launched."""
+        self._calls.clear()
+        self.by_layouts.clear()
+
+
+def is_out_of_the_ordinary(arguments: tuple[Any, ...]) -> bool:
+    """Whether one of them is a tensor of a subclass, or one without values."""
+    return any(isinstance(each, Tensor) and (type(each) not in _PLAIN or each.is_meta) for each in arguments)
+
+
+_PLAIN = (Tensor, Parameter)
+
+
+def _can_be_planned(arguments: tuple[Any, ...]) -> bool:
+    """Whether these are CUDA tensors. Elsewhere what an op does takes longer than to decide it."""
+    return any(isinstance(each, Tensor) and each.is_cuda for each in arguments)
+
+
+def _are_apart(arguments: tuple[Any, ...]) -> bool:
+    """Whether all tensors begin at addresses of their own. Otherwise a plan could not tell which of them is which."""
+    addresses = [address_of(each) for each in arguments if isinstance(each, Tensor) and each.numel()]
+    return len(set(addresses)) == len(addresses)
+
+
+def _noted_call(
+    implementation: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[Any, Callable[..., Any] | None]:
+    """What the implementation returns, and a plan for the calls to come if there can be one."""
+    with noted_launches() as launches, _Allocations() as made:
+        result = implementation(*arguments)
+    if not launches or made.does_more:
+        return result, None
+    return result, _planned(implementation, arguments, made.tensors, launches, result)
+
+
 class _Allocations(TorchDispatchMode):
-    """Notes what is allocated, and the ops that do something else than to allocate or to view."""
+    """Notes what is allocated, up to the first op that does something else than to allocate or to view."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
-        self.others: list[Any] = []
+        self.does_more = False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
+        if self.does_more:
+            return result
         if op in _ALLOCATE:
             self.tensors.append(result)
         elif not op.is_view and (op._schema.is_mutable or isinstance(result, (Tensor, tuple, list))):
-            self.others.append(op)
+            self.does_more = True
+            self.tensors.clear()  # from here on, hold no memory for a plan that there will not be
+            if noting.launches is not None:
+                noting.launches.clear()
+                noting.launches = None
         return result
 
 
@@ -86,17 +211,18 @@ def _planned(
     """The function that makes these launches; None if they are not all that the implementation does."""
     parameters = [f"a{index}" for index in range(len(arguments))]
     given = {name: value for name, value in zip(parameters, arguments, strict=True) if isinstance(value, Tensor)}
-    if not given or not all(map(launch.is_aligned, given.values())):
+    if not given or not all(address_of(tensor) % 16 == 0 for tensor in given.values()):
         return None
+    results = result if isinstance(result, tuple) else (result,)
     writer = _Writer(implementation, given)
     for index, tensor in enumerate(made):
-        writer.allocate(f"t{index}", tensor)
+        writer.allocate(f"t{index}", next((each for each in results if _is_all_of(each, tensor)), tensor))
     if not all([writer.launch(each) for each in launches]):
         return None
-    results = [writer.whole(each) for each in (result if isinstance(result, tuple) else (result,))]
-    if None in results:
+    names = [writer.whole(each) for each in results]
+    if None in names:
         return None
-    returned = f"({''.join(f'{each}, ' for each in results)})" if isinstance(result, tuple) else results[0]
+    returned = f"({''.join(f'{each}, ' for each in names)})" if isinstance(result, tuple) else names[0]
     return writer.function(parameters, str(returned), next(iter(given.values())).device)
 
 
@@ -104,12 +230,16 @@ class _Writer:
     """Writes the function."""
 
     def __init__(self, implementation: Callable[..., Any], given: dict[str, Tensor]):
-        self._names: dict[str, Any] = {"implementation": implementation, "empty_like": torch.empty_like}
-        self._names["address_of"] = torch._C.TensorBase.data_ptr  # nobody needs to know of it, as tapes do
+        self._names: dict[str, Any] = {
+            "implementation": implementation,
+            "empty_like": torch.empty_like,
+            "address_of": address_of,
+        }
         self._lines: list[str] = []
         self._given = given
         self._known = dict(given)
         """The tensors that have a variable, by its name."""
+        self._hooks: list[str] = []
         self._numbers = itertools.count()
 
     def allocate(self, name: str, tensor: Tensor) -> None:
@@ -127,6 +257,7 @@ class _Writer:
         values = [self._value(value) for value in each.arguments]
         if None in values:
             return False
+        self._hooks = self._hooks or [self._named(hook) for hook in each.hooks]
         listed = ", ".join(map(str, values))
         if each.compiled is None:
             settings = ", ".join(f"{key}={self._named(value)}" for key, value in each.settings.items())
@@ -151,14 +282,16 @@ class _Writer:
     def _value(self, value: Any) -> str | None:
         if not isinstance(value, Tensor):
             return self._named(value)
-        if (name := self.whole(value)) is not None:
-            return name
-        for name, tensor in self._known.items():
-            if tensor.untyped_storage()._cdata == value.untyped_storage()._cdata and tensor.dtype is value.dtype:
-                shape, stride = tuple(value.shape), value.stride()
-                distance = value.storage_offset() - tensor.storage_offset()
-                return f"{name}.as_strided({shape}, {stride}, {name}.storage_offset() + {distance})"
-        return None
+        alike = {name: tensor for name, tensor in self._known.items() if tensor.dtype is value.dtype}
+        for name, tensor in alike.items():
+            if address_of(tensor) == address_of(value):  # a kernel is given the address alone
+                return name
+        around = [name for name, tensor in alike.items() if _share_memory(tensor, value)]
+        if len(around) != 1:  # in later calls several tensors may not lie in one memory
+            return None
+        name, shape, stride = around[0], tuple(value.shape), value.stride()
+        distance = value.storage_offset() - alike[name].storage_offset()
+        return f"{name}.as_strided({shape}, {stride}, {name}.storage_offset() + {distance})"
 
     def _named(self, value: Any) -> str:
         if value is None or type(value) in (bool, int, str):
@@ -172,14 +305,10 @@ class _Writer:
         conditions = f"({' | '.join(f'address_of({name})' for name in self._given)}) & 15"
         head = []
         if device.type == "cuda":
-            runtime = launch.triton.knobs.runtime
-            self._names |= {
-                "device_now": torch._C._cuda_getDevice,
-                "stream_of": torch._C._cuda_getCurrentRawStream,
-                "entry": runtime.launch_enter_hook,
-                "exit": runtime.launch_exit_hook,
-            }
-            conditions += f" or device_now() != {device.index} or entry.calls or exit.calls"
+            self._names |= {"device_now": torch._C._cuda_getDevice, "stream_of": torch._C._cuda_getCurrentRawStream}
+            conditions += "".join(
+                [f" or device_now() != {device.index}", *(f" or {hook}.calls" for hook in self._hooks)]
+            )
             head.append(f"stream = stream_of({device.index})")
         lines = [
             f"def planned({listed}):",
@@ -194,13 +323,23 @@ class _Writer:
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether these are one tensor, or two objects for it."""
-    return one is other or (
-        one.data_ptr() == other.data_ptr()
-        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-        and one.dtype is other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )
+    return one is other or (_begin_together(one, other) and one.shape == other.shape and one.stride() == other.stride())
+
+
+def _is_all_of(view: Any, tensor: Tensor) -> bool:
+    """Whether ``view`` is ``tensor``, or has its dimensions in another order."""
+    if not isinstance(view, Tensor) or not _begin_together(view, tensor):
+        return False
+    one, other = (sorted(zip(each.shape, each.stride(), strict=True)) for each in (view, tensor))
+    return one == other
+
+
+def _begin_together(one: Tensor, other: Tensor) -> bool:
+    return address_of(one) == address_of(other) and _share_memory(one, other) and one.dtype is other.dtype
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -124,7 +124,8 @@ class _Blocks:
         kept: Tensor | None,
     ):
         self.plan, self.hidden, self.weight, self.bias = plan, hidden, weight, bias
-        self.size = len(hidden) * plan.stride
+        self.vocabulary = weight.shape[0]
+        self.size = hidden.shape[0] * plan.stride
         self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]
         self.kept = kept
         self.spare = hidden.new_empty(self.size) if self.held < plan.blocks else None
@@ -135,7 +136,7 @@ class _Blocks:
 
     def columns(self, block: int) -> slice:
         first = block * self.plan.width
-        return slice(first, min(first + self.plan.width, len(self.weight)))
+        return slice(first, min(first + self.plan.width, self.vocabulary))
 
     def place(self, block: int) -> Tensor:
         """The memory of a block: (tokens, columns)."""
@@ -353,10 +354,10 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     rows, labels, class_weights = inputs.rows()
     dweight, kept = call.held_outputs()
     blocks = _Blocks(plan, rows, inputs.weight, inputs.bias, dweight, kept)
-    statistics = new_statistics(rows, len(rows), plan.blocks, settings)
+    statistics = new_statistics(rows, rows.shape[0], plan.blocks, settings)
     for block in range(plan.blocks):
         observe(statistics, block, blocks.columns(block).start, blocks.make(block), labels, class_weights, settings)
-    losses = conclude(statistics, labels, class_weights, len(inputs.weight), settings)
+    losses = conclude(statistics, labels, class_weights, blocks.vocabulary, settings)
     return *reduced(losses, inputs.target.shape, settings.reduction), dweight, kept
 
 
@@ -404,14 +405,14 @@ def _gradients(
     rows, labels, class_weights = inputs.rows()
     plan = inputs.plan(logits_bytes, holds, dweight is not None)
     blocks = _Blocks(plan, rows, weight, bias, dweight, kept)
-    dlosses = row_gradients(dloss, total, len(rows))
+    dlosses, vocabulary = row_gradients(dloss, total, rows.shape[0]), blocks.vocabulary
     sum_dtype = wide_dtype(hidden) if plan.blocks > 1 else hidden.dtype
     dhidden = rows.new_zeros(rows.shape, dtype=sum_dtype) if needs_hidden else None
     dbias = bias.new_empty(bias.shape) if needs_bias and bias is not None else None
     for block in range(plan.blocks):
         columns = blocks.columns(block)
         tile = blocks.place(block) if block < blocks.held else blocks.make(block)
-        differentiate(tile, tile, columns.start, labels, class_weights, normalizers, dlosses, len(weight), settings)
+        differentiate(tile, tile, columns.start, labels, class_weights, normalizers, dlosses, vocabulary, settings)
         if dhidden is not None:
             _add_product(dhidden, tile, weight[columns])
         if dbias is not None:

@@ -40,7 +40,7 @@ def checked_norm(
 def autocast(
     op: str, inputs: dict[str, torch.dtype], parameters: dict[str, Tensor | None], device: str
 ) -> tuple[Tensor | None, ...]:
-    """Cast weights and biases of Linears as autocast would. Our Functions do not, so that autograd sees the casts.
+    """Weights and biases of Linears as autocast would cast them. Our Functions do not, so that autograd sees the casts.
 
     Args:
         op: the op's name, for messages.
@@ -51,18 +51,35 @@ def autocast(
     Raises:
         KernelError: where inputs and parameters are of several dtypes, which PyTorch refuses too.
     """
-    if autocasts(device):
-        narrow = torch.get_autocast_dtype(device)
-        inputs = {name: dtype if dtype is torch.float64 else narrow for name, dtype in inputs.items()}
-        parameters = {
-            name: tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(narrow)
-            for name, tensor in parameters.items()
-        }
+    narrow = autocast_dtype(device)
+    check_dtypes(op, inputs, parameters, narrow)
+    return cast(tuple(parameters.values()), narrow)
+
+
+def check_dtypes(
+    op: str, inputs: dict[str, torch.dtype], parameters: dict[str, Tensor | None], narrow: torch.dtype | None
+) -> None:
+    """Refuse Linears whose inputs and parameters have several dtypes after autocast to ``narrow``, as PyTorch does."""
     dtypes = inputs | {name: tensor.dtype for name, tensor in parameters.items() if tensor is not None}
+    if narrow is not None:
+        dtypes = {name: dtype if dtype is torch.float64 else narrow for name, dtype in dtypes.items()}
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise KernelError(f"{op}: expected one dtype, found {found}.")
-    return tuple(parameters.values())
+
+
+def cast(parameters: tuple[Tensor | None, ...], narrow: torch.dtype | None) -> tuple[Tensor | None, ...]:
+    """``parameters`` as autocast to ``narrow`` would cast them; None: autocast is off."""
+    if narrow is None:
+        return parameters
+    return tuple(
+        tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(narrow) for tensor in parameters
+    )
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype that autocast has matrix products computed in; None where it is off."""
+    return torch.get_autocast_dtype(device) if autocasts(device) else None
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -73,6 +90,11 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 def autocasts(device: str) -> bool:
     """Whether autocast is on for ``device``."""
     return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast, and asking raises
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, which costs the host half a microsecond also where there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -89,7 +111,7 @@ def shaped(matrix: Tensor, *shape: int) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of x in the dtype of the weight, as an output of a Function: see ``shaped``."""
-    x = x if x.dtype is weight.dtype else x.to(weight.dtype)  # autocast would cast x, too
+    x = in_dtype(x, weight.dtype)  # autocast would cast x, too
     if bias is None and x.dim() > 1 and x.is_contiguous():
         return F.linear(x, weight)  # a product of matrices, and no view of it
     return shaped(F.linear(rows(x), weight, bias), *x.shape[:-1], weight.shape[0])
@@ -111,7 +133,7 @@ def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.
         if left is None:
             continue
         if total is None:
-            total = (left @ right).to(dtype)
+            total = in_dtype(left @ right, dtype)
         elif left.dtype is dtype:
             total = torch.addmm(total, left, right, out=total)  # FlopCounterMode overlooks addmm_
         else:

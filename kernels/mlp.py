@@ -31,8 +31,19 @@ from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.activation import activation_forward, activation_reference
 from recompute.kernels.activation_linear import activation_linear_gradients, check_activation
+from recompute.kernels.argument_layouts import once_by_layouts
 from recompute.kernels.gated_mlp import codes_of
-from recompute.kernels.linears import autocast, linear_gradients, rows, shaped, sum_of_products, without_autocast
+from recompute.kernels.linears import (
+    autocast_dtype,
+    cast,
+    check_dtypes,
+    in_dtype,
+    linear_gradients,
+    rows,
+    shaped,
+    sum_of_products,
+    without_autocast,
+)
 from recompute.kernels.tiled_mlp import TiledMLPFunction
 
 
@@ -73,9 +84,10 @@ def mlp(
     Raises:
         KernelError: for other activations, shapes that do not fit, other or mixed dtypes, or several devices.
     """
-    parameters = {"up_weight": up_weight, "down_weight": down_weight, "up_bias": up_bias, "down_bias": down_bias}
-    _check(activation, {"x": x, **parameters})
-    operands = autocast("mlp", {"x": x.dtype}, parameters, x.device.type)
+    parameters = (up_weight, down_weight, up_bias, down_bias)
+    narrow = autocast_dtype(x.device.type)
+    _check(x, activation, narrow, *parameters)
+    operands = cast(parameters, narrow)
     if tile is None or torch.compiler.is_compiling():
         return MLPFunction.apply(x, *operands, activation, compress, True)
     if tile < 1:
@@ -85,7 +97,10 @@ def mlp(
     return TiledMLPFunction.apply(x, *of_an_mlp, activation, tile, _of_a_tile, _tiled_reference)
 
 
-def _check(activation: str, operands: dict[str, Tensor | None]) -> None:
+@once_by_layouts
+def _check(x: Tensor, activation: str, narrow: torch.dtype | None, *parameters: Tensor | None) -> None:
+    named = dict(zip(("up_weight", "down_weight", "up_bias", "down_bias"), parameters, strict=True))
+    operands = {"x": x, **named}
     launch.check("mlp", **operands)
     check_activation("mlp", activation)
     found = {name: tuple(tensor.shape) for name, tensor in operands.items() if tensor is not None}
@@ -97,6 +112,7 @@ def _check(activation: str, operands: dict[str, Tensor | None]) -> None:
             "mlp: expected x (..., H), up_weight (I, H), down_weight (O, I), and biases as long as their weights; "
             f"found {listed}."
         )
+    check_dtypes("mlp", {"x": x.dtype}, named, narrow)
 
 
 def _of_a_tile(
@@ -148,7 +164,7 @@ class MLPFunction(torch.autograd.Function):
         compress: bool,
         with_output: bool,
     ) -> Tensor:
-        up = F.linear(rows(x).to(up_weight.dtype), up_weight, up_bias)  # autocast would cast x, too
+        up = F.linear(in_dtype(rows(x), up_weight.dtype), up_weight, up_bias)  # autocast would cast x, too
         parameters = (up_weight, down_weight, up_bias, down_bias)
         ctx.holds_codes = compress and up.dtype in launch.TRITON_DTYPES
         held = codes_of(up) if ctx.holds_codes else (up,)
@@ -180,14 +196,14 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # so that up can be freed below, unless the graph is retained
     needs_dx, up_trains, down_trains, up_bias_trains, down_bias_trains = needed
-    shape, dtype, x, dy = x.shape, x.dtype, rows(x), rows(dy).to(down_weight.dtype)
+    shape, dtype, x, dy = x.shape, x.dtype, rows(x), in_dtype(rows(dy), down_weight.dtype)
 
     needs_dup = needs_dx or up_trains or up_bias_trains
     dup, ddown_weight, ddown_bias = activation_linear_gradients(
         dy, held, down_weight, ctx.activation, (needs_dup, down_trains, down_bias_trains)
     )
     dx = sum_of_products(((dup, up_weight),), dtype) if needs_dx else None
-    n = x.to(up_weight.dtype) if up_trains else None
+    n = in_dtype(x, up_weight.dtype) if up_trains else None
     dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains, weight=up_weight)
     return None if dx is None else dx.view(shape), dup_weight, ddown_weight, dup_bias, ddown_bias
 

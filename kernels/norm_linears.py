@@ -27,11 +27,15 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
+from recompute.kernels.argument_layouts import once_by_layouts
 from recompute.kernels.linears import (
     NormSettings,
     added,
-    autocast,
+    autocast_dtype,
+    cast,
+    check_dtypes,
     checked_norm,
+    in_dtype,
     linear,
     linear_gradients,
     norm_gradients,
@@ -72,6 +76,24 @@ def norm_linears(
         KernelError: for other castings, no weights, shapes that do not fit, other or mixed dtypes, or several devices.
     """
     biases = [None] * len(weights) if biases is None else biases
+    narrow = autocast_dtype(x.device.type)
+    norm = _checked(x, norm_weight, eps, casting, narrow, len(weights), *weights, *biases)
+    *outputs, h = _NormLinears.apply(x, norm_weight, norm, *cast((*weights, *biases), narrow))
+    return tuple(outputs), h if x.requires_grad else x
+
+
+@once_by_layouts
+def _checked(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    casting: str,
+    narrow: torch.dtype | None,
+    count: int,
+    *weights_and_biases: Any,
+) -> NormSettings:
+    """The norm, after a look at all arguments. narrow: the dtype of autocast; count: how many weights there are."""
+    weights, biases = weights_and_biases[:count], weights_and_biases[count:]
     parameters: dict[str, Tensor | None] = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
     parameters |= {f"biases[{index}]": bias for index, bias in enumerate(biases)}
     launch.check("norm_linears", x=x, norm_weight=norm_weight, **parameters)
@@ -86,9 +108,8 @@ def norm_linears(
             f"norm_linears: expected weights (O_i, H), at least one, and as many biases (O_i,) or None, for x "
             f"{tuple(x.shape)}; found {found or 'none'}."
         )
-    operands = autocast("norm_linears", {"normalized x": norm.dtype}, parameters, x.device.type)
-    *outputs, h = _NormLinears.apply(x, norm_weight, norm, *operands)
-    return tuple(outputs), h if x.requires_grad else x
+    check_dtypes("norm_linears", {"normalized x": norm.dtype}, parameters, narrow)
+    return norm
 
 
 class _NormLinears(torch.autograd.Function):
@@ -103,7 +124,7 @@ class _NormLinears(torch.autograd.Function):
         ctx.save_for_backward(x, norm_weight, *parameters, rstd)
         ctx.set_materialize_grads(False)
         ctx.norm = norm
-        n = n.to(parameters[0].dtype)
+        n = in_dtype(n, parameters[0].dtype)
         return *(linear(n, weight, bias) for weight, bias in _pairs(parameters)), x
 
     @staticmethod
@@ -147,7 +168,7 @@ def _gradients(
     dresidual = None if dh is None else rows(dh)
     dx, dnorm_weight, n = norm_gradients(norm, dn, rows(x), norm_weight, rstd.flatten(), dresidual, wanted)
     del dn
-    n = None if n is None else n.to(parameters[0].dtype)
+    n = None if n is None else in_dtype(n, parameters[0].dtype)
     pairs = [
         linear_gradients(doutput, n, *trains)
         for doutput, *trains in zip(doutputs, trained[:count], trained[count:], strict=True)

@@ -16,12 +16,15 @@ gradients of the weights, and adds dy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from recompute.errors import KernelError
-from recompute.kernels.gated_mlp import GatedMLPFunction, check_operands, tiled
-from recompute.kernels.linears import autocast, checked_norm
+from recompute.kernels.argument_layouts import once_by_layouts
+from recompute.kernels.gated_mlp import PARAMETERS, GatedMLPFunction, check_operands, tiled
+from recompute.kernels.linears import NormSettings, autocast_dtype, cast, check_dtypes, checked_norm
 
 
 def residual_mlp(
@@ -70,9 +73,30 @@ def residual_mlp(
         KernelError: for other activations or castings, shapes that do not fit, other or mixed dtypes, or several
             devices.
     """
-    parameters = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    parameters |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    check_operands("residual_mlp", activation, {"x": x, "residual": residual, "norm_weight": norm_weight, **parameters})
+    parameters = (gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    narrow = autocast_dtype(x.device.type)
+    norm = _checked(x, residual, norm_weight, eps, casting, activation, narrow, *parameters)
+    operands = cast(parameters, narrow)
+    if tile is not None and not torch.compiler.is_compiling():
+        return tiled(x if residual is None else x + residual, norm_weight, *operands, norm, activation, tile)
+    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation, compress, True)[0]
+
+
+@once_by_layouts
+def _checked(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    casting: str,
+    activation: str,
+    narrow: torch.dtype | None,
+    *parameters: Any,
+) -> NormSettings:
+    """The norm, after a look at all arguments. narrow: the dtype of autocast."""
+    named: dict[str, Tensor | None] = dict(zip(PARAMETERS, parameters, strict=True))
+    check_operands("residual_mlp", activation, {"x": x, "residual": residual, "norm_weight": norm_weight, **named})
+    down_weight = parameters[PARAMETERS.index("down_weight")]
     if down_weight.shape[0] != x.shape[-1] or (residual is not None and residual.shape != x.shape):
         found = None if residual is None else tuple(residual.shape)
         raise KernelError(
@@ -81,7 +105,5 @@ def residual_mlp(
         )
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     norm = checked_norm("residual_mlp", x, dtype, norm_weight, eps, casting)
-    operands = autocast("residual_mlp", {"normalized x": norm.dtype}, parameters, x.device.type)
-    if tile is not None and not torch.compiler.is_compiling():
-        return tiled(x if residual is None else x + residual, norm_weight, *operands, norm, activation, tile)
-    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation, compress, True)[0]
+    check_dtypes("residual_mlp", {"normalized x": norm.dtype}, named, narrow)
+    return norm

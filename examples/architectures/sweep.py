@@ -5,8 +5,9 @@ batch. It trains for seven steps of SGD without a policy, twice, to find out whe
 bits again; and then as long under each preset. Losses, all gradients, and parameters and buffers at the end are
 compared bit for bit. Each architecture has a process of its own, so that a crash or a hang costs one row.
 
-Where kernels stand in, gradients are to be close. On a CPU a policy has to insist on them, as kernels.yaml does beside
-this file. Their plain PyTorch references then compute, in float64 too: --presets kernels.yaml --dtype float64
+Where kernels stand in, gradients are to be close, and the weights stay as they are. On a CPU a policy has to insist on
+kernels, as kernels.yaml beside this file does. Their plain PyTorch references then compute, in float64 too:
+--presets kernels.yaml --dtype float64
 
 It writes results.json and results.md to the folder after --out, and goes on from what results.json has. It exits with 1
 if anything is wrong.

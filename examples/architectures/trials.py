@@ -24,7 +24,7 @@ from recompute.errors import NoEffectError, PolicyWarning, RecomputeError
 
 STEPS, LEARNING_RATE, NOISE = 7, 0.05, 0.02  # the last two of the steps run what has been captured by then
 MOST_PARAMETERS = 65_000_000
-CLOSE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far kernels may be off: the norm of the differences of a step's gradients, divided by the gradients' norm."""
 
 NOTHING = "nothing governed"
@@ -123,8 +123,12 @@ def examine(
         return
     row["outcomes"] = {}
     yield row
+    with_fixed_weights: Trace | None = None
     for preset in presets:
-        row["outcomes"][preset] = vars(outcome_of(subject, preset, plain, on_error))
+        if stands_in(preset, device):
+            with_fixed_weights = with_fixed_weights or train(subject, None, 0.0)[0]
+        expected = with_fixed_weights if stands_in(preset, device) else plain
+        row["outcomes"][preset] = vars(outcome_of(subject, preset, expected, on_error))
         yield row
 
 
@@ -188,11 +192,11 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def train(subject: Subject, preset: str | None) -> tuple[Trace, Any]:
+def train(subject: Subject, preset: str | None, learning_rate: float = LEARNING_RATE) -> tuple[Trace, Any]:
     """Steps of SGD from the same seed, and the policy's handle."""
     model = subject.model()
     handle = None if preset is None else recompute.apply(model, preset)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     trace: Trace = {}
     for step in range(1, STEPS + 1):
         seed(step)
@@ -202,7 +206,6 @@ def train(subject: Subject, preset: str | None) -> tuple[Trace, Any]:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 trace[f"step {step}: gradient of {name}"] = parameter.grad.detach().clone()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # or random weights diverge, and rounding with them
         optimizer.step()
         optimizer.zero_grad()
     trace |= {f"after: {name}": value.detach().clone() for name, value in model.named_parameters()}
@@ -237,7 +240,9 @@ def outcome_of(subject: Subject, preset: str, plain: Trace, on_error: Callable[[
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            trace, handle = train(subject, preset)
+            # Random weights drift apart from any rounding, as fast as they learn.
+            rate = 0.0 if stands_in(preset, subject.device) else LEARNING_RATE
+            trace, handle = train(subject, preset, rate)
         except NoEffectError:
             return Outcome("idle", NOTHING)
         except RecomputeError as error:

@@ -11,6 +11,13 @@ from recompute.kernels import launch
 from recompute.kernels import norm_kernels as kernels
 
 
+@pytest.fixture(autouse=True)
+def plans_of_this_test() -> None:
+    """Eager calls make plans anew, as tests change what is launched."""
+    for plans in launch.PLANS.values():
+        plans.forget()
+
+
 @pytest.fixture(params=["rows", "columns"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Tiles of whole rows, or blocks of the columns of rows that are taken for wide ones."""

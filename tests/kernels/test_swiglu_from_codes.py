@@ -151,7 +151,8 @@ def test_ops_pass_opcheck(format: str, packed: bool, device: str):
     arguments = (dproduct, *codes, BLOCK, "silu", True, True, True)
     torch.library.opcheck(torch.ops.recompute.glu_backward_from_codes.default, arguments, test_utils=utilities)
     given = [None if each is None else torch.zeros_like(each, dtype=dproduct.dtype) for each in codes[::2]]
-    torch.library.opcheck(glu_backward_from_codes_, (dproduct, *codes, *given, BLOCK, "silu"), test_utils=utilities)
+    in_place = torch.ops.recompute.glu_backward_from_codes_.default
+    torch.library.opcheck(in_place, (dproduct, *codes, *given, BLOCK, "silu"), test_utils=utilities)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,62 @@
+"""What a call's arguments look like, as a key under which ops keep what they have decided for such a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+MAX_LAYOUTS = 128
+"""Layouts of arguments of which a function remembers anything."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_is_compiling = torch.compiler.is_compiling
+_UNKNOWN = object()
+_VALUES = (int, float, bool, str, type(None), torch.dtype)
+
+
+def layouts_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of each tensor everything but its address and its values. All else stands for itself, as do tensor subclasses."""
+    return tuple(
+        [
+            (each.dtype, each.device, each.shape, each.stride())
+            if type(each) is Tensor or type(each) is Parameter
+            else each
+            for each in arguments
+        ]
+    )
+
+
+def once_by_layouts(decide: Callable[P, R]) -> Callable[P, R]:
+    """``decide``, which runs once for arguments of the same layouts, and then gives the same result.
+
+    For checks and choices that look at dtypes, devices, shapes and strides of tensors, and at no values. What it raises
+    is raised each time. All arguments are given by position.
+    """
+    results: dict[Any, R] = {}
+
+    @functools.wraps(decide)
+    def decided(*arguments: Any) -> Any:
+        if _is_compiling():
+            return decide(*arguments)  # type: ignore[call-arg]
+        try:
+            layouts = layouts_of(arguments)
+            known = results.get(layouts, _UNKNOWN)
+        except (RuntimeError, TypeError):  # a sparse tensor has no strides, and a list no hash
+            return decide(*arguments)  # type: ignore[call-arg]
+        if known is not _UNKNOWN:
+            return known
+        result = decide(*arguments)  # type: ignore[call-arg]
+        if all(type(each) is tuple or isinstance(each, _VALUES) for each in layouts):
+            if len(results) >= MAX_LAYOUTS:
+                results.clear()
+            results[layouts] = result
+        return result
+
+    return decided  # type: ignore[return-value]

@@ -1,0 +1,117 @@
+"""What is decided by layouts is decided once for them, and anew for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recompute.errors import KernelError
+from recompute.kernels import argument_layouts
+from recompute.kernels.activation_linear import activation_linear
+from recompute.kernels.argument_layouts import once_by_layouts
+from recompute.kernels.gated_mlp import gated_mlp
+from recompute.kernels.mlp import mlp
+from recompute.kernels.norm_linears import norm_linears
+from recompute.kernels.residual_mlp import residual_mlp
+
+
+def spied() -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
+    calls: list[tuple[Any, ...]] = []
+
+    def decide(x: Any, setting: Any = None) -> Any:
+        calls.append((x, setting))
+        if setting == "wrong":
+            raise KernelError("a wrong setting")
+        return len(calls)
+
+    return once_by_layouts(decide), calls
+
+
+def test_the_same_layouts_get_the_same_result() -> None:
+    decided, calls = spied()
+    assert [decided(torch.zeros(2, 3)), decided(torch.ones(2, 3)), decided(torch.nn.Parameter(torch.ones(2, 3)))] == [
+        *(1, 1, 1)
+    ]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.ones(3, 2),),
+        (torch.ones(3, 2).t(),),
+        (torch.ones(2, 3).double(),),
+        (torch.ones(2, 3, device="meta"),),
+        (torch.ones(2, 3), "setting"),
+        (None,),
+    ],
+    ids=["shape", "strides", "dtype", "device", "setting", "no tensor"],
+)
+def test_other_layouts_get_their_own(other: tuple[Any, ...]) -> None:
+    decided, _ = spied()
+    decided(torch.zeros(2, 3))
+    assert decided(*other) == 2
+    assert decided(*other) == 2
+
+
+def test_what_is_raised_is_raised_each_time() -> None:
+    decided, calls = spied()
+    for _ in range(2):
+        with pytest.raises(KernelError, match="a wrong setting"):
+            decided(torch.zeros(2), "wrong")
+    assert len(calls) == 2
+
+
+class Subclass(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (torch.zeros(2).as_subclass(Subclass),),
+        (torch.zeros(2), ["no", "hash"]),
+        (torch.eye(2).to_sparse_csr(),),
+        (torch.zeros(2), object()),
+    ],
+    ids=["subclass", "list", "sparse", "object"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_what_has_no_layouts_is_decided_anew(arguments: tuple[Any, ...]) -> None:
+    decided, _ = spied()
+    assert [decided(*arguments), decided(*arguments)] == [1, 2]
+
+
+def test_layouts_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argument_layouts, "MAX_LAYOUTS", 2)
+    decided, calls = spied()
+    for size in range(5):
+        decided(torch.zeros(size))
+        decided(torch.zeros(size))
+    assert len(calls) == 5
+    decided(torch.zeros(0))
+    assert len(calls) == 6
+
+
+X, WEIGHT, NARROW = torch.ones(2, 4), torch.ones(4, 4), torch.ones(4, 4, dtype=torch.bfloat16)
+MIXED: dict[str, Callable[[], Any]] = {
+    "gated_mlp": lambda: gated_mlp(X, WEIGHT, NARROW, WEIGHT),
+    "mlp": lambda: mlp(X, WEIGHT, NARROW),
+    "activation_linear": lambda: activation_linear(X, NARROW),
+    "norm_linears": lambda: norm_linears(X, None, [WEIGHT, NARROW]),
+    "residual_mlp": lambda: residual_mlp(X, None, None, WEIGHT, NARROW, WEIGHT),
+}
+
+
+@pytest.mark.parametrize("op", MIXED)
+def test_what_autocast_allows_is_refused_without_it(op: str) -> None:
+    call = MIXED[op]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            call()
+        with pytest.raises(KernelError, match=f"^{op}: expected one dtype, found .*bfloat16"):
+            call()
