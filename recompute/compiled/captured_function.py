@@ -14,7 +14,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import autocast_in_force, cast_of
 from recompute.compiled.codegen import Versioned
-from recompute.compiled.fallback import Given, State, contributions_of
+from recompute.compiled.fallback import Given, Other, contributions_of
 from recompute.compiled.program import DroppedOutputs, Program
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
@@ -113,7 +113,7 @@ class CapturedFrame:
         if self._are_packed:
             self._kept = [pack_through(hooks, tensor.detach(), statistics.name) for tensor in self._kept]
         self._held: list[Versioned | None]
-        self._others: list[tuple[Any, State]]
+        self._others: list[Other]
         self.saved, self._held, self._others = program.hold(*given)
         self._given = self._casts = ()
         plan = program.plan
@@ -207,15 +207,19 @@ class CapturedFrame:
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
         program = self._program
-        self._on_replay(program, torch.is_grad_enabled())
+        is_differentiated = torch.is_grad_enabled()
+        self._on_replay(program, is_differentiated)
         inputs = Given(self.statistics.name)
         for (position, _), value in zip(program.held, self._values(saved), strict=True):
             inputs.hold(position, value)
-        for (position, lives), (other, state) in zip(program.others, self._others, strict=True):
-            inputs.find(position, other if lives else other(), state)
+        for (position, how), (other, memory, state) in zip(program.others, self._others, strict=True):
+            tensor = other if how == "itself" else other()
+            if tensor is None and not is_differentiated:  # else it must have its graph
+                tensor = memory
+            inputs.find(position, tensor, state)
         edges = {*program.edges, *program.casts}
         leaves = edges if program.autocast is None else program.cached
-        given = inputs.tensors(edges, leaves, is_differentiated=torch.is_grad_enabled())
+        given = inputs.tensors(edges, leaves, is_differentiated=is_differentiated)
         with (
             torch._C._ExcludeDispatchKeyGuard(_AUTOCAST) if program.autocast is None else program.autocast.again(),
             temporarily_clear_interpreter_stack(),

@@ -44,20 +44,38 @@ class Fusion(NamedTuple):
     """Puts kernels in the places of several of these calls, and of ops between them."""
 
 
+class RecordedFrame(NamedTuple):
+    """A frame by the tape, whose calls a graph must make, too."""
+
+    recording: Recording
+    variant: Hashable
+    numerics: Numerics
+    autocast: Autocast | None
+    is_sure: bool
+    """Whether the frame ran a call that the graph's guards had accepted. Else it may be of another kind of calls."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether torch's settings are those of the frame. Others may lead to other ops, as those of attention do."""
+        return self.numerics.are_in_force() and self.autocast == autocast_in_force()
+
+
 class GraphCaller(Protocol):
     """What a graph needs of the region that calls it."""
 
     tape: TapeRegion
     statistics: RegionStatistics
     is_checkpoint: bool
-    recording: Recording | None
-    recorded_variant: Hashable
+    departed: CapturedGraph | None
+    """The graph that has just refused a call because it took other steps than expected."""
 
     @property
     def fusion(self) -> Fusion | None: ...
     @property
     def has_tape(self) -> bool: ...
 
+    def recorded_for(self, graph: CapturedGraph) -> RecordedFrame | None: ...
+    def forget_recorded(self, graph: CapturedGraph) -> None: ...
     def can_run(self, program: Program) -> bool: ...
     def knows(self, plan: SavePlan) -> bool: ...
     def count(self, plan: SavePlan | None) -> None: ...
@@ -127,10 +145,16 @@ class GuardedGraphs:
 
     def run(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call by the graph whose guards accept it. If it returns ``MISSED``, nothing has run."""
-        if self._calls is None:
+        calls = self._calls
+        if calls is not None and not calls.are_current:
+            with self._lock:  # the next trace makes new ones
+                if self._calls is calls:
+                    self._calls, self.graphs = None, []
+            calls = None
+        if calls is None:
             _running.waits = self._traces > 0
             return MISSED
-        result = self._run(self._calls.run, region, function, args, kwargs)
+        result = self._run(calls.run, region, function, args, kwargs)
         _running.waits = _running.waits or self._traces > 0  # on another thread
         return result
 
@@ -206,10 +230,10 @@ class CapturedGraph:
         assert region is not None
         around = _Surroundings.of(given)
         program = _fitting(self._programs, region, around)
-        if program is None and not self.has_failed and region.recording is not None:
+        if program is None and not self.has_failed and (expected := region.recorded_for(self)) is not None:
             program = self._known(region, given, around)
             if program is None:
-                return self._observe(region, given, region.recording, around.autocast)
+                return self._observe(region, given, expected)
         if program is None:
             _running.waits = self._is_observed()
             raise Refusal
@@ -247,23 +271,21 @@ class CapturedGraph:
     def _key(self, given: Sequence[Any]) -> Hashable:
         return self._code, tuple([_kind(value) for value in given])
 
-    def _observe(
-        self, region: GraphCaller, given: Sequence[Any], expected: Recording, autocast: Autocast | None
-    ) -> Any:
-        """Run the graph by the tape and record what runs. It must be what the recording of the region says."""
+    def _observe(self, region: GraphCaller, given: Sequence[Any], expected: RecordedFrame) -> Any:
+        """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
         if self._is_observed():
             _running.waits = True
             raise Refusal
-        region.recording = None  # one frame only: else a region that never runs backward would be observed for ever
+        region.forget_recorded(self)  # else a region that never runs backward would be observed for ever
         learn = functools.partial(self._learn, self._key(given))
         expose_arrays(given)
         state = _GlobalState()
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
-            seen = Observation(given, expected, autocast, learn)
+            seen = Observation(given, expected.recording, expected.autocast, learn, region.statistics.name)
             self._observed = weakref.ref(seen)
-            tape = GraphTape(region.tape, region.recorded_variant, seen)
+            tape = GraphTape(region.tape, expected.variant, seen)
             with tape:
                 outputs = self._graph(*given)
                 seen.end_forward()
@@ -271,7 +293,10 @@ class CapturedGraph:
                     raise Departure("its graph gives what is no tensor")
         except Exception as error:  # if it is the user's, the tape will raise it again
             state.put_back()
-            learn(_first_line(error))
+            has_departed = isinstance(error, Departure)
+            if has_departed:
+                region.departed = self
+            learn(_first_line(error), counts=expected.is_sure or not has_departed)
             raise Refusal from None
         _running.has_begun = True
         plan = tape.finish(outputs)
@@ -285,15 +310,18 @@ class CapturedGraph:
         """Whether a frame of it is being observed: until its backward has run, or autograd's graph of it is gone."""
         return self._observed is not None and self._observed() is not None
 
-    def _learn(self, key: Hashable, result: Program | str) -> None:
-        """An observation has ended: with a program, or with the reason why there is none."""
+    def _learn(self, key: Hashable, result: Program | str, *, counts: bool = True) -> None:
+        """An observation has ended: with a program, or with the reason why there is none.
+
+        counts: whether it counts as a failure if there is none.
+        """
         self._observed = None
         if isinstance(result, Program):
             self._programs.append(result)
             self._cached.programs.setdefault(key, []).append(result)
             self.failure = ""
             return
-        self._failures += 1
+        self._failures += counts
         self.failure = result
         self.has_failed = self._failures >= MAX_FAILURES
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from recompute.compiled.autocast_settings import Autocast, autocast_in_force
+from recompute.compiled.autocast_settings import autocast_in_force
 from recompute.compiled.captured_graph import (
     MAX_FAILURES,
     CachedGraphs,
     CapturedGraph,
     Fusion,
     GuardedGraphs,
+    RecordedFrame,
     modules_in,
     runners_in,
     waits_for_another,
@@ -29,7 +31,6 @@ from recompute.compiled.captured_graph import (
 from recompute.compiled.guards import MISSED
 from recompute.compiled.observation import RecordingTape
 from recompute.compiled.program import Counts, Program
-from recompute.compiled.recording import Recording
 from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.checkpoint.reachable_objects import walk_references
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
@@ -112,12 +113,11 @@ class CapturedRegion:
         if self._untaped is not None:
             tape.statistics = RegionStatistics(self.statistics.name)  # the tape's own, which nobody asks for
         self._frames = 0
-        self.recording: Recording | None = None
-        """The calls of the last frame's forward, if a graph is to be taken of the next one."""
-        self._recorded_under: tuple[Numerics, Autocast | None] | None = None
-        """torch's settings in that frame."""
-        self.recorded_variant: Hashable = None
-        """The variant of that frame."""
+        self.recorded: RecordedFrame | None = None
+        """The last frame whose calls were recorded. A graph is to be taken of the next call that has none."""
+        self._recorded_of: WeakKeyDictionary[CapturedGraph, RecordedFrame] = WeakKeyDictionary()
+        """Frames of graphs whose calls are of another kind than that frame was, as where two kinds take turns."""
+        self.departed: CapturedGraph | None = None
         self._cache = cache
         self._shared_graphs: CachedGraphs | None = None
         self._own_graphs: GuardedGraphs | None = None
@@ -167,6 +167,15 @@ class CapturedRegion:
         if self.is_checkpoint:
             return Counts.of_checkpoint(plan)
         return Counts.of(plan) if self._untaped is None else Counts.of_dropped(plan)
+
+    def recorded_for(self, graph: CapturedGraph) -> RecordedFrame | None:
+        """A frame that did what a call of the graph is expected to do."""
+        frame = self._recorded_of.get(graph, self.recorded)
+        return frame if frame is not None and frame.is_current else None
+
+    def forget_recorded(self, graph: CapturedGraph) -> None:
+        if self._recorded_of.pop(graph, None) is None:
+            self.recorded = None
 
     @property
     def fusion(self) -> Fusion | None:
@@ -244,7 +253,9 @@ class CapturedRegion:
             if self._misses >= MAX_MISSES:
                 reason = self.failure and f" ({self.failure})"
                 self.deoptimize(f"none of its last {MAX_MISSES} calls was like one whose graph was taken{reason}")
-            return self._by_tape(function, args, kwargs, variant)
+            result = self._by_tape(function, args, kwargs, variant)
+            self.departed = None
+            return result
         self._misses = 0
         return result
 
@@ -252,16 +263,16 @@ class CapturedRegion:
         if shared.draws:
             self.deoptimize(_DRAWS)
             return MISSED
-        if self.recording is not None and self._recorded_under is not None:
-            numerics, autocast = self._recorded_under
-            if not numerics.are_in_force() or autocast != autocast_in_force():
-                self.recording = None  # other settings may lead to other ops, as those of attention do
         graphs = self._own_graphs or shared.graphs
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
             self._unused = 0
-            self.recording = None  # it is not of the last frame any more
-        elif self.recording is not None and not shared.has_failed and self._unused < MAX_UNUSED_GRAPHS:
+        elif (
+            (recorded := self.recorded) is not None
+            and not shared.has_failed
+            and self._unused < MAX_UNUSED_GRAPHS
+            and recorded.is_current
+        ):
             self._unused += 1
             if graphs is shared.graphs and len(graphs.graphs) >= MAX_SHARED_GRAPHS:
                 graphs = self._own_graphs = GuardedGraphs(shared)
@@ -270,7 +281,6 @@ class CapturedRegion:
         return result
 
     def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable) -> Any:
-        self.recording = None
         cache = self._cache
         if self._untaped is not None:
             self._frames += 1
@@ -314,12 +324,12 @@ class CapturedRegion:
         result = self._by_recording_tape(cache, function, args, kwargs, None)
         if (plan := self.tape.plan) is not None:
             self.count(plan)
-            self._plans = {id(plan): (plan, 1)}
+            self._plans[id(plan)] = plan, 1
             made = [plan.facts[number] for number in plan.kept if plan.facts[number].step is not None]
             if sum(known.nbytes for known in made) > LARGEST_COPY:
                 reasons = [plan.steps[known.step].reason for known in made if known.step is not None]
                 self._refusal = f"a checkpoint holds less: {next(filter(None, reasons), 'some ops do not run again')}"
-                self.recording, self._recordings = None, MAX_GRAPHS
+                self.recorded, self._recordings = None, MAX_GRAPHS
         return result
 
     def _kernels_by_tape(
@@ -341,11 +351,12 @@ class CapturedRegion:
     ) -> Any:
         """Run once more by the tape, which also records the calls that a graph of the region must make."""
         self._recordings += 1
+        departed, self.recorded = self.departed, None
+        numerics, autocast = Numerics(), autocast_in_force()
         reached = walk_references((function, *modules_in(function, args), *tree_leaves((args, kwargs))))
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
         before = [Counts.so_far(each) for each in counting.values()]
-        self._recorded_under, self.recorded_variant = (Numerics(), autocast_in_force()), variant
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
@@ -363,12 +374,17 @@ class CapturedRegion:
                 self._kernel_counts.append((each, counts))
         self._frame_counts.pop(id(plan), None)
         if tapes and plan is not None and (self._untaped is not None or self._has_settled(plan)):
-            self.recording, self._not_recorded = tapes[0].recording, tapes[0].reason
+            recording, self._not_recorded = tapes[0].recording, tapes[0].reason
             if (drawn := generators.drawn()) is not None and drawn.is_beyond_torch():
-                self.recording, self._not_recorded = None, _DRAWS
-            if self.recording is None:
+                recording, self._not_recorded = None, _DRAWS
+            if recording is None:
                 self._recordings = MAX_GRAPHS
                 return result
+            frame = RecordedFrame(recording, tapes[0].variant, numerics, autocast, is_sure=departed is not None)
+            if departed is None:
+                self.recorded = frame
+            else:
+                self._recorded_of[departed] = frame
             if self._shared_graphs is None:
                 function = getattr(function, "__func__", function)
                 self._shared_graphs = cache.graphs_of(function, (self.tape.op_policy, self.fusion))

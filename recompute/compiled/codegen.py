@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.compiled.fallback import State
+from recompute.compiled.fallback import Other
 from recompute.compiled.recording import Call, Recording, Use, uses_in
 from recompute.engine.cut.layout import Layout
 from recompute.engine.saved_tensors import seen_as
@@ -236,8 +236,8 @@ Versioned = tuple[Tensor, int]
 
 
 def code_that_holds(
-    count: int, held: Sequence[tuple[int, str]], others: Sequence[tuple[int, bool]]
-) -> Callable[..., tuple[list[Tensor], list[Versioned | None], list[tuple[Any, State]]]]:
+    count: int, held: Sequence[tuple[int, str]], others: Sequence[tuple[int, str]]
+) -> Callable[..., tuple[list[Tensor], list[Versioned | None], list[Other]]]:
     """The function that takes the ``count`` inputs of a program, and gives what a frame keeps of these for backward.
 
     These are what autograd is to save, what is held, and what is only looked at; held, others: as ``Program`` has them.
@@ -252,10 +252,9 @@ def code_that_holds(
         "copy": "versioned(copied(t{0}))",
     }
     kept = [ways[how].format(position) for position, how in held]
-    seen = [
-        f"({f't{position}' if lives else f'weak(t{position})'}, (t{position}._version, address(t{position})))"
-        for position, lives in others
-    ]
+    finds = {"itself": "t{0}, None", "memory": "weak(t{0}), t{0}.detach()", "weak": "weak(t{0}), None"}
+    state = "(t{0}._version, address(t{0}))"
+    seen = [f"({finds[how]}, {state})".format(position) for position, how in others]
     listed = ", ".join([f"t{position}" for position in range(count)])
     source = f"def hold({listed}): return [{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
     names = {"versioned": _versioned, "copied": copied, "weak": weakref.ref, "address": torch._C.TensorBase.data_ptr}

@@ -26,6 +26,10 @@ State = tuple[int, int]
 """The version of a tensor and the address of its memory."""
 
 
+Other = tuple[Any, Tensor | None, State]
+"""An input that backward does not read: the tensor or a weak reference to it, its memory if that is held, its state."""
+
+
 def state_of(tensor: Tensor) -> State:
     return tensor._version, tensor.data_ptr()
 

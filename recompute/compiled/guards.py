@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from recompute.compiled.called_methods import CalledMethods
 from recompute.compiled.recording import NotCapturable
 from recompute.engine.thread_state import local
 
@@ -25,6 +26,8 @@ from recompute.engine.thread_state import local
 class _Local(threading.local):
     is_tracing = False
     asks = False
+    called: CalledMethods | None = None
+    """Where to note the methods that the code being traced calls."""
 
 
 _local = _Local()
@@ -64,8 +67,11 @@ def _may_ask(frame: Any) -> bool:
 
 @functools.cache
 def _prepare_frontend() -> None:
-    """Have torch's frontend tell when user code asks if it is compiled, and not tell other threads that they are."""
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    """Have torch's frontend tell which methods code calls and when it asks if it is compiled.
+
+    And have it not tell other threads that they are compiled.
+    """
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
 
     mark = InstructionTranslatorBase.mark_inconsistent_side_effects
 
@@ -76,6 +82,16 @@ def _prepare_frontend() -> None:
         mark(self)
 
     InstructionTranslatorBase.mark_inconsistent_side_effects = noticed  # type: ignore[method-assign]
+
+    begin = InliningInstructionTranslator.build_inline_tracer
+
+    @functools.wraps(begin)
+    def noting(parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
+        if _local.is_tracing and _local.called is not None and args:
+            _local.called.note(getattr(function, "fn", None), getattr(args[0].realize(), "value", None))
+        return begin(parent, function, args, *others, **options)
+
+    InliningInstructionTranslator.build_inline_tracer = staticmethod(noting)  # type: ignore[method-assign,assignment]
 
     # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
     session = getattr(torch.compiler, "_compile_session_context", None)
@@ -133,7 +149,9 @@ class GuardedCalls:
             raise NotCapturable("torch.compile is switched off")
         self._set: Any = frames.set_eval_frame
         # Guards are found by code objects, so this has one of its own: nobody else's guards are looked at.
-        self._call = FunctionType(_call.__code__.replace(co_name="captured_call"), globals(), "captured_call")
+        # By the name ``torch`` the frontend takes it for code with tensors, whatever the call is given.
+        code_of_its_own = _call.__code__.replace(co_name="captured_call", co_names=(*_call.__code__.co_names, "torch"))
+        self._call = FunctionType(code_of_its_own, globals(), "captured_call")
         code, untouched = self._call.__code__, ConvertFrameReturn()
 
         def miss(frame: Any, *_: Any) -> Any:
@@ -144,16 +162,22 @@ class GuardedCalls:
         def trace(frame: Any, *state: Any) -> Any:
             if frame.f_code is not code:
                 return untouched
-            with _tracing(self._whole):
+            with _tracing(self._whole, self._methods):
                 traced = context.callback(frame, *state)
             if traced.guarded_code is None:  # torch would run the call as it is
-                raise NotCapturable("torch.compile passes it by, as it finds no tensor that it is given")
+                raise NotCapturable("torch.compile passes it by")
             return traced
 
         for callback in (miss, trace):  # by this torch knows whose guards to check
             callback._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]
         self._miss, self._trace = miss, trace
         self._whole: tuple[Any, ...] = ()
+        self._methods = CalledMethods()
+
+    @property
+    def are_current(self) -> bool:
+        """Whether the methods that the traced calls called are what they were. The guards do not tell that."""
+        return self._methods.are_as_before()
 
     def trace(
         self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: Iterable[Any] = ()
@@ -181,10 +205,10 @@ class GuardedCalls:
 
 
 @contextmanager
-def _tracing(whole: Iterable[Any]) -> Iterator[None]:
-    """The span in which the frontend traces a region."""
+def _tracing(whole: Iterable[Any], methods: CalledMethods) -> Iterator[None]:
+    """The span in which the frontend traces a region, and notes the methods that it calls."""
     before, _local.is_tracing = _local.is_tracing, True
-    _local.asks = False
+    _local.asks, _local.called = False, methods
     local.books.append(None)  # what runs on tensors without values makes no recipes
     try:
         with (
@@ -203,4 +227,4 @@ def _tracing(whole: Iterable[Any]) -> Iterator[None]:
             yield
     finally:
         local.books.pop()
-        _local.is_tracing = before
+        _local.is_tracing, _local.called = before, None

@@ -18,6 +18,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import PackedTensor
+from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.recorder import Tape, TapeRegion
 from recompute.engine.thread_state import local
 
@@ -31,6 +32,7 @@ class RecordingTape(Tape):
     def __init__(self, region: TapeRegion, variant: Any, *, kernels_count: bool = False):
         """kernels_count: whether kernels inside count what they hold, as without a tape."""
         super().__init__(region, variant)
+        self.variant = variant
         self.kernels_count = kernels_count
         self.recording: Recording | None = Recording(is_open=True)
         self.reason = ""
@@ -104,14 +106,14 @@ class _BackwardOps(TorchDispatchMode):
         seen = self._seen()
         if local.regenerating or seen is None:
             return op(*args, **kwargs)
-        return seen.run(op, args, kwargs, partial(op, *args, **kwargs))
+        return seen.run(op, args, kwargs, partial(run_as_called, op, args, kwargs, seen.name))
 
 
 class Observation:
     """What is recorded of a frame, until its backward has ended.
 
     expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
-    the program that was made, or with the reason why there is none.
+    the program that was made, or with the reason why there is none. name: the region's, for errors.
     """
 
     def __init__(
@@ -120,7 +122,9 @@ class Observation:
         expected: Recording,
         autocast: Autocast | None,
         done: Callable[[Program | str], None],
+        name: str,
     ):
+        self.name = name
         self.reason: str | None = None
         self._recording = Recording(expected=expected)
         self._done: Callable[[Program | str], None] | None = done
@@ -256,6 +260,8 @@ class Observation:
 
         for position, output in enumerate(outputs):
             if output.requires_grad:
+                if output.grad_fn is None and output._is_view():
+                    raise NotCapturable("it returns a view that was made without gradients")
                 edge = torch.autograd.graph.get_gradient_edge(output)
                 if edge.node in ends:
                     raise NotCapturable("it returns a tensor, or a view of one, that it was given")
@@ -278,7 +284,10 @@ class Observation:
                     edges.append((number_of(target), slot))
         reached = [self._reached(number) for number, _ in self._outputs]
         # If backward used only some outputs, autograd would go on to inputs that these do not depend on.
-        if frozenset().union(*reached) not in reached:
+        together = frozenset().union(*reached)
+        if not together:
+            raise NotCapturable("the gradients of its outputs reach none of its inputs")
+        if together not in reached:
             raise NotCapturable("its outputs depend on different inputs")
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)

@@ -117,8 +117,12 @@ class Program:
     """``(*given) -> (saved, held, others)``: what a frame keeps of the inputs."""
     plain: tuple[int, ...]
     """The positions of the inputs that are no parameters."""
-    others: tuple[tuple[int, bool], ...]
-    """The positions of all parameters, and of other inputs that are not held. The bool says if it is a parameter."""
+    others: tuple[tuple[int, str], ...]
+    """The positions of all parameters, and of other inputs that backward does not read, in case forward runs again.
+
+    "itself": a parameter. "memory": its memory is held, as several outputs take gradients, and backward may come with
+    those of others than before. "weak": it is looked for.
+    """
     offsets: tuple[tuple[int, int], ...]
     """The positions of inputs, and the offset in its storage that each must have, as the region counts from there."""
     shown: tuple[int, ...]
@@ -289,10 +293,11 @@ class ProgramWriter:
         made = [number for call in calls for number in (*call.results, *(after for _, after in call.written))]
         return list(dict.fromkeys(number for number in made if number is not None))
 
-    def _others(self, held: Collection[int]) -> tuple[tuple[int, bool], ...]:
+    def _others(self, held: Collection[int]) -> tuple[tuple[int, str], ...]:
+        how = "memory" if len(self.results) - len(self.fixed) > 1 else "weak"
         positions = [buffer.given for buffer in self.recording.buffers if buffer.given is not None]
-        others = [(position, position in self.parameters) for position in positions]
-        return tuple([(position, lives) for position, lives in others if lives or position not in held])
+        others = [(position, "itself" if position in self.parameters else how) for position in positions]
+        return tuple([(position, how) for position, how in others if how == "itself" or position not in held])
 
     def _how_held(self, backward: Code, again: tuple[Code, dict[int, int]] | None) -> list[tuple[int, str, str]]:
         """For each input that is held: its position, how it is held, and its variable."""

@@ -126,7 +126,7 @@ class Recording:
 
     def receive(self, gradient: Tensor) -> int:
         """Add the gradient of an output, which backward is given."""
-        if not is_plain(gradient):
+        if not is_plain(gradient) or not torch._C._has_storage(gradient):  # a batch of gradients has none
             raise NotCapturable(f"its backward is given a {type(gradient).__name__} that is no plain view of a storage")
         return self._new(gradient)
 
@@ -147,7 +147,7 @@ class Recording:
         return Use(number, Layout.of(tensor), is_conjugate)
 
     def knows(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._current
+        return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in self._current
 
     def bind(self, tensor: Tensor, buffer: int) -> None:
         """From now on what the tensor's storage holds is known as ``buffer``."""

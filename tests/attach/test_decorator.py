@@ -7,8 +7,8 @@ import functools
 import inspect
 import pickle
 import warnings
-from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +30,12 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(HIDDEN, HIDDEN)
-        self.tally: Counter[str] = Counter()  # an attribute's value would be put back after a second run
+        self.tally = SimpleNamespace(runs=0)  # what an attribute has or lists would be put back after a second run
         self.inside: StorageWeakRef | None = None
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         """What it does."""
-        self.tally["runs"] += 1
+        self.tally.runs += 1
         middle = F.dropout(self.linear(x).tanh() * scale, 0.3, self.training).exp()
         self.inside = StorageWeakRef(middle.untyped_storage())
         return middle.square().sum(-1)
@@ -112,18 +112,18 @@ class TestAClass:
         module = made(decorate(fresh()))
         for step in (1, 2, 3):
             module(inputs()).sum().backward()
-            assert module.tally["runs"] == step * runs
+            assert module.tally.runs == step * runs
 
     def test_runs_plainly_where_it_is_not_trained(self, decorate: Callable[..., Any], runs: int) -> None:
         module = made(decorate(fresh())).eval()
         assert_same(outcome(module), outcome(made(Plain).eval()))
-        assert module.tally["runs"] == 2  # each with its backward
+        assert module.tally.runs == 2  # each with its backward
         assert not is_dropped(module)
         with torch.no_grad():
             module.train()(inputs())
         with torch.inference_mode():
             module(inputs())
-        assert module.tally["runs"] == 5
+        assert module.tally.runs == 5
 
 
 def test_without_a_policy_a_class_drops_what_it_can_and_runs_no_product_again() -> None:
@@ -221,7 +221,7 @@ class TestSubclasses:
 
         module = made(Sub)
         module(inputs()).sum().backward()
-        assert module.tally["runs"] == runs
+        assert module.tally.runs == runs
 
     def test_the_base_class_is_not_touched(self) -> None:
         recompute.recompute(type("Sub", (Plain,), {}))
@@ -245,7 +245,7 @@ def test_a_decorated_class_inside_a_decorated_class(around: Any, inside: Any) ->
     outer: Any = recompute.recompute(policy=around)(type("Outer", (Outer,), {"forward": Outer.forward}))
     module = made(lambda: outer(inner))
     assert_same(outcome(module), outcome(made(lambda: Outer(Plain))))  # type: ignore[arg-type]
-    assert (module.inner.tally["runs"] == 2) is (around is inside is None)
+    assert (module.inner.tally.runs == 2) is (around is inside is None)
 
 
 @pytest.mark.parametrize("policy", [None, ALL_CHECKPOINTED], ids=["bare", "checkpoint"])
@@ -306,7 +306,7 @@ class TestAnInstance:
         model = recompute.recompute(Container(nn.Tanh(), nn.Sequential(inside)), policy=policy)
         assert type(model[1]) is nn.Sequential  # all is one region
         model(inputs()).sum().backward()
-        assert inside.tally["runs"] == runs
+        assert inside.tally.runs == runs
 
     def test_warns_where_the_user_stands(self) -> None:
         with pytest.warns(PolicyWarning, match=r"rules\[1\]") as messages:

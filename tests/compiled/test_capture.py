@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Layers, Twins, body, captured_twins, rule, tokens, train
+from capture_testing import (
+    SIZE,
+    STEPS_TO_SETTLE,
+    Around,
+    Layers,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    rule,
+    tokens,
+    train,
+)
+from engine_testing import loss_of
 from torch import Tensor, nn
 
 from recompute.compiled import captured_graph, captured_region
@@ -88,6 +102,89 @@ def test_two_shapes_in_turn_are_both_captured() -> None:
         twins.step(other)
     assert twins.runs_code(other) == 1
     assert twins.runs_code(train(tokens())) == 1
+
+
+def on_some_rows(module: nn.Module, x: Tensor, is_masked: bool) -> Tensor:
+    return module(x[:3] if is_masked else x)
+
+
+def with_a_flag(module: nn.Module, x: Tensor, is_masked: bool) -> Tensor:
+    return module(x, is_masked=is_masked)
+
+
+def on_transposed(module: nn.Module, x: Tensor, is_masked: bool) -> Tensor:
+    return module(x.t().contiguous().t() if is_masked else x * 1)
+
+
+def with_what_takes_no_gradient(module: nn.Module, x: Tensor, is_masked: bool) -> Tensor:
+    return module(x.detach() if is_masked else x)
+
+
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("call", [on_some_rows, with_a_flag, on_transposed, with_what_takes_no_gradient])
+def test_two_kinds_of_calls_that_take_turns_are_both_captured(
+    call: Callable[[nn.Module, Tensor, bool], Tensor], action: str
+) -> None:
+    def forward(self: Any, x: Tensor, is_masked: bool = False) -> Tensor:
+        y = F.gelu(self.linear(self.norm(x)))
+        return y.masked_fill(y > 1, 0.5) if is_masked else y * torch.sigmoid(y)
+
+    def step(module: nn.Module) -> list[Any]:
+        x = fresh(given)
+        loss_of([call(module, x, False), call(module, x, True)]).backward()
+        return [x.grad]
+
+    given = tokens()
+    inside = body(forward, norm=nn.LayerNorm(SIZE), linear=nn.Linear(SIZE, SIZE))
+    twins = Twins(Around(inside), {"rules": [{"match": "inside", "action": action}]})
+    for _ in range(8):
+        twins.step(step)
+    assert twins.runs_code(step) == 2
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+    scale: float
+
+
+def test_tensors_in_an_object_of_the_users() -> None:
+    def forward(self: Any, batch: Batch) -> Tensor:
+        return F.gelu(self.linear(batch.x)) * batch.scale
+
+    def step(module: nn.Module) -> list[Any]:
+        x = fresh(given)
+        loss_of(module.inside(Batch(x, 0.5))).backward()
+        return [x.grad]
+
+    given = tokens()
+    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE)))).settle(step)
+    assert twins.runs_code(step) == 1
+
+
+def test_an_output_whose_graph_reaches_no_input() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = F.gelu(self.linear(x))
+        with torch.no_grad():
+            view = y.view(x.shape)
+        return view * 2 + 1  # torch gives it a graph, which goes nowhere
+
+    step = train(tokens())
+    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE)))).settle(step, captured=False)
+    assert "reach none of its inputs" in twins.why_not
+
+
+def test_an_output_that_is_a_view_made_without_gradients() -> None:
+    def forward(self: Any, x: Tensor) -> list[Tensor]:
+        y, z = F.gelu(self.linear(x)), self.linear(x * 2)
+        with torch.no_grad():
+            view = z.view(x.shape)
+        return [y, view]
+
+    step = train(tokens())
+    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE))))
+    for _ in range(2 * STEPS_TO_SETTLE):
+        twins.step(step)
 
 
 def test_a_forward_that_the_frontend_cannot_take_is_tried_a_few_times(traced: list[Any]) -> None:

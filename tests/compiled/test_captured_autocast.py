@@ -181,6 +181,23 @@ def test_an_op_inside_of_which_autocast_applies_stays_on_the_tape() -> None:
     assert "autocast applies inside of aten._trilinear" in twins.why_not
 
 
+def test_autocast_around_backward_alone_applies_inside_of_an_op() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return torch.tanh(self.both(x, x))
+
+    def step(module: nn.Module) -> list[Any]:
+        x = fresh(given)
+        loss = loss_of(module(x))
+        with bfloat16():
+            loss.backward()
+        return [x.grad]
+
+    given = tokens()
+    twins = Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE))))
+    for _ in range(STEPS_TO_SETTLE + 2):
+        twins.step(step)
+
+
 def test_a_region_holds_no_cast_of_a_weight() -> None:
     """Autograd would hold each weight in bfloat16 until backward. A cast is cheap: it is made again."""
     width = 64

@@ -13,6 +13,7 @@ from capture_testing import (
     NODE,
     ROWS,
     SIZE,
+    STEPS_TO_SETTLE,
     Around,
     Block,
     Norm,
@@ -183,6 +184,13 @@ def test_backward_is_that_of_plain_pytorch(twins: Twins, x: Tensor, backward: Ba
         assert twins.runs_code(on(x, backward)) > 0
 
 
+@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
+def test_backward_is_that_of_plain_pytorch_also_while_it_is_watched(x: Tensor, backward: Backward) -> None:
+    twins = Twins(Around(Block(), before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE)))
+    for _ in range(STEPS_TO_SETTLE):
+        twins.step(on(x, backward))
+
+
 def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins: Twins, x: Tensor) -> None:
     y = twins.under.inside(x)
     assert y.grad_fn.name() == NODE
@@ -269,6 +277,25 @@ def test_gradients_of_some_outputs_in_any_order(x: Tensor, wanted: list[int]) ->
 
 def apart(self: Any, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     return F.gelu(self.a(x)), F.gelu(self.b(z))
+
+
+def test_a_state_that_the_last_call_hands_to_nobody(x: Tensor) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.state = torch.tanh(self.linear(x) + self.state)
+        return self.state * 2
+
+    def step(module: nn.Module) -> list[Any]:
+        module.inside.state = torch.zeros(SIZE)
+        given = fresh(x)
+        loss_of([module(given) for _ in range(3)]).backward()
+        return [given.grad]
+
+    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE), state=None)))
+    replays = 0
+    for _ in range(2 * STEPS_TO_SETTLE):
+        twins.step(step)
+        replays = max(replays, twins.regions[0]._replays)
+    assert replays > 0
 
 
 def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:

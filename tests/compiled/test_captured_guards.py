@@ -114,6 +114,85 @@ def test_code_runs_on_other_weights(twins: Twins, step: Step, change: Callable[[
     assert twins.runs_code(step) == 1
 
 
+class Scale:
+    def of(self, x: Tensor) -> Tensor:
+        return x * 1.5
+
+    @classmethod
+    def by_class(cls, x: Tensor) -> Tensor:
+        return x * 2.5
+
+    @property
+    def factor(self) -> float:
+        return self.half()
+
+    def half(self) -> float:
+        return 0.5
+
+
+class Shift(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift, self.scale = nn.Linear(SIZE, SIZE), Shift(), Scale()
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return Scale.by_class(self.scale.of(x)) * self.scale.factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.scaled(self.shift(self.linear(x))))
+
+
+class ScaledTwice(Scaled):
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().scaled(super().scaled(x))
+
+
+def tripled(self: Any, x: Tensor) -> Tensor:
+    return x * 3
+
+
+METHODS: dict[str, tuple[Any, str, Any]] = {
+    "forward of a part": (Shift, "forward", tripled),
+    "forward of torch's": (nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
+    "method": (Scaled, "scaled", tripled),
+    "method in a subclass": (ScaledTwice, "scaled", tripled),
+    "method of an object": (Scale, "of", tripled),
+    "method of a class": (Scale, "by_class", classmethod(tripled)),
+    "property": (Scale, "factor", property(lambda self: 3.0)),
+    "method of a property": (Scale, "half", lambda self: 3.0),
+    "code of a method": (Scale.of, "__code__", tripled.__code__),
+    "code of a property": (Scale.factor.fget, "__code__", (lambda self: 3.0).__code__),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "new"), METHODS.values(), ids=METHODS)
+def test_code_does_not_run_where_a_method_has_been_replaced(
+    monkeypatch: pytest.MonkeyPatch, step: Step, owner: Any, name: str, new: Any
+) -> None:
+    twins = Twins(Around(ScaledTwice())).settle(step)
+    monkeypatch.setattr(owner, name, new)
+    assert twins.runs_code(step) == 0
+    twins.settle(step)
+    monkeypatch.undo()
+    assert twins.runs_code(step) == 0
+
+
+def test_code_does_not_run_where_the_call_of_every_module_has_been_replaced(
+    monkeypatch: pytest.MonkeyPatch, twins: Twins, step: Step
+) -> None:
+    def called_twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._call_impl(*args, **kwargs) + self._call_impl(*args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", called_twice)
+    for _ in range(3):
+        assert twins.runs_code(step) == 0
+
+
 def test_code_runs_again_when_all_is_as_it_was(twins: Twins, step: Step) -> None:
     hooks = []
     twins.both(lambda m: hooks.append(m.inside.up.register_forward_hook(double_output)))
@@ -355,6 +434,6 @@ def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_
         if in_force == "for some frames":
             twins.settle(step)
         else:
-            while all(region.recording is None for region in twins.regions):
+            while all(region.recorded is None for region in twins.regions):
                 twins.step(step)
     twins.settle(step)

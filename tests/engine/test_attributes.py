@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -46,7 +47,7 @@ def test_a_number_that_forward_advances_is_the_old_one_when_the_region_runs_agai
     assert run() == expected
 
 
-@pytest.mark.parametrize("kind", ["number", "tensor", "function", "list", "string"])
+@pytest.mark.parametrize("kind", ["number", "tensor", "function", "list", "string", "module"])
 def test_an_attribute_replaced_between_forward_and_backward_is_the_old_one_when_the_region_runs_again(
     kind: str,
 ) -> None:
@@ -56,6 +57,7 @@ def test_an_attribute_replaced_between_forward_and_backward_is_the_old_one_when_
         "function": (torch.sin, torch.cos, lambda x, value: value(x)),
         "list": ([2.0], [3.0], lambda x, value: x * value[0]),
         "string": ("sin", "cos", lambda x, value: getattr(x, value)()),
+        "module": (nn.Softplus(), nn.Tanh(), lambda x, value: value(x)),
     }
     before, after, use = uses[kind]
     model, x = holding(lambda self, x: use(x, self.value).exp().sin()), tokens()
@@ -71,6 +73,63 @@ def test_an_attribute_replaced_between_forward_and_backward_is_the_old_one_when_
     expected = run()
     policed(model)
     assert run() == expected
+
+
+def grow_inner_list(value: Any) -> None:
+    value["losses"].append([len(value["losses"])])
+    value["losses"][-1].append(0)
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (list, lambda value: value.append(0)),
+    "dict": (dict, lambda value: value.update({len(value): 0})),
+    "ordered dict": (OrderedDict, lambda value: value.update({len(value): 0})),
+    "set": (set, lambda value: value.add(len(value))),
+    "deque": (lambda: deque([0], maxlen=3), lambda value: value.append(len(value))),
+    "counter": (Counter, lambda value: value.update("a")),
+    "dict of lists": (lambda: defaultdict(list), grow_inner_list),
+    "list that has itself": (lambda: (one := [], one.append(one))[0], lambda value: value[0].append(0)),
+}
+
+
+@pytest.mark.parametrize(("make", "change"), CONTAINERS.values(), ids=CONTAINERS)
+@pytest.mark.parametrize("name", ["seen", "_seen"])
+def test_a_container_that_forward_changes_is_changed_once(
+    name: str, make: Callable[[], Any], change: Callable[[Any], Any]
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        change(getattr(self, name))
+        return (x * len(str(getattr(self, name)))).exp().sin()
+
+    model, x = holding(forward), tokens()
+
+    def run() -> list[Any]:
+        value = make()
+        setattr(model.inside, name, value)
+        results = [model(x) for _ in range(3)]
+        change(value)
+        grads = [bits(torch.autograd.grad(result.sum(), x)[0]) for result in results]
+        assert getattr(model.inside, name) is value
+        return [*grads, str(value)]
+
+    expected = run()
+    policed(model)
+    assert run() == expected
+
+
+def test_a_module_that_the_first_run_makes_is_there_when_the_region_runs_again() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = nn.Linear(HIDDEN, HIDDEN)
+        return self.made(x).exp().sin()
+
+    def run(model: nn.Module) -> list[Any]:
+        torch.manual_seed(0)
+        grads = [bits(torch.autograd.grad(model(x).sum(), x)[0]) for _ in range(2)]
+        return [*grads, bits(model.inside.made.weight)]
+
+    x = tokens()
+    assert run(policed(holding(forward))) == run(holding(forward))
 
 
 def test_an_auxiliary_loss_left_on_the_module_is_still_forwards_after_a_backward() -> None:

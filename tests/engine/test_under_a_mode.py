@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_testing import Holder, assert_as_plain, bits, holding, policy, tokens
+from engine_testing import Holder, assert_as_plain, bits, both_actions, holding, policy, tokens
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
@@ -119,8 +119,9 @@ def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch: pytest.Mo
     assert outcome(*call, tape=True) != outcome(*call, tape=False)
 
 
+@both_actions
 @pytest.mark.parametrize("around", ["nothing", "autocast"])
-def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around: str) -> None:
+def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around: str, action: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,7 +131,7 @@ def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around: st
             y = self.bilinear(self.first(x).float().sin(), self.second(x).float().tanh())
             return y.exp().sin() * y.sigmoid()
 
-    assert_as_plain(Holder(Model()), policy(("inside", "recompute")), tokens(), around=AROUND[around])
+    assert_as_plain(Holder(Model()), policy(("inside", action)), tokens(), around=AROUND[around])
 
 
 @pytest.mark.parametrize("around", ["no_grad", "autocast and no_grad"])
@@ -143,10 +144,11 @@ def test_fast_paths_of_torchs_attention_in_eval_mode(around: str) -> None:
         assert outcome(*call, tape=True) == outcome(*call, tape=False)
 
 
-def test_what_cannot_be_told_apart_is_refused() -> None:
+@both_actions
+def test_what_cannot_be_told_apart_is_refused(action: str) -> None:
     for function in (torch.pinverse, lambda x: torch.linalg.pinv(x, rtol=1e-6)):
         model = holding(lambda self, x: function(x.float()))  # noqa: B023
-        recompute.apply(model, policy(("inside", "recompute")))
+        recompute.apply(model, policy(("inside", action)))
         with _autocast(), pytest.raises(UnsupportedError, match=r"^in inside.*pinverse.*enabled=False"):
             model(tokens())
         model(tokens()).sum().backward()

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recompute.engine.checkpoint.module_state import LearnedBuffers
 from recompute.engine.checkpoint.reachable_objects import walk_references
 from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.tape.autocast import run_as_called
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -48,12 +49,13 @@ class LearnedFacts:
         self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in reached)
         return [*{id(value): value for value in reached if is_random_source(value)}.values()]
 
-    def watching(self, rng: RngState | None) -> AbstractContextManager[Any]:
+    def watching(self, rng: RngState | None, name: str) -> AbstractContextManager[Any]:
         """A context for a frame. In the first one it also notes the generators that ops are given.
 
         rng: they are included in it. None where tensors have no values, and random numbers mean nothing.
+        name: the region's, for errors.
         """
-        return _NOTHING if rng is None or self.generators is not None else _GeneratorWatcher(rng)
+        return _NOTHING if rng is None or self.generators is not None else _GeneratorWatcher(rng, name)
 
     def note_generators(self, rng: RngState) -> None:
         """A frame has ended. If it was the first, remember its generators."""
@@ -71,12 +73,14 @@ class _GeneratorWatcher(TorchDispatchMode):
         """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
         return True
 
-    def __init__(self, rng: RngState):
+    def __init__(self, rng: RngState, name: str):
         super().__init__()
         self._rng = rng
+        self._name = name
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._rng.include(value)
-        return function(*args, **(kwargs or {}))
+        return run_as_called(function, args, kwargs, self._name)

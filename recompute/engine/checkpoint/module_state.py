@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -246,20 +247,22 @@ class ModuleState:
 
 
 _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
-_PARTS = frozenset((list, dict, Tensor))
+_PARTS = frozenset((Tensor, list, dict, set, deque, OrderedDict, defaultdict, Counter))
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+"""The attributes that every module has: training flags, hooks, and the dicts of its parts."""
 
 
 def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A copy of a module's attributes, for a replay, and whether there are lists, dicts or tensors among them."""
+    """A copy of a module's attributes, for a replay, and whether there are containers or tensors among them."""
     copied = attributes.copy()
-    copied["_parameters"] = copied["_buffers"] = copied["_modules"] = None
-    has_parts = not _PARTS.isdisjoint(map(type, copied.values()))
+    has_parts = not _PARTS.isdisjoint(map(type, map(copied.get, copied.keys() - _TORCHS_OWN)))
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
     # copy of that might gather them into a place of its own, so the object itself is used.
     parameters = attributes["_parameters"]
     copied["_parameters"] = parameters.copy() if type(parameters) is dict else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
-    copied["_modules"] = attributes["_modules"]
+    modules = attributes["_modules"]
+    copied["_modules"] = modules.copy() if modules and type(modules) is dict else modules
     return _with_parts_copied(copied) if has_parts else copied, has_parts
 
 
@@ -275,6 +278,9 @@ def _attributes_for_replay(
     again["_buffers"] = again["_buffers"].copy()
     if type(then) is dict:
         again["_parameters"] = then.copy()
+    if again["_modules"] and type(again["_modules"]) is dict:
+        # Modules that forward itself has made are there, too: a run that made others would have other parameters.
+        again["_modules"] = {**module._modules, **again["_modules"]}
     if not (are_plain and _PLAIN.issuperset(map(type, now.values()))) and any(
         has_layout(each) for each in (*now.values(), *then.values()) if each is not None
     ):
@@ -283,16 +289,28 @@ def _attributes_for_replay(
 
 
 def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which lists and dicts are copies too, so that code which adds to one does not change the copy."""
+    """A copy in which containers are copies too, so that code which adds to one does not change the copy."""
     copied = attributes.copy()
+    copies: dict[int, Any] = {}
     for name, value in attributes.items():
-        kind = type(value)
-        if kind is list:
-            copied[name] = [_without_graph(item) if type(item) is Tensor else item for item in value]
-        elif kind is Tensor:
-            copied[name] = _without_graph(value)
-        elif kind is dict and name[0] != "_":
-            copied[name] = value.copy()
+        if type(value) in _PARTS and name not in _TORCHS_OWN:
+            copied[name] = _copy_of(value, copies)
+    return copied
+
+
+def _copy_of(part: Any, copies: dict[int, Any]) -> Any:
+    """A copy of a container and of all containers and tensors in it. copies: those that were made, by ``id``."""
+    if type(part) is Tensor:
+        return _without_graph(part)
+    if (known := copies.get(id(part))) is not None:
+        return known
+    copied = copies[id(part)] = part.copy()
+    if not isinstance(part, set) and not _PARTS.isdisjoint(
+        map(type, part.values() if isinstance(part, dict) else part)
+    ):
+        for key, item in part.items() if isinstance(part, dict) else enumerate(part):
+            if type(item) in _PARTS:
+                copied[key] = _copy_of(item, copies)
     return copied
 
 

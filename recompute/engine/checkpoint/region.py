@@ -179,7 +179,7 @@ class CheckpointFrame(Recipe):
 
     def watching(self) -> AbstractContextManager[Any]:
         """A context for what runs. In the first frame it learns what later frames of the region rely on."""
-        return self._region.learned.watching(self._rng)
+        return self._region.learned.watching(self._rng, self.statistics.name)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-from recompute.engine.cut.ops import PINV
+from recompute.engine.cut.ops import CASTS_INSIDE, PINV
 from recompute.errors import UnsupportedError
 
 _KEYS = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
@@ -26,6 +26,14 @@ def left_out() -> list[DispatchKey]:
     off = [key for key in _KEYS if _is_off(key)]
     with torch.overrides.enable_reentrant_dispatch():
         return [key for key in off if not _is_off(key)]
+
+
+def run_as_called(op: Any, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+    """``op(*args, **kwargs)``, by a mode that only looks on, in the module called ``name``."""
+    if (op in CASTS_INSIDE or torch.is_inference_mode_enabled()) and (keys := left_out()):
+        with in_force(keys, op, kwargs, name):
+            return op(*args, **kwargs)
+    return op(*args, **kwargs)
 
 
 @contextmanager

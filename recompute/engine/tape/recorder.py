@@ -5,7 +5,7 @@ It shows both to a ``TapeFrame``, which writes them down and decides what to dro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -88,11 +88,24 @@ class TapeRegion:
             with _NestedRegion(around, self.op_policy):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
-        tape = (start or Tape)(self, variant)
+        tape = (start or Tape)(self, (variant, *_kinds_of((*args, *kwargs.values()))))
         with tape:
             result = function(*args, **kwargs)
         self.plan = tape.finish(result)
         return result
+
+
+def _kinds_of(arguments: Iterable[Any]) -> list[Hashable]:
+    """What the ops of a call mostly depend on, so that kinds of calls that take turns have a plan each."""
+    kinds: list[Any] = []
+    for value in arguments:
+        if isinstance(value, Tensor) and is_plain(value):
+            kinds.append((value.shape, value.stride(), value.dtype, value.requires_grad))
+        elif value is None or type(value) is bool:
+            kinds.append(value)
+        else:
+            kinds.append(type(value))
+    return kinds
 
 
 class _NestedRegion:

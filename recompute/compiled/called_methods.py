@@ -1,0 +1,74 @@
+"""The methods that a traced call has called, and whether they still are what they were.
+
+torch's frontend guards functions that it finds in globals, closures and instances, but no method that it finds on a
+class. Libraries replace such methods in the middle of a run, and IPython's autoreload replaces their code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from operator import attrgetter
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+_code_of = attrgetter("__code__")
+
+_Noted = tuple[tuple[type, ...], tuple[str, ...], tuple[Any, ...], tuple[FunctionType, ...], tuple[Any, ...]]
+"""Classes, names, and what each class gave by the name; functions, and the code that each had."""
+
+
+class CalledMethods:
+    """Methods of classes. A method is what a class gives by a name; its code is minded, too."""
+
+    def __init__(self) -> None:
+        # Parallel tuples, because looking at all of them must take no more than a microsecond or two. They are replaced
+        # together, as other threads look meanwhile. The first entry is there because the frontend takes a module's call
+        # for one of its forward.
+        self._noted: _Noted = (nn.Module,), ("__call__",), (nn.Module.__call__,), (), ()
+
+    def note(self, function: Any, receiver: Any) -> None:
+        """A traced call calls ``function`` with ``receiver``, an object or a class, as its first argument."""
+        if type(function) is not FunctionType or receiver is None:
+            return
+        kind = receiver if isinstance(receiver, type) else type(receiver)
+        place = _place_of(function, kind)
+        if place is None:
+            return
+        owner, name = place
+        classes, names, found, functions, codes = self._noted
+        if place not in zip(classes, names, strict=True):
+            classes, names, found = (*classes, owner), (*names, name), (*found, getattr(owner, name))
+        if function not in functions:
+            functions, codes = (*functions, function), (*codes, function.__code__)
+        self._noted = classes, names, found, functions, codes
+
+    def are_as_before(self) -> bool:
+        """Whether all methods, and their code, are what they were when they were noted."""
+        classes, names, found, functions, codes = self._noted
+        return tuple(map(getattr, classes, names, repeat(None))) == found and tuple(map(_code_of, functions)) == codes
+
+
+def _place_of(function: FunctionType, kind: type) -> tuple[type, str] | None:
+    """The class and the name by which ``function`` is a method of ``kind``; None if it is none.
+
+    The class is ``kind``, or the one that has the method if ``kind`` has another of that name, as under ``super()``.
+    """
+    for owner in kind.__mro__:
+        for name, value in vars(owner).items():
+            if any(each is function for each in _functions_in(value)):
+                first = next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
+                return (kind if first is value else owner), name
+    return None
+
+
+def _functions_in(value: Any) -> Iterator[Any]:
+    """The functions that an attribute of a class may call."""
+    if isinstance(value, property):
+        yield value.fget
+    elif isinstance(value, (classmethod, staticmethod)):
+        yield value.__func__
+    else:
+        yield value
