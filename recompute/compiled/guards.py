@@ -88,7 +88,7 @@ def _prepare_frontend() -> None:
     @functools.wraps(begin)
     def noting(parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
         if _local.is_tracing and _local.called is not None and args:
-            _local.called.note(getattr(function, "fn", None), getattr(args[0].realize(), "value", None))
+            _local.called.note(getattr(function, "fn", None), _value_of(args[0]))
         return begin(parent, function, args, *others, **options)
 
     InliningInstructionTranslator.build_inline_tracer = staticmethod(noting)  # type: ignore[method-assign,assignment]
@@ -130,6 +130,14 @@ class _Miss(Exception):
 
 def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs)
+
+
+def _value_of(variable: Any) -> Any:
+    """The object or the class that a variable of torch's frontend stands for; None for a tensor, say.
+
+    To look at it must not guard it: the code that is traced may never do so.
+    """
+    return vars(variable.realize()).get("value") if variable.is_realized() else variable.peek_value()
 
 
 class GuardedCalls:
