@@ -6,12 +6,14 @@ nor the product. One that is not gated is ``down(activation(up(x)))``, of which 
 
 Dropout is passed over where its probability is 0. Where it is more, an MLP that is not gated may have a dropout of its
 output: the module itself drops then, as it does without a policy. An MLP with dropout elsewhere is not recognized.
+
+The activation may be a submodule, or an expression in forward, such as ``torch.nn.functional.silu(self.w1(x))``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,13 +39,21 @@ from recompute.substitution.trial import computes_the_same
 
 
 @dataclass(frozen=True)
+class Activation:
+    """The name of the submodule that is the activation, or else the name by which the kernels know it."""
+
+    module: str | None = None
+    known_as: str | None = None
+
+
+@dataclass(frozen=True)
 class GatedMLP:
     """The names of the submodules. Where ``up`` is None, ``gate`` gives both halves."""
 
     gate: str
     up: str | None
     down: str
-    activation: str
+    activation: Activation
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class UngatedMLP:
 
     up: str
     down: str
-    activation: str
+    activation: Activation
     dropout: str | None = None
     """A dropout of the output, as GPT-2 has it; None: there is none, or it drops nothing."""
 
@@ -75,24 +85,62 @@ def _gated(formula: Formula) -> GatedMLP | None:
             pass
         case _:
             return None
-    for factors in ((left, right), (right, left)):
-        match factors:
-            case (("module", int(act), ("module", int(gate), ("input", 0))), ("module", int(up), ("input", 0))):
-                return GatedMLP(*(formula.names[index] for index in (gate, up, down, act)))
-            case (("module", int(act), ("getitem", chunks, 0)), ("getitem", others, 1)) if chunks == others:
+    for active, other in ((left, right), (right, left)):
+        found = _activated(formula, active)
+        match found, other:
+            case (activation, ("module", int(gate), ("input", 0))), ("module", int(up), ("input", 0)):
+                return GatedMLP(formula.names[gate], formula.names[up], formula.names[down], activation)
+            case (activation, ("getitem", chunks, 0)), ("getitem", others, 1) if chunks == others:
                 match chunks:
                     case ("chunk", ("module", int(both), ("input", 0)), 2, -1):
-                        return GatedMLP(formula.names[both], None, formula.names[down], formula.names[act])
+                        return GatedMLP(formula.names[both], None, formula.names[down], activation)
     return None
 
 
 def _ungated(formula: Formula) -> UngatedMLP | None:
+    ways: list[tuple[str | None, int, Any]] = []
     match formula.tree:
-        case ("module", int(down), ("module", int(act), ("module", int(up), ("input", 0)))):
-            return UngatedMLP(*(formula.names[index] for index in (up, down, act)))
-        case ("module", int(drop), ("module", int(down), ("module", int(act), ("module", int(up), ("input", 0))))):
-            return UngatedMLP(*(formula.names[index] for index in (up, down, act, drop)))
+        case ("module", int(outer), given):
+            ways.append((None, outer, given))
+            match given:
+                case ("module", int(down), active):  # what is around it may be a dropout
+                    ways.append((formula.names[outer], down, active))
+    for dropout, down, active in ways:
+        match _activated(formula, active):
+            case activation, ("module", int(up), ("input", 0)):
+                return UngatedMLP(formula.names[up], formula.names[down], activation, dropout)
     return None
+
+
+def _activated(formula: Formula, tree: Any) -> tuple[Activation, Any] | None:
+    """An activation, and what it is given; None if ``tree`` is none of something that a submodule has given."""
+    match tree:
+        case ("module", int(index), inner) if inner != _X:
+            return Activation(module=formula.names[index]), inner
+    for inner in _given_by_modules(tree):
+        name = _known_activation(replace(formula, tree=_of_input(tree, inner)))
+        if name is not None:
+            return Activation(known_as=name), inner
+    return None
+
+
+def _given_by_modules(tree: Any) -> Iterator[Any]:
+    """What submodules give of the input, and halves of that, in the order in which a tree has them."""
+    match tree:
+        case ("module", int(), ("input", 0)) | ("getitem", ("chunk", ("module", int(), ("input", 0)), 2, -1), _):
+            yield tree
+        case tuple():
+            for part in tree:
+                yield from _given_by_modules(part)
+
+
+def _of_input(tree: Any, inner: Any) -> Any:
+    """``tree`` with the input in the place of ``inner``. It becomes None, which is nothing known, if it has others."""
+    if tree == inner:
+        return _X
+    if not isinstance(tree, tuple):
+        return tree
+    return None if tree[:1] in (("input",), ("module",)) else tuple([_of_input(part, inner) for part in tree])
 
 
 def find_activation(module: nn.Module) -> str | None:
@@ -244,13 +292,14 @@ None where gate gives both halves, and down's; of another, up's and down's."""
 
 @dataclass(frozen=True)
 class KernelMLP:
-    """An MLP that the kernels can compute, with the activation module that it had when it was recognized."""
+    """An MLP that the kernels can compute, with the activation that it had when it was recognized."""
 
     parts: GatedMLP | UngatedMLP
     linears: tuple[tuple[str, str, KernelLinear], ...]
     """For each Linear the name of its part (``gate``, ``up`` or ``down``), of its module, and how it is computed."""
     activation: str
-    activation_module: nn.Module
+    activation_module: nn.Module | None
+    """None: it is an expression in forward."""
     dropouts: tuple[str, ...]
     """The names of dropouts that drop nothing, or of attributes that are their probabilities."""
     settings: Settings
@@ -263,10 +312,7 @@ class KernelMLP:
     def operands(self, mlp: nn.Module) -> MLPOperands | None:
         """The operands; None where the Linears or the activation have been replaced, have hooks, or dropout drops."""
         modules = mlp._modules
-        activation = modules[self.parts.activation]
-        if activation is not self.activation_module or is_hooked(activation):
-            return None
-        if not self.activation_settings.are_those_of(activation):
+        if not self._has_its_activation(modules):
             return None
         if not drop_nothing(mlp, self.dropouts) or not self.settings.are_those_of(mlp):
             return None
@@ -280,6 +326,12 @@ class KernelMLP:
             weights.setdefault("up", None)  # type: ignore[arg-type]
             return (weights["gate"], weights["up"], weights["down"]), biases
         return (weights["up"], weights["down"]), biases
+
+    def _has_its_activation(self, modules: dict[str, nn.Module | None]) -> bool:
+        name, module = self.parts.activation.module, self.activation_module
+        if name is None or module is None:
+            return True
+        return modules[name] is module and not is_hooked(module) and self.activation_settings.are_those_of(module)
 
     @property
     def dropout(self) -> str | None:
@@ -307,13 +359,17 @@ class KernelMLP:
 def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
     """The MLP that ``module`` computes, if the kernels know its activation and its Linears."""
     children = module._modules.values()
-    if not 3 <= len(children) <= 6 or any(child is None or any(child.children()) for child in children):
+    if not 2 <= len(children) <= 6 or any(child is None or any(child.children()) for child in children):
         return None
     formula = formula_of(module)
     parts = None if formula is None else _gated(formula) or _ungated(formula)
-    activation = None if parts is None else module._modules.get(parts.activation)
-    name = None if activation is None or is_hooked(activation) else find_activation(activation)
-    if formula is None or parts is None or activation is None or name is None:
+    if formula is None or parts is None:
+        return None
+    activation = None if parts.activation.module is None else module._modules[parts.activation.module]
+    name = parts.activation.known_as
+    if activation is not None:
+        name = None if is_hooked(activation) else find_activation(activation)
+    if name is None:
         return None
     if isinstance(parts, GatedMLP) and name not in GATE_ACTIVATIONS:
         return None
@@ -324,7 +380,8 @@ def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
     linears = tuple([(part, path, linear) for part, path, linear in found if linear is not None])
     if len(linears) < len(found):
         return None
-    mlp = KernelMLP(parts, linears, name, activation, formula.dropouts, Settings.of(module), Settings.of(activation))
+    activation_settings = ANY_SETTINGS if activation is None else Settings.of(activation)
+    mlp = KernelMLP(parts, linears, name, activation, formula.dropouts, Settings.of(module), activation_settings)
     operands = mlp.operands(module)
     if operands is None:
         return None

@@ -157,7 +157,10 @@ _FUNCTIONS = {
     F.gelu: "gelu",
     F.layer_norm: "layer_norm",
 }
-_METHODS = {"to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk", "view", "size"}
+_METHODS = {
+    *("to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk", "view", "size"),
+    *("square", "sigmoid", "tanh", "relu"),
+}
 _PARAMETERS = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "gelu": ("input", "approximate"),

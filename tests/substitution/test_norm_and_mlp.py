@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny import TinyRMSNorm, gradients
+from tiny import TinyRMSNorm, gradients, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gemma import modeling_gemma as gemma
@@ -22,9 +23,11 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+import recompute
+from recompute.errors import PolicyWarning
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
-from recompute.substitution.feed_forward import GatedMLP, find_activation, find_gated_mlp
+from recompute.substitution.feed_forward import Activation, GatedMLP, find_activation, find_gated_mlp, find_kernel_mlp
 from recompute.substitution.layer_formula import find_pre_norm_layer
 from recompute.substitution.norm import KernelRMSNorm, find_norm
 
@@ -72,13 +75,86 @@ def test_finds_the_norms_there_are(cls: type[nn.Module], casting: str, eps: floa
 @pytest.mark.parametrize(("cls", "config"), MLPS)
 def test_finds_the_mlps_there_are(cls: type[nn.Module], config: type[Any]) -> None:
     mlp = cls(config(**SHAPE))
-    assert find_gated_mlp(mlp) == GatedMLP("gate_proj", "up_proj", "down_proj", "act_fn")
+    assert find_gated_mlp(mlp) == GatedMLP("gate_proj", "up_proj", "down_proj", Activation("act_fn"))
     assert find_activation(mlp.act_fn) == ("gelu_tanh" if cls is gemma.GemmaMLP else "silu")
 
 
 def test_finds_gate_and_up_in_one_linear() -> None:
     mlp = phi3.Phi3MLP(transformers.Phi3Config(**SHAPE, pad_token_id=0))
-    assert find_gated_mlp(mlp) == GatedMLP("gate_up_proj", None, "down_proj", "activation_fn")
+    assert find_gated_mlp(mlp) == GatedMLP("gate_up_proj", None, "down_proj", Activation("activation_fn"))
+
+
+class HandWritten(nn.Module):
+    """An MLP as Meta's Llama, torchtitan and many loops of one's own have it, with a function for its activation."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w1, self.w3 = (nn.Linear(HIDDEN, 24, bias=False) for _ in range(2))
+        self.w2, self.w13 = nn.Linear(24, HIDDEN, bias=False), nn.Linear(HIDDEN, 48)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+def halves(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.w13(x).chunk(2, dim=-1)
+    return self.w2(F.silu(gate) * up)
+
+
+def written_out(self: Any, x: Tensor) -> Tensor:
+    gate = self.w1(x)
+    return self.w2(0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * self.w3(x))
+
+
+WITH_FUNCTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "silu": (lambda self, x: self.w2(F.silu(self.w1(x)) * self.w3(x)), "gated_mlp (silu)"),
+    "the gate behind": (lambda self, x: self.w2(self.w3(x) * F.silu(self.w1(x))), "gated_mlp (silu)"),
+    "gelu of tanh": (
+        lambda self, x: self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x)),
+        "gated_mlp (gelu_tanh)",
+    ),
+    "halves": (halves, "gated_mlp (silu)"),
+    "written out": (written_out, "gated_mlp (gelu_tanh)"),
+    "not gated": (lambda self, x: self.w2(F.gelu(self.w1(x))), "mlp (gelu)"),
+    "squared": (lambda self, x: self.w2(F.relu(self.w1(x)).square()), "mlp (relu2)"),
+}
+
+
+@pytest.mark.parametrize(("compute", "kernel"), WITH_FUNCTIONS.values(), ids=WITH_FUNCTIONS)
+def test_an_activation_may_be_a_function(compute: Callable[[Any, Tensor], Tensor], kernel: str) -> None:
+    plain, module = HandWritten(compute).double(), HandWritten(compute).double()
+    handle = recompute.apply(module, rules(rule("HandWritten", "recompute", via="kernel")))
+    assert f"kernel: {kernel}" in str(handle.explain())
+    for seed in range(6):  # the last of them as captured code
+        x = torch.randn(5, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(gradients(module, x), gradients(plain, x))
+        for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda self, x: self.w2(F.silu(x @ self.w1.weight.t()) * self.w3(x)),
+        lambda self, x: self.w2(F.silu(self.w1(x) + 1) * self.w3(x)),
+        lambda self, x: self.w2(F.silu(self.w1(x)) * self.w3(x) * 2),
+        lambda self, x: self.w2(F.silu(self.w1(x)) * self.w3(x.tanh())),
+        lambda self, x: self.w2(F.silu(F.silu(self.w1(x))) * self.w3(x)),
+        lambda self, x: self.w2(F.silu(self.w1(x), inplace=True) * self.w3(x)),
+        lambda self, x: self.w2(F.leaky_relu(self.w1(x)) * self.w3(x)),
+        lambda self, x: self.w2(self.w1(x) * torch.sigmoid(self.w3(x))),
+        lambda self, x: self.w2(F.gelu(self.w1(x)) + F.gelu(self.w3(x))),
+    ],
+)
+def test_what_only_looks_like_an_activation_of_gate_runs_as_it_is(compute: Callable[[Any, Tensor], Tensor]) -> None:
+    plain, module = HandWritten(compute), HandWritten(compute)
+    assert find_kernel_mlp(module) is None
+    with pytest.warns(PolicyWarning, match="no kernel computes what HandWritten does"):
+        recompute.apply(module, rules(rule("HandWritten", "recompute", via="kernel")))
+    x = torch.randn(5, HIDDEN)
+    assert all(torch.equal(*pair) for pair in zip(gradients(module, x), gradients(plain, x), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -188,7 +264,7 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.w(self.gate_proj(x) * self.nonlinearity(self.up_proj(x)))
 
-    assert find_gated_mlp(Renamed()) == GatedMLP("up_proj", "gate_proj", "w", "nonlinearity")
+    assert find_gated_mlp(Renamed()) == GatedMLP("up_proj", "gate_proj", "w", Activation("nonlinearity"))
 
 
 @pytest.mark.parametrize(

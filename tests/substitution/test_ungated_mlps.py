@@ -25,7 +25,7 @@ from transformers.models.vit.modeling_vit import ViTMLP
 from transformers.pytorch_utils import Conv1D
 
 import recompute
-from recompute.substitution.feed_forward import UngatedMLP, find_gated_mlp, find_kernel_mlp, find_linear
+from recompute.substitution.feed_forward import Activation, UngatedMLP, find_gated_mlp, find_kernel_mlp, find_linear
 
 TOKENS = BATCH * LENGTH
 ROW = TOKENS * HIDDEN * 4
@@ -49,22 +49,22 @@ def of(cls: type[nn.Module], activation: str = "gelu") -> nn.Module:
 
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], UngatedMLP, str]] = {
-    "GPT-2": (gpt2, UngatedMLP("c_fc", "c_proj", "act"), "gelu_tanh"),
-    "GPT-NeoX": (lambda: of(GPTNeoXMLP), UngatedMLP("dense_h_to_4h", "dense_4h_to_h", "act"), "gelu"),
-    "Phi": (lambda: of(PhiMLP, "gelu_new"), UngatedMLP("fc1", "fc2", "activation_fn"), "gelu_tanh"),
-    "Starcoder 2": (starcoder2, UngatedMLP("c_fc", "c_proj", "act"), "gelu_tanh"),
+    "GPT-2": (gpt2, UngatedMLP("c_fc", "c_proj", Activation("act")), "gelu_tanh"),
+    "GPT-NeoX": (lambda: of(GPTNeoXMLP), UngatedMLP("dense_h_to_4h", "dense_4h_to_h", Activation("act")), "gelu"),
+    "Phi": (lambda: of(PhiMLP, "gelu_new"), UngatedMLP("fc1", "fc2", Activation("activation_fn")), "gelu_tanh"),
+    "Starcoder 2": (starcoder2, UngatedMLP("c_fc", "c_proj", Activation("act")), "gelu_tanh"),
     "Falcon": (
         lambda: FalconMLP(transformers.FalconConfig(**PLAIN, ffn_hidden_size=INTERMEDIATE, bias=True)),
-        UngatedMLP("dense_h_to_4h", "dense_4h_to_h", "act"),
+        UngatedMLP("dense_h_to_4h", "dense_4h_to_h", Activation("act")),
         "gelu",
     ),
-    "Nemotron": (lambda: of(NemotronMLP, "relu2"), UngatedMLP("up_proj", "down_proj", "act_fn"), "relu2"),
-    "Arcee": (lambda: of(ArceeMLP, "relu2"), UngatedMLP("up_proj", "down_proj", "act_fn"), "relu2"),
-    "ViT": (lambda: of(ViTMLP), UngatedMLP("fc1", "fc2", "activation_fn"), "gelu"),
-    "CLIP": (lambda: of(CLIPMLP, "quick_gelu"), UngatedMLP("fc1", "fc2", "activation_fn"), "quick_gelu"),
+    "Nemotron": (lambda: of(NemotronMLP, "relu2"), UngatedMLP("up_proj", "down_proj", Activation("act_fn")), "relu2"),
+    "Arcee": (lambda: of(ArceeMLP, "relu2"), UngatedMLP("up_proj", "down_proj", Activation("act_fn")), "relu2"),
+    "ViT": (lambda: of(ViTMLP), UngatedMLP("fc1", "fc2", Activation("activation_fn")), "gelu"),
+    "CLIP": (lambda: of(CLIPMLP, "quick_gelu"), UngatedMLP("fc1", "fc2", Activation("activation_fn")), "quick_gelu"),
     "Sequential": (
         lambda: nn.Sequential(nn.Linear(HIDDEN, 40), nn.ReLU(), nn.Dropout(0.0), nn.Linear(40, HIDDEN)),
-        UngatedMLP("0", "3", "1"),
+        UngatedMLP("0", "3", Activation("1")),
         "relu",
     ),
 }
