@@ -174,9 +174,16 @@ def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
 def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePlan]:
     """The plan of each region, under a rule by which everything may run again."""
     with apply(run.model, policy_from_rules(dict.fromkeys(regions, rerunning_rule(via)))) as handle:
-        for _ in range(2):  # a layer's kernels learn in the first forward which Linears read its norm
+        run.forward()  # a layer's kernels learn in it which Linears read its norm
+        found: dict[str, SavePlan] = {}
+        while (
+            True
+        ):  # where regions of several kinds begin alike, some have taken the plans of others, and have none yet
+            before = len(found)
             run.forward()
-        return {path: plan for path, plan in handle.plans().items() if path in regions}
+            found = {path: plan for path, plan in handle.plans().items() if path in regions}
+            if len(found) in (before, len(regions)):
+                return found
 
 
 def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, bool]:
