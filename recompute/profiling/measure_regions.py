@@ -37,8 +37,9 @@ Progress = Callable[[str, int, int], None]
 _WARMUP = 2
 """Steps before anything is measured. The first makes plans and compiles kernels, the second uses what these learned."""
 
-_WARMUP_UNTIL_CAPTURED = _WARMUP + WARMUP_FRAMES
-"""As many where steps are short. The host's time tells there, and it is that of captured code once a run goes on."""
+_STEPS_UNTIL_CAPTURED = WARMUP_FRAMES
+"""More steps before any is timed, where steps are short. The host's time tells there, and once a run goes on, it is that
+of captured code."""
 
 SLOW_SECONDS = 1.0
 """If the last step of a warm-up takes longer, one step is timed, as so long a step varies little.
@@ -168,12 +169,12 @@ class _RegionMeasurer:
     @property
     def _steps_of_a_job(self) -> int:
         if self._is_timed_as_counted:
-            return self._warmup_steps + self._timed_steps
-        return self._warmup_steps + 1 + 2 * self._timed_steps
+            return _WARMUP + self._timed_steps
+        return _WARMUP + 1 + self._steps_until_captured + 2 * self._timed_steps
 
     @property
-    def _warmup_steps(self) -> int:
-        return _WARMUP if self.is_slow or self.run.is_calculated else _WARMUP_UNTIL_CAPTURED
+    def _steps_until_captured(self) -> int:
+        return 0 if self.is_slow else _STEPS_UNTIL_CAPTURED
 
     @property
     def _timed_steps(self) -> int:
@@ -253,12 +254,12 @@ class _RegionMeasurer:
             for _ in range(_WARMUP):
                 seconds = self._warm_up()
             self.is_slow = seconds > SLOW_SECONDS
-            for _ in range(self._warmup_steps - _WARMUP):
-                self._warm_up()
             at_once = self._is_timed_as_counted
             clock = self.run.clock() if at_once else None
             counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
             self._tell()
+            for _ in range(0 if at_once else self._steps_until_captured):
+                self._warm_up()
             timed = [counted] if at_once else []
             whole = list(timed)
             while len(timed) < self._timed_steps:
