@@ -38,8 +38,7 @@ _WARMUP = 2
 """Steps before anything is measured. The first makes plans and compiles kernels, the second uses what these learned."""
 
 _STEPS_UNTIL_CAPTURED = WARMUP_FRAMES
-"""More steps before any is timed, where steps are short. The host's time tells there, and once a run goes on, it is that
-of captured code."""
+"""More steps before any is timed, where steps are short. There the host's time tells: that of captured code, mostly."""
 
 SLOW_SECONDS = 1.0
 """If the last step of a warm-up takes longer, one step is timed, as so long a step varies little.

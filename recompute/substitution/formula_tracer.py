@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
 from recompute.compiled.autocast_settings import Autocast
-from recompute.engine.modes import dispatch_modes, function_modes
+from recompute.engine.modes import dispatch_modes, function_modes, under
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import top_hooks
 
@@ -105,7 +105,8 @@ class Tracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self.is_tracing = True
         try:
-            with _functions_as_calls():
+            # A mode around, as ``torch.device`` is one, is not in force while it looks at an op. So none is here.
+            with _functions_as_calls(), under(dispatch_modes(), ()):
                 return super().trace(root, concrete_args)
         finally:
             self.is_tracing = False

@@ -79,6 +79,13 @@ def test_finds_the_mlps_there_are(cls: type[nn.Module], config: type[Any]) -> No
     assert find_activation(mlp.act_fn) == ("gelu_tanh" if cls is gemma.GemmaMLP else "silu")
 
 
+def test_finds_them_under_a_mode_too() -> None:
+    with torch.device("cpu"):
+        assert find_kernel_mlp(llama.LlamaMLP(transformers.LlamaConfig(**SHAPE))) is not None
+        assert find_norm(make_norm(llama.LlamaRMSNorm)) is not None
+        assert find_activation(nn.SiLU()) == "silu"
+
+
 def test_finds_gate_and_up_in_one_linear() -> None:
     mlp = phi3.Phi3MLP(transformers.Phi3Config(**SHAPE, pad_token_id=0))
     assert find_gated_mlp(mlp) == GatedMLP("gate_up_proj", None, "down_proj", Activation("activation_fn"))
