@@ -42,6 +42,9 @@ from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import is_in_cuda_graph, local
 from recompute.errors import warn
 
+MAX_HITS = 1
+"""Captured calls between a recorded frame and the one of which its graph is taken, as where two kinds take turns."""
+
 WARMUP_FRAMES = 3
 """Frames with the same plan after which a region is captured."""
 MAX_GRAPHS = 8
@@ -115,6 +118,8 @@ class CapturedRegion:
         self._frames = 0
         self.recorded: RecordedFrame | None = None
         """The last frame whose calls were recorded. A graph is to be taken of the next call that has none."""
+        self._hits = 0
+        """Calls since that frame that ran as captured code."""
         self._recorded_of: WeakKeyDictionary[CapturedGraph, RecordedFrame] = WeakKeyDictionary()
         """Frames of graphs whose calls are of another kind than that frame was, as where two kinds take turns."""
         self.departed: CapturedGraph | None = None
@@ -267,6 +272,9 @@ class CapturedRegion:
         result = graphs.run(self, function, args, kwargs)
         if result is not MISSED:
             self._unused = 0
+            self._hits += 1
+            if self._hits > MAX_HITS:
+                self.recorded = None  # the modules may be others by now
         elif (
             (recorded := self.recorded) is not None
             and not shared.has_failed
