@@ -435,5 +435,5 @@ def test_targets_are_those_that_pytorch_takes() -> None:
     )
     for target in (TARGET[:4], TARGET.int()):
         for each in head():
-            with pytest.raises((ValueError, RuntimeError), match=r"batch_size|to be Long"):
+            with pytest.raises((ValueError, RuntimeError), match=r"batch_size|Long"):
                 F.cross_entropy(each.view(-1, VOCABULARY), target)
