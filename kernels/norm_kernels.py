@@ -438,7 +438,7 @@ def launch_forward(
     x, *strides = _rows(x)
     weight = None if weight is None else launch.dense(weight)
     bias = None if bias is None else launch.dense(bias)
-    nbytes = x.element_size() + (0 if residual is None else residual.element_size())
+    nbytes = sum(each.element_size() for each in (x, residual, weight, bias) if each is not None)
     tiles = _tiles(True, hidden, nbytes, x.device)
     arguments = (x, residual, weight, bias, x if h is None else h, y, mean, rstd, M, hidden, *strides, eps)
     if tiles.wide:

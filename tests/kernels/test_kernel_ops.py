@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # an op's first plan would load it, which leaves reference cycles that hold the call's tensors
 from kernel_testing import FLOAT32_ROUNDING, each_dtype, relative_error, same_bits
 from tiers import by_default
 from torch import Tensor
