@@ -28,7 +28,7 @@ from recompute.ablation.ablation_config import AblationConfig, Comparison
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.results_file import row_from
 from recompute.ablation.subjects import experiment_of, load_text
-from recompute.ablation.trials import AblationRow, Experiment, Progress, Timings, Training, attempted
+from recompute.ablation.trials import AblationRow, Baseline, Experiment, Progress, Timings, attempted
 from recompute.errors import AblationError
 from recompute.policy.document import validate
 
@@ -191,15 +191,14 @@ def _do(job: Mapping[str, Any], folder: Path, channel: TextIO) -> tuple[Any, str
 def _load_baseline(experiment: Experiment, folder: Path) -> None:
     if (folder / _BASELINE).exists():
         found = torch.load(folder / _BASELINE, mmap=True)
-        experiment.baseline = Training(**found, timings={})
+        experiment.baseline = Baseline(**found)
     if (folder / _TOLERANCE).exists():
         experiment.known_tolerance = json.loads((folder / _TOLERANCE).read_text(encoding="utf-8"))
 
 
 def _save_baseline(experiment: Experiment, folder: Path, *, is_new: bool) -> None:
     if is_new and (baseline := experiment.baseline) is not None:
-        kept = {name: getattr(baseline, name) for name in ("losses", "first_gradient", "last_gradient")}
-        torch.save(kept, folder / _BASELINE)
+        torch.save(vars(baseline), folder / _BASELINE)
     if experiment.known_tolerance is not None:
         (folder / _TOLERANCE).write_text(json.dumps(experiment.known_tolerance), encoding="utf-8")
 

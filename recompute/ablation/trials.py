@@ -41,6 +41,7 @@ Progress = Callable[[str, int, int], None]
 Timings = Mapping[str, Sequence[float]]
 """The seconds of each timed step, by what they are of: ``TIMED``."""
 
+_PIECE = 1 << 26  # elements of a gradient that are compared at once
 TIMED = ("step", "forward", "backward", "optimizer", "forward_cpu")
 
 
@@ -125,12 +126,26 @@ class AblationRow:
 
 
 @dataclass(frozen=True)
-class Training:
-    """What a training gave. It is what the others are compared with if it is the baseline's."""
+class Baseline:
+    """What the baseline's training gave, with which the others are compared."""
 
     losses: tuple[float, ...]
     first_gradient: tuple[Tensor, ...]
+    """A flat copy of each parameter's gradient in the first step, on the host."""
     last_gradient: tuple[Tensor, ...]
+
+
+Look = Callable[[nn.Module], Any]
+"""Called with a model that has gradients; returns what is to be known of them."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training gave."""
+
+    losses: tuple[float, ...]
+    looks: tuple[Any, ...]
+    """What was seen of the gradients: in the first step, and in the last."""
     timings: Timings
 
 
@@ -170,7 +185,7 @@ class Experiment:
     """What follows the policy's name where progress is told."""
     token_elements: int | None = None
     """Tokens times layers times the hidden size of a step, for bytes by these."""
-    baseline: Training | None = None
+    baseline: Baseline | None = None
     known_tolerance: float | None = None
 
     @property
@@ -190,7 +205,7 @@ class Experiment:
         )
         with Widened(wider), seeded(self.seed, self.device):
             self.loss(model, batch).backward()
-        return 2 * relative_error(self.baseline.first_gradient, _gradient(model))
+        return 2 * relative_error(*_in_pieces(self.baseline.first_gradient, _gradients(model)))
 
     @property
     def has_baseline(self) -> bool:
@@ -266,13 +281,13 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
     with under(policy, model, experiment.policies, experiment.layers):
         optimizer = experiment.optimizer(model.parameters())
         with deterministic(device.type == "cuda"):
-            trained = _train(experiment, model, optimizer, policy)
+            trained = _train(experiment, model, optimizer, policy, _looks(experiment.baseline, policy))
         timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
         with seeded(experiment.seed, device):
             forward = partial(experiment.forward, model, experiment.batches[-1])
             memory = counters.step_memory(forward, device, _decoder_in(model))
     if policy == BASELINE:
-        experiment.baseline = trained
+        experiment.baseline = Baseline(trained.losses, *trained.looks)
     held, elements = memory.activation_bytes_held, experiment.token_elements
     row = AblationRow(
         policy,
@@ -286,6 +301,15 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
         losses=trained.losses,
     ).timed([timed.timings])
     return _compared(row, trained, experiment.baseline, tolerance) if experiment.baseline else row
+
+
+def _looks(baseline: Baseline | None, policy: str) -> tuple[Look, ...]:
+    """What to see of the gradients in the first step and in the last. The baseline's are copied for the others."""
+    if policy == BASELINE:
+        return _copied, _copied
+    if baseline is None:
+        return ()
+    return partial(_compare, expected=baseline.first_gradient), partial(_compare, expected=baseline.last_gradient)
 
 
 def _step_peak(experiment: Experiment, policy: str) -> int:
@@ -325,9 +349,10 @@ def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {name: sum(each.nbytes for each in kept if isinstance(each, Tensor)) for name, kept in tensors.items()}
 
 
-def _compared(row: AblationRow, trained: Training, baseline: Training, tolerance: float | None) -> AblationRow:
-    first_matches, first_error = _compare(trained.first_gradient, baseline.first_gradient)
-    last_matches, last_error = _compare(trained.last_gradient, baseline.last_gradient)
+def _compared(row: AblationRow, trained: Training, baseline: Baseline, tolerance: float | None) -> AblationRow:
+    (first_matches, first_error), (last_matches, last_error) = (
+        ((True, 0.0), (True, 0.0)) if row.policy == BASELINE else trained.looks
+    )
     if not row.exact:
         first_matches, last_matches = tolerance is not None and first_error <= tolerance, True
     return replace(
@@ -341,10 +366,13 @@ def _compared(row: AblationRow, trained: Training, baseline: Training, tolerance
     )
 
 
-def _train(experiment: Experiment, model: nn.Module, optimizer: Optimizer, policy: str) -> Training:
+def _train(
+    experiment: Experiment, model: nn.Module, optimizer: Optimizer, policy: str, looks: Sequence[Look] = ()
+) -> Training:
+    """looks: at the gradients of the first step, and of the last; none to look at no gradient."""
     device, steps = experiment.device, len(experiment.batches)
     seconds: dict[str, list[float]] = {name: [] for name in TIMED}
-    losses, gradients = [], []
+    losses, seen = [], []
     with seeded(experiment.seed, device):
         for step, batch in enumerate(experiment.batches):
             optimizer.zero_grad()
@@ -362,16 +390,15 @@ def _train(experiment: Experiment, model: nn.Module, optimizer: Optimizer, polic
             for name, spent in clock.seconds.items():
                 seconds[name].append(spent)
             losses.append(loss.item())
-            if step in (0, steps - 1):
-                gradients.append(_gradient(model))
+            at_ends = {0: looks[:1], steps - 1: looks[1:]} if steps > 1 else {0: looks}
+            seen += [look(model) for look in at_ends.get(step, ())]
             experiment.progress(f"{policy}{experiment.place}", step + 1, steps)
     if device.type != "cuda":
         del seconds["forward_cpu"]
     warmup = min(experiment.warmup, steps - 1)
     return Training(
         losses=tuple(losses),
-        first_gradient=gradients[0],
-        last_gradient=gradients[-1],
+        looks=tuple(seen),
         timings={name: tuple(each[warmup:]) for name, each in seconds.items() if each},
     )
 
@@ -396,14 +423,28 @@ def _meanings(policy: str, policies: Mapping[str, PolicyLike]) -> list[Meaning]:
     return [meaning_of(rule) for rule in load_policy(policies.get(policy, policy)).rules]
 
 
-def _gradient(model: nn.Module) -> tuple[Tensor, ...]:
-    """A flat copy of each parameter's gradient, on the host; zeros where a policy left none."""
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return tuple(gradient.flatten().to("cpu", copy=True) for gradient in gradients)
+def _gradients(model: nn.Module) -> list[Tensor]:
+    """Each parameter's gradient, flat; zeros where a policy left none."""
+    return [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
 
 
-def _compare(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool, float]:
-    """Whether all bits are the same, and the relative error."""
-    if all(map(same_bits, gradient, reference)):
+def _copied(model: nn.Module) -> tuple[Tensor, ...]:
+    """The gradients, on the host."""
+    return tuple(each.to("cpu", copy=True) for each in _gradients(model))
+
+
+def _compare(model: nn.Module, expected: Sequence[Tensor]) -> tuple[bool, float]:
+    """Whether all bits of the gradients are as expected, and the relative error."""
+    if all(map(same_bits, *_in_pieces(_gradients(model), expected))):
         return True, 0.0
-    return False, relative_error(gradient, reference)
+    return False, relative_error(*_in_pieces(_gradients(model), expected))
+
+
+def _in_pieces(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
+    """Flat tensors in pieces, for a comparison: on the device of any of them, which has little memory to spare."""
+    device = next((each.device for each in (*tensors, *others) if each.device.type != "cpu"), torch.device("cpu"))
+
+    def pieces(each: Sequence[Tensor]) -> Iterator[Tensor]:
+        return (piece.to(device) for tensor in each for piece in tensor.split(_PIECE))
+
+    return pieces(tensors), pieces(others)

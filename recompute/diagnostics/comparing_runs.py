@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     return one.shape == other.shape and one.dtype is other.dtype and count_different(one, other) == 0
 
 
-def relative_error(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+def relative_error(tensors: Iterable[Tensor], reference: Iterable[Tensor]) -> float:
     """‖tensors - reference‖ / ‖reference‖ over all of them together, in float64."""
     difference = norm = 0.0
     for one, other in zip(tensors, reference, strict=True):
