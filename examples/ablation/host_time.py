@@ -3,6 +3,10 @@
     python examples/ablation/host_time.py --in-turn --json host-time.json
     python examples/ablation/host_time.py --tiny --models gpt2-xl --ways elementwise  # small ones, on the CPU, too
 
+A way with "+graph" behind its name is one CUDA graph of the whole of forward and backward:
+
+    python examples/ablation/host_time.py --models llama-60m --ways none+graph elementwise+graph auto+graph
+
 Models have random weights in bfloat16, the same for each way. A step is forward, backward, fused AdamW and the release
 of the gradients. Its time is the median from an idle device to an idle device. The time of forward is that until the
 call returns, even if the device is not done. Bytes are those above parameters, gradients and optimizer states. Before
@@ -52,6 +56,10 @@ Row = dict[str, Any]
 CHECKPOINTING = "gradient-checkpointing"  # transformers' own, of each layer
 WAYS = (BASELINE, CHECKPOINTING, "elementwise", "auto")
 PEERS = ("torch-selective", "liger", "torch-compile-selective")
+GRAPH = "+graph"
+"""Follows the name of a policy or a peer whose forward and backward are captured in a CUDA graph."""
+GRAPHED = (BASELINE, "elementwise", "auto")
+GRAPH_WARMUP = 8  # steps before the capture, in which policies settle
 SEED, LEARNING_RATE = 0, 1e-5
 MEASURES = {
     "ms a step": ".1f",
@@ -100,6 +108,10 @@ LLAMA = {
     "vocab_size": 256, "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
 }  # fmt: skip
+LLAMA_60M = {
+    "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1376,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
 MIXTRAL = {
     "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 3584, "num_local_experts": 8,
     "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -116,6 +128,7 @@ CASES = {
     "gpt-neox": Case("GPTNeoXConfig", PYTHIA, 2, 2048),
     "phi-3": Case("Phi3Config", {"num_hidden_layers": 16}, 1, 4096),
     "gpt2-xl": Case("GPT2Config", GPT2_XL, 8, 1024),
+    "llama-60m": Case("LlamaConfig", LLAMA_60M, 1, 512, (*WAYS, *PEERS, *(way + GRAPH for way in GRAPHED))),
 }
 TINY_LENGTH = 64
 TINY = {
@@ -144,13 +157,57 @@ def only_layers(model: Any, ids: Tensor) -> dict[str, Any]:
     return {"hidden": hidden, "rotary": rotary}
 
 
-def first_step(model: Any, batch: dict[str, Any], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The loss, and the gradients of all parameters: zeros where there are none."""
-    with deterministic(device.type == "cuda"), seeded(SEED, device):
-        loss = model(**batch).loss
+class EagerStep:
+    """Forward and backward, launched op by op."""
+
+    def __init__(self, model: Any, batch: dict[str, Any]):
+        self.model = model
+        self.batch = batch
+
+    def run(self) -> tuple[Tensor, float | None]:
+        """The loss, and the seconds until forward has returned."""
+        start = counters.host_seconds()
+        loss = self.model(**self.batch).loss
+        seconds = counters.host_seconds() - start
         loss.backward()
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
-    return loss.detach(), gradients
+        return loss.detach(), seconds
+
+    def release_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+class GraphedStep(EagerStep):
+    """Forward and backward as one CUDA graph, which writes loss and gradients into the same memory each time."""
+
+    def __init__(self, model: Any, batch: dict[str, Any]):
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"{GRAPH}: expected a CUDA device; there is none")
+        super().__init__(model, batch)
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):  # what is made once, such as the workspaces of cuBLAS, is made before
+            for _ in range(GRAPH_WARMUP):
+                super().run()
+        torch.cuda.current_stream().wait_stream(beside)
+        self.model.zero_grad(set_to_none=True)  # so that the graph makes the gradients
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._loss, _ = super().run()
+
+    def run(self) -> tuple[Tensor, float | None]:
+        self._graph.replay()
+        return self._loss, None
+
+    def release_gradients(self) -> None:
+        """They belong to the graph."""
+
+
+def first_step(step: EagerStep, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and the gradients of all parameters: zeros where there are none."""
+    with seeded(SEED, device):
+        loss, _ = step.run()
+    parameters = step.model.parameters()
+    return loss, [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
 
 
 def compared(found: tuple[Tensor, list[Tensor]], reference: tuple[Tensor, list[Tensor]]) -> Row:
@@ -162,14 +219,12 @@ def compared(found: tuple[Tensor, list[Tensor]], reference: tuple[Tensor, list[T
     }
 
 
-def step(model: Any, batch: dict[str, Any], optimizer: AdamW, device: torch.device) -> tuple[float, float]:
-    """Train; returns the seconds that it takes, and those until forward returns."""
+def train(step: EagerStep, optimizer: AdamW, device: torch.device) -> tuple[float, float | None]:
+    """Take a whole step; returns the seconds that it takes, and those until forward returns."""
     start = counters.wall_seconds(device)
-    loss = model(**batch).loss
-    forward_seconds = counters.host_seconds() - start
-    loss.backward()
+    _, forward_seconds = step.run()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    step.release_gradients()
     return counters.wall_seconds(device) - start, forward_seconds
 
 
@@ -207,14 +262,17 @@ class Trial:
             row["error"] = f"{type(error).__name__}: {error}"
 
     def _train(self, row: Row) -> Iterator[None]:
-        way, device = row["way"], self.device
+        device = self.device
+        way, is_graphed = row["way"].removesuffix(GRAPH), row["way"].endswith(GRAPH)
+        make_step = GraphedStep if is_graphed else EagerStep
         model, batch = self.case.make(device)
         if way == CHECKPOINTING:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         with nullcontext() if way == CHECKPOINTING else under(way, model):
             optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-            first = first_step(model, batch, device)
-            if way == BASELINE:
+            with deterministic(device.type == "cuda"):
+                first = first_step(make_step(model, batch), device)
+            if row["way"] == BASELINE:
                 self.reference = first
             if self.reference is not None:
                 row |= compared(first, self.reference)
@@ -222,16 +280,18 @@ class Trial:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             yield
-            taken = []
+            step, taken = make_step(model, batch), []
             for _ in range(self.warmup + self.steps):
-                taken.append(step(model, batch, optimizer, device))
+                taken.append(train(step, optimizer, device))
                 yield
+            whole, forward = zip(*taken[self.warmup :], strict=True)
+            row["ms a step"] = statistics.median(whole) * 1e3
+            if is_graphed:  # it holds its memory from step to step, and has no forward of its own
+                return
             model(**batch).loss.backward()  # so that the gradients are there before bytes are counted
             memory = counters.step_memory(lambda: model(**batch).loss, device)
-        whole, forward = map(statistics.median, zip(*taken[self.warmup :], strict=True))
         row |= {
-            "ms a step": whole * 1e3,
-            "CPU ms a forward": forward * 1e3,
+            "CPU ms a forward": statistics.median(forward) * 1e3,
             "peak GiB": memory.peak_bytes / 2**30,
             "held GiB": memory.activation_bytes_held / 2**30,
         }
@@ -254,9 +314,10 @@ def take_turns(runs: Sequence[Iterator[None]]) -> None:
 
 
 def known_way(name: str) -> str:
-    if name != CHECKPOINTING and not is_peer(name):
+    way = name.removesuffix(GRAPH)
+    if way != CHECKPOINTING and not is_peer(way):
         try:
-            load_policy(name.removesuffix(COMPILED))
+            load_policy(way.removesuffix(COMPILED))
         except PolicyError as error:
             known = ", ".join([CHECKPOINTING, *PEERS])
             raise argparse.ArgumentTypeError(f"expected one of {known}, or a policy: {error}") from error

@@ -25,11 +25,11 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(SCRIPT))
 
 
-def trial(script: dict[str, Any], *ways: str, kind: str = "Trial") -> Any:
+def trial(script: dict[str, Any], *ways: str, kind: str = "Trial", device: str = "cpu") -> Any:
     """Of a tiny Llama's layers: two steps, and one to warm up."""
     case = script["CASES"]["llama-1b-layers"]
     case = replace(case, sizes=case.sizes | script["TINY"], sequence_length=8, ways=ways)
-    return script[kind](case, torch.device("cpu"), warmup=1, steps=2)
+    return script[kind](case, torch.device(device), warmup=1, steps=2)
 
 
 @pytest.mark.slow
@@ -75,6 +75,25 @@ def test_layers_alone_train_the_same_under_each_exact_way(script: dict[str, Any]
     _, gradients = found.reference
     without = sum(not gradient.any() for gradient in gradients)
     assert without == 3  # of embedding, last norm and head
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_step_in_a_cuda_graph_trains_the_same(in_turn: bool, script: dict[str, Any]) -> None:
+    found = trial(script, "none", "none+graph", "elementwise+graph", "auto+graph", device="cuda")
+    _, plain, exact, auto = found.rows(in_turn=in_turn)
+    assert not any("error" in row for row in (plain, exact, auto))
+    assert plain["same gradients"]
+    assert exact["same gradients"]
+    assert 0 < auto["error of gradients"] < 0.1
+    assert exact["ms a step"] > 0
+    assert exact["CPU ms a forward"] is exact["held GiB"] is None
+
+
+def test_without_cuda_a_graph_says_what_it_needs(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, graphed = trial(script, "none", "none+graph").rows(in_turn=False)
+    assert graphed["error"] == "RuntimeError: +graph: expected a CUDA device; there is none"
 
 
 @pytest.mark.slow
@@ -130,7 +149,10 @@ def test_where_none_fails_others_are_measured_and_compared_with_nothing(in_turn:
     ("arguments", "complaint"),
     [
         (["--models", "gpt2"], r"argument --models: invalid choice: 'gpt2' \(choose from .*gpt2-xl"),
-        (["--ways", "elementwize"], "argument --ways: expected one of gradient-checkpointing, .*mean 'elementwise'"),
+        (
+            ["--ways", "elementwize+graph"],
+            "argument --ways: expected one of gradient-checkpointing, .*mean 'elementwise'",
+        ),
         (["--steps", "0"], "expected --steps of at least 1"),
     ],
 )
