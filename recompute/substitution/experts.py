@@ -65,7 +65,8 @@ class KernelActivationRunner(KernelRunner):
         return forward(*args, **kwargs)  # a compiler fuses what it can
 
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if is_tracing() and self.settings.are_those_of(module):
+        is_by_kernel = self.fallback is None or self.is_where_kernels_are(args, kwargs)
+        if is_tracing() and is_by_kernel and self.settings.are_those_of(module):
             return activated(only_argument(args, kwargs), self.activation)
         return forward(*args, **kwargs)  # nothing is held for backward
 

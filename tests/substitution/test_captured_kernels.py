@@ -154,6 +154,19 @@ def test_layers_with_stacked_experts_are_captured_with_the_kernels_bits(name: st
     assert_same(found, expected)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+def test_layers_with_stacked_experts_are_captured_where_no_kernel_runs() -> None:
+    code, plain = (models.make("mixtral", dtype=torch.bfloat16, output_router_logits=False) for _ in "ab")
+    batch = models.batch("mixtral")
+    captured(code, batch, recompute.apply(code, "auto"))
+    with runs_code() as count:
+        found = gradients(code, batch)
+    assert count() == LAYERS + 1  # and the last norm
+    for _ in range(2):
+        expected = gradients(plain, batch)
+    assert_same(found, expected)
+
+
 @pytest.mark.slow
 def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
     code, kernels = (models.make("llama", num_hidden_layers=1).to(device) for _ in range(2))
