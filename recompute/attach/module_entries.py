@@ -1,9 +1,9 @@
-"""Lists the modules that a policy may govern, as plain data, and says which of them are the model's repeated blocks."""
+"""Lists the modules that a policy may govern, as plain data, and says which of them are blocks, and which a head."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict
     name: is taken for the name of the model's class.
     """
     blocks = _blocks(model, name)
+    heads = _heads(model, blocks)
     entries: list[ModuleEntry] = []
     modules: dict[str, nn.Module] = {}
     pending: list[tuple[str, nn.Module, Place]] = [("", model, (None, None))]
@@ -37,7 +38,9 @@ def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict
             is_item = isinstance(parent, nn.ModuleList) and child_path.rpartition(".")[2].isdigit()
             pending.append((child_path, child, place if is_item else blocks.get(child_path, around)))
         if _has_forward(parent):
-            entries.append(ModuleEntry(path, type(parent).__name__ if path else name, *around, path in blocks))
+            entries.append(
+                ModuleEntry(path, type(parent).__name__ if path else name, *around, path in blocks, path in heads)
+            )
             modules[path] = parent
     return entries, modules
 
@@ -66,6 +69,29 @@ def _blocks(model: nn.Module, name: str) -> dict[str, Place]:
         return {"": (None, None)}
     found = list(_repeated(model))
     return {block.path: block.place for block in [block for block in found if block.is_whole] or found}
+
+
+def _heads(model: nn.Module, blocks: Collection[str]) -> set[str]:
+    """The paths of what gives a language model's logits: what ``type: head`` selects.
+
+    It is called lm_head, or is a Linear as large as the largest Embedding and in no block. Weights need not be tied.
+    """
+    sizes = [(each.num_embeddings, each.embedding_dim) for each in model.modules() if isinstance(each, nn.Embedding)]
+    found: set[str] = set()
+    pending = [("", model)]
+    while pending:
+        path, parent = pending.pop()
+        for child_path, child, _ in _children(parent, path):
+            is_named = child_path.rpartition(".")[2] == "lm_head"
+            if is_named or (sizes and isinstance(child, nn.Linear) and _size(child) == max(sizes)):
+                found.add(child_path)
+            elif child_path not in blocks:
+                pending.append((child_path, child))
+    return found
+
+
+def _size(linear: nn.Linear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 def _repeated(parent: nn.Module, path: str = "") -> Iterator[_Block]:

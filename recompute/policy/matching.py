@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from recompute.policy.rules import BLOCK, Policy, Rule
+from recompute.policy.rules import BLOCK, HEAD, Policy, Rule
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class ModuleEntry:
     type: the name of its class.
     layer, layer_count: its index in the list whose layers a rule's ``layers`` counts, and that list's length; or None.
     is_block: whether it is one of the model's repeated layers: see ``Rule``.
+    is_head: whether it gives a language model's logits.
     """
 
     path: str
@@ -28,6 +29,7 @@ class ModuleEntry:
     layer: int | None = None
     layer_count: int | None = None
     is_block: bool = False
+    is_head: bool = False
 
 
 def assign(policy: Policy, modules: Iterable[ModuleEntry]) -> dict[str, int]:
@@ -102,7 +104,7 @@ class _Candidates:
     def of(self, module: ModuleEntry) -> Iterable[int]:
         """In order, the rules that may match ``module``."""
         found = [self._by_part[part] for part in {*module.path.split(".")} if part in self._by_part]
-        found += [self._by_type[name] for name in {module.type, BLOCK} if name in self._by_type]
+        found += [self._by_type[name] for name in {module.type, BLOCK, HEAD} if name in self._by_type]
         return heapq.merge(*found, self._others) if found else self._others
 
 
@@ -127,13 +129,14 @@ class _Selector:
 
     @cached_property
     def _class(self) -> re.Pattern[str] | None:
-        return _compile([glob for glob in self._rule.type if glob != BLOCK])
+        return _compile([glob for glob in self._rule.type if glob not in (BLOCK, HEAD)])
 
     def has_path(self, module: ModuleEntry) -> bool:
         return not self._rule.match or _matches(self._path, module.path)
 
     def has_type(self, module: ModuleEntry) -> bool:
-        if not self._rule.type or (module.is_block and BLOCK in self._rule.type):
+        words = self._rule.type
+        if not words or (module.is_block and BLOCK in words) or (module.is_head and HEAD in words):
             return True
         return _matches(self._class, module.type)
 
@@ -177,8 +180,15 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
                 f"type {BLOCK!r} finds no layers that repeat: no ModuleList, ModuleDict or Sequential holds modules "
                 "with parts of one class, or one of a class *Layer or *Block"
             )
-        has_blocks = any(module.is_block for module in modules)
-        candidates = dict.fromkeys([module.type for module in modules] + [BLOCK] * has_blocks)
+        if rule.type == (HEAD,):
+            return (
+                f"type {HEAD!r} finds no head: no module is called lm_head, and no Linear has as many inputs and "
+                "outputs as the largest Embedding has columns and rows"
+            )
+        words = [
+            word for word, has in ((BLOCK, "is_block"), (HEAD, "is_head")) if any(getattr(m, has) for m in modules)
+        ]
+        candidates = dict.fromkeys([module.type for module in modules] + words)
         return f"type {_quoted(rule.type)} is the class of no module{_nearest(rule.type, candidates)}"
     by_type = [module for module in by_path if selector.has_type(module)]
     if not by_type:

@@ -47,6 +47,9 @@ NO_RULES: Final = "none"
 BLOCK: Final = "block"
 """The word in a rule's ``type`` for the repeated layers of a model, whatever their class is called."""
 
+HEAD: Final = "head"
+"""The word in a rule's ``type`` for what gives a language model's logits, whatever it is called."""
+
 _BELONGS_TO = {
     "via": ("recompute",),
     "rerun": ("recompute",),
@@ -254,10 +257,11 @@ class Rule(BaseModel):
     """Gives ``action`` to the modules that ``match`` and ``type`` and ``layers`` all select.
 
     match: globs over dotted module paths ("*" one part, "**" any number, "?" one character); () is any path.
-    type: globs over class names, or the word "block"; () is any class. A block is one of a model's repeated layers: a
-        child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or occurs there
-        several times and has a norm. Only the outermost count: experts and attention heads are parts of a block. A
-        stage of a vision model is not a block, but the blocks in it are.
+    type: globs over class names, or the words "block" and "head"; () is any class. A block is one of a model's repeated
+        layers: a child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or occurs
+        there several times and has a norm. Only the outermost count: experts and attention heads are parts of a block.
+        A stage of a vision model is not a block, but the blocks in it are. A head is called lm_head, or is a Linear
+        with as many inputs and outputs as the model's largest Embedding has columns and rows, and is in no block.
     layers: indices in the nearest ModuleList around a module, or in the Sequential or ModuleDict that its block is a
         child of; None is any index, and also modules in no list.
     via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).

@@ -68,7 +68,17 @@ def test_a_word_near_block_is_told_of_it() -> None:
         recompute.apply(decoder(), rules(rule("blocks")))
 
 
-@pytest.mark.parametrize("spelled", [["block"], "block", ["block", "TinyRMSNorm"]])
+def test_where_there_is_no_head_it_says_what_one_is() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    with pytest.raises(
+        NoEffectError, match="type 'head' finds no head: no module is called lm_head, and no Linear has"
+    ):
+        recompute.apply(model, rules(rule("head")))
+    with pytest.raises(NoEffectError, match="type 'heads' is the class of no module; nearest: 'head'"):
+        recompute.apply(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)), rules(rule("heads")))
+
+
+@pytest.mark.parametrize("spelled", [["block"], "block", ["block", "head"], ["block", "TinyRMSNorm"]])
 def test_block_survives_yaml_and_is_told_from_a_class(spelled: Any) -> None:
     policy = load_policy(rules(rule(spelled)))
     again = load_policy({"rules": policy.model_dump()["rules"]})

@@ -1,4 +1,4 @@
-"""Which modules are a model's repeated blocks, wherever they are and whatever they are called."""
+"""Which modules are a model's repeated blocks, and which its head, wherever they are and whatever they are called."""
 
 from __future__ import annotations
 
@@ -166,6 +166,34 @@ def stack(path: str, count: int = 3) -> list[str]:
 )
 def test_blocks_are_the_outermost_modules_that_repeat(model: nn.Module, expected: list[str]) -> None:
     assert blocks(model) == expected
+
+
+def heads(model: nn.Module) -> list[str]:
+    return [entry.path for entry in module_entries(model, type(model).__name__)[0] if entry.is_head]
+
+
+def embedded(**parts: nn.Module) -> nn.Module:
+    """A model with 11 words and 5 positions, 4 wide."""
+    return Model(words=nn.Embedding(11, 4), positions=nn.Embedding(5, 4), **parts)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (embedded(output=nn.Linear(4, 11)), ["output"]),
+        (embedded(predictions=Model(dense=nn.Linear(4, 4), decoder=nn.Linear(4, 11))), ["predictions.decoder"]),
+        (embedded(lm_head=nn.Linear(4, 16)), ["lm_head"]),  # padded
+        (embedded(lm_head=Model(dense=nn.Linear(4, 4), decoder=nn.Linear(4, 11))), ["lm_head"]),  # all of it
+        (Model(inner=Model(lm_head=nn.Linear(4, 16))), ["inner.lm_head"]),
+        (embedded(classifier=nn.Linear(4, 5), back=nn.Linear(11, 4)), []),
+        (embedded(blocks=nn.ModuleList([Block(), Block()]), gate=nn.Linear(4, 2)), []),
+        (Model(words=nn.Embedding(4, 4), blocks=nn.ModuleList([Block(), Block()])), []),  # with square Linears
+        (Model(head=nn.Linear(4, 11)), []),
+    ],
+    ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
+)
+def test_a_head_is_as_large_as_the_largest_embedding_or_has_the_name(model: nn.Module, expected: list[str]) -> None:
+    assert heads(model) == expected
 
 
 def test_blocks_run_again_from_their_inputs_under_full() -> None:

@@ -73,7 +73,7 @@ def test_layers_are_computed_whole_and_captured(layers: str) -> None:
     plain, model = Transformer().double(), Transformer().double()
     found = [rule("block", "recompute", via="kernel")]
     if layers == "with the head":
-        found.append({"match": "output", "action": "recompute", "via": "kernel"})
+        found.append(rule("head", "recompute", via="kernel"))
     handle = recompute.apply(model, rules(*found))
     for step in range(7):
         tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(step))
@@ -83,6 +83,7 @@ def test_layers_are_computed_whole_and_captured(layers: str) -> None:
         for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, msg=lambda told, name=name: f"{name}: {told}")
     said = str(handle.explain())
+    assert ("linear_cross_entropy" in said) == (layers == "with the head")
     assert "kernel: norm_linears, residual_mlp" in said
     assert "kernel: gated_mlp (silu)" in said
     assert "layers.*: 2 of 2 run as captured code" in said
