@@ -61,6 +61,17 @@ def steps(model: nn.Module, count: int = 2, **arguments: Any) -> list[list[Tenso
     return train(model, lambda: model(input_ids=IDS, labels=IDS, **arguments).loss, steps=count)
 
 
+def gradients_of_batches(model: nn.Module, count: int) -> list[list[Tensor]]:
+    """The gradients of each of several batches, with the same weights."""
+    found = []
+    for seed in range(count):
+        ids = torch.randint(3, VOCABULARY, IDS.shape, generator=torch.Generator().manual_seed(seed))
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found
+
+
 def applied(model: nn.Module, policy: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", PolicyWarning)
@@ -132,12 +143,12 @@ def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) 
     model, eager = make(name), make(name)
     exact = in_float64(eager)
     handle = applied(model, LAYERS_BY_KERNELS)
-    # From the second step on, when the Linears behind a norm are known.
-    found, without, truth = (steps(each, 5)[1:] for each in (model, eager, exact))
+    # From the second time on, when the Linears behind a norm are known.
+    found, without, truth = (gradients_of_batches(each, 9)[1:] for each in (model, eager, exact))
     assert 0 < gradient_error(without[0], truth[0]) < 1e-5
-    # Of one step the ratio differs by a quarter from processor to processor, as sums are in other orders: so of four.
+    # Of one batch the ratio differs by a quarter from processor to processor, as sums are in other orders: so of eight.
     ratios = [gradient_error(a, c) / gradient_error(b, c) for a, b, c in zip(found, without, truth, strict=True)]
-    assert statistics.mean(ratios) <= 1.25
+    assert statistics.mean(ratios) <= 1.15
     notes = handle.explain()
     assert ("norm_linears, residual_mlp" in notes) is (name not in ("gemma2", "gemma3"))  # which norm once more
     for kernel in ("gated_mlp", "rope, as apply_rotary_pos_emb", "rms_norm", "linear_cross_entropy"):
