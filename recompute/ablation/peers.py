@@ -194,6 +194,7 @@ _SELECTIVE = partial(
     create_selective_checkpoint_contexts,
     [
         torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -217,7 +217,7 @@ class KernelLayerRunner(KernelRunner):
             weights, biases = zip(*linears, strict=True)
 
             def kernel(x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-                return norm_linears(x, weight, weights, biases, norm.eps, norm.casting)
+                return norm_linears(x, weight, weights, biases, norm.eps_for(x), norm.casting)
 
             def as_written(x: Tensor) -> list[Tensor]:
                 y = self._as_written(0)(x)
@@ -257,7 +257,8 @@ class KernelLayerRunner(KernelRunner):
 
         def kernel(x: Tensor, stream: Tensor) -> Tensor:
             settings: dict[str, Any] = {**biases, "compress": self.compresses, "tile": self.tile}
-            return residual_mlp(x, stream, weight, gate, up, down, norm.eps, norm.casting, activation, **settings)
+            eps = norm.eps_for(x, stream)
+            return residual_mlp(x, stream, weight, gate, up, down, eps, norm.casting, activation, **settings)
 
         def as_written(x: Tensor, stream: Tensor) -> Tensor:
             y, h = sum_and_norm(x, stream)

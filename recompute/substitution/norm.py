@@ -35,7 +35,8 @@ class KernelRMSNorm:
     """``rms_norm(x, weight, eps, casting)``, where ``weight`` is the name of an attribute, or None."""
 
     weight: str | None
-    eps: float
+    eps: float | None
+    """None: that of ``torch.nn.RMSNorm``, the epsilon of the dtype in which it computes."""
     casting: str
     settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
@@ -54,13 +55,20 @@ class KernelRMSNorm:
     def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
         from recompute.kernels.rms_norm import rms_norm
 
-        return rms_norm(x, weight, self.eps, self.casting)
+        return rms_norm(x, weight, self.eps_for(x), self.casting)
 
     def add(self, x: Tensor, stream: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of ``x + stream``, and that sum."""
         from recompute.kernels.add_rms_norm import add_rms_norm
 
-        return add_rms_norm(x, stream, weight, self.eps, self.casting)
+        return add_rms_norm(x, stream, weight, self.eps_for(x, stream), self.casting)
+
+    def eps_for(self, *inputs: Tensor | None) -> float:
+        """What is added to the mean square of the sum of these."""
+        if self.eps is not None:
+            return self.eps
+        is_double = any(each is not None and each.dtype is torch.float64 for each in inputs)
+        return torch.finfo(torch.float64 if is_double else torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,7 @@ def find_norm(module: nn.Module) -> KernelNorm | None:
 
 def _find_norm(module: nn.Module) -> KernelNorm | None:
     if type(module) is nn.RMSNorm:
-        if len(module.normalized_shape) != 1 or module.eps is None:
+        if len(module.normalized_shape) != 1:
             return None
         return KernelRMSNorm(None if module.weight is None else "weight", module.eps, "none")
     formula = formula_of(module)

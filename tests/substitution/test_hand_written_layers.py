@@ -44,7 +44,7 @@ class TransformerBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(), FeedForward()
-        self.attention_norm, self.ffn_norm = (nn.RMSNorm(WIDTH, eps=1e-5) for _ in range(2))
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH, eps=1e-5), nn.RMSNorm(WIDTH)
 
     def forward(self, x: Tensor, frequencies: Tensor) -> Tensor:
         h = x + self.attention(self.attention_norm(x), frequencies)

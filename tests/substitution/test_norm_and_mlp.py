@@ -262,6 +262,18 @@ def test_finds_norms_that_nobody_has_heard_of() -> None:
     assert find_norm(nn.RMSNorm(HIDDEN, eps=1e-3, elementwise_affine=False)) == KernelRMSNorm(None, 1e-3, "none")
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_an_epsilon_that_nobody_gave_is_that_of_the_dtype_in_which_torch_computes(dtype: torch.dtype) -> None:
+    module = nn.RMSNorm(HIDDEN).to(dtype)
+    norm = find_norm(module)
+    assert norm == KernelRMSNorm("weight", None, "none")
+    # Numbers so small that the epsilon of any other dtype gives others.
+    x = torch.randn(TOKENS, HIDDEN, dtype=dtype) * (1e-8 if dtype is torch.float64 else 1e-4)
+    torch.testing.assert_close(norm.compute(x, module.weight), module(x))
+    y, total = norm.add(x, x, module.weight)
+    torch.testing.assert_close((y, total), (module(x + x), x + x))
+
+
 def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
     class Renamed(nn.Module):
         def __init__(self) -> None:

@@ -281,7 +281,6 @@ def test_what_is_nearly_a_norm_is_none(forward: Callable[..., Any], training: bo
     "module",
     [
         nn.LayerNorm((2, HIDDEN)),
-        nn.RMSNorm(HIDDEN),  # an eps that depends on the dtype
         nn.RMSNorm((2, HIDDEN), eps=1e-6),
         nn.GroupNorm(1, HIDDEN),
         nn.Identity(),
