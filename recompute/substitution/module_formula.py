@@ -156,6 +156,7 @@ _FUNCTIONS = {
     F.silu: "silu",
     F.gelu: "gelu",
     F.layer_norm: "layer_norm",
+    F.rms_norm: "rms_norm",
 }
 _METHODS = {
     *("to", "float", "type_as", "pow", "mean", "rsqrt", "mul", "add", "sub", "chunk", "view", "size"),
@@ -163,6 +164,7 @@ _METHODS = {
 }
 _PARAMETERS = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "gelu": ("input", "approximate"),
     "silu": ("input", "inplace"),
     "relu": ("input", "inplace"),
@@ -266,7 +268,9 @@ class _FormulaBuilder:
         if isinstance(value, float):
             self.numbers.append(value)
             return ("number", len(self.numbers) - 1)
-        return tuple(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(value, (list, tuple)):
+            return tuple([values[each] if isinstance(each, fx.Node) else each for each in value])
+        return value
 
     def _index(self, name: str) -> int:
         self.names.append(name)

@@ -159,7 +159,7 @@ def _find_norm(module: nn.Module) -> KernelNorm | None:
     formula = formula_of(module)
     if formula is None:
         return None
-    if (found := _functional_layer_norm(formula)) is not None:
+    if (found := _functional_layer_norm(formula) or _functional_rms_norm(formula)) is not None:
         return found
     for pattern, make_norm in _patterns():
         if formula.tree == pattern.tree:
@@ -202,6 +202,33 @@ def _functional_layer_norm(formula: Formula) -> KernelLayerNorm | None:
         case _:
             return None
     return KernelLayerNorm(names[0], names[1], formula.numbers[0], width, is_functional)
+
+
+def _functional_rms_norm(formula: Formula) -> KernelRMSNorm | None:
+    """A call of ``torch.nn.functional.rms_norm`` over the last dimension."""
+    match formula.tree:
+        case ("rms_norm", ("input", 0), shape, weight, None | ("number", 0)):
+            eps = formula.numbers[0] if formula.numbers else None
+        case _:
+            return None
+    match weight:
+        case None:
+            name = None
+        case ("attribute", int(index)):
+            name = formula.names[index]
+        case _:
+            return None
+    of_input = ("getattr", ("input", 0), "shape")
+    match shape:
+        case (int(),) | (("size", ("input", 0), -1),):
+            pass
+        case (("getitem", given, -1),) | ("getitem", given, slice(start=-1, stop=None, step=None)) if given == of_input:
+            pass
+        case ("getattr", ("attribute", int(index)), "shape") if formula.names[index] == name:
+            pass
+        case _:
+            return None
+    return KernelRMSNorm(name, eps, "none")
 
 
 _EPS = 0.1234567  # stands for any epsilon in the patterns

@@ -262,6 +262,31 @@ def test_finds_norms_that_nobody_has_heard_of() -> None:
     assert find_norm(nn.RMSNorm(HIDDEN, eps=1e-3, elementwise_affine=False)) == KernelRMSNorm(None, 1e-3, "none")
 
 
+FUNCTIONAL: dict[str, tuple[Callable[..., Tensor], KernelRMSNorm]] = {
+    "x.size(-1)": (lambda self, x: F.rms_norm(x, (x.size(-1),)), KernelRMSNorm(None, None, "none")),
+    "x.shape[-1]": (lambda self, x: F.rms_norm(x, (x.shape[-1],), eps=self.eps), KernelRMSNorm(None, 1e-6, "none")),
+    "x.shape[-1:]": (lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight), KernelRMSNorm("weight", None, "none")),
+    "its width": (lambda self, x: F.rms_norm(x, (HIDDEN,), self.weight, 1e-5), KernelRMSNorm("weight", 1e-5, "none")),
+    "the weight's": (
+        lambda self, x: F.rms_norm(x, self.weight.shape, self.weight, eps=self.eps),
+        KernelRMSNorm("weight", 1e-6, "none"),
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", FUNCTIONAL)
+def test_finds_the_norm_that_a_function_of_torch_computes(shape: str) -> None:
+    forward, expected = FUNCTIONAL[shape]
+    module = norm_of(forward)
+    with torch.no_grad():
+        module.weight += torch.randn(HIDDEN) * 0.3
+    norm = find_norm(module)
+    assert norm == expected
+    x = torch.randn(2, TOKENS, HIDDEN)
+    operands = norm.operands(module, x)
+    torch.testing.assert_close(norm.compute(x, *operands), module(x))
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_an_epsilon_that_nobody_gave_is_that_of_the_dtype_in_which_torch_computes(dtype: torch.dtype) -> None:
     module = nn.RMSNorm(HIDDEN).to(dtype)

@@ -230,7 +230,27 @@ def with_a_function_of_an_ops_name(self: Any, x: Tensor) -> Tensor:
     return self.weight * (h * rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+def over_two_dimensions(self: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-2:], None, self.eps)
+
+
+def over_all_but_the_first(self: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[1:], None, self.eps)
+
+
+def with_the_width_of_another_dimension(self: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[0],), None, self.eps)
+
+
+def with_one_plus_the_weight(self: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, (HIDDEN,), 1 + self.weight, self.eps)
+
+
 NO_NORMS = [
+    over_two_dimensions,
+    over_all_but_the_first,
+    with_the_width_of_another_dimension,
+    with_one_plus_the_weight,
     mean_subtracted,
     with_bias,
     with_sqrt,
