@@ -20,7 +20,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipe_book import open_book
-from recompute.engine.recipes import Handle, Recipe, RecipeGroup, nbytes_of
+from recompute.engine.recipes import Handle, Recipe, RecipeGroup, is_plain_eager, nbytes_of
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     KeptTensor,
@@ -263,16 +263,22 @@ class _Outputs(Recipe):
             return kept.twin()
         return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, self.statistics.name)
 
+    def _run(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
+        return self._outputs.run(held, kept, self._states)
+
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         outputs = self._outputs
-        with (
-            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
-            torch.no_grad(),
-            temporarily_clear_interpreter_stack(),
-            self.group.numerics.replayed(),
-        ):
-            held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
-            values, left = outputs.run(held, kept, self._states)
+        if is_plain_eager() and self.group.is_alike():
+            values, left = self._run()
+        else:
+            with (
+                torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+                torch.no_grad(),
+                temporarily_clear_interpreter_stack(),
+                self.group.numerics.replayed(),
+            ):
+                values, left = self._run()
         if (frame := self._frame()) is not None:
             frame.leave(left)
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}

@@ -113,7 +113,7 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey
 _ExcludeKeys = torch._C._ExcludeDispatchKeyGuard
 
 
-def _is_plain_eager() -> bool:
+def is_plain_eager() -> bool:
     """Whether an op that is called now runs without gradients, autocast and transforms, as in most backwards."""
     return not (
         torch.is_grad_enabled()
@@ -313,7 +313,7 @@ class OpRecipe(Recipe):
                 yield value.source  # type: ignore[misc]
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        if self._rng is None and self._dtype is None and _is_plain_eager() and self.group.is_alike():
+        if self._rng is None and self._dtype is None and is_plain_eager() and self.group.is_alike():
             outputs = self._run()
         else:
             with (

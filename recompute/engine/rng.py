@@ -289,7 +289,8 @@ class _GlobalGenerators:
     def __init__(self) -> None:
         self._python: Any = random._inst
         self._numpy: Any = np.random.mtrand._rand
-        self._sources = (_GlobalCpu(), _GlobalPython(), _GlobalNumpy())
+        self.cpu = _GlobalCpu()
+        self._sources = (self.cpu, _GlobalPython(), _GlobalNumpy())
         # As last read: views of all their memory, a copy of it, and their states.
         self._last: tuple[tuple[Any, ...], Any, list[tuple[RandomSource, Any]]] = ((None,) * 4, None, [])
 
@@ -357,7 +358,9 @@ class RngState:
     def of(generator: torch.Generator, name: str) -> RngState:
         """The state of one generator alone."""
         captured = object.__new__(RngState)
-        source = _CudaSource(generator) if generator.device.type == "cuda" else _CpuSource(generator)
+        source: RandomSource = _GLOBALS.cpu  # of which a region on CUDA asks, too, and does not draw
+        if generator is not torch.default_generator:
+            source = _CudaSource(generator) if generator.device.type == "cuda" else _CpuSource(generator)
         try:
             captured._states = [(source, source.state())]
         except RngError as error:

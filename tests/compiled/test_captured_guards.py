@@ -9,10 +9,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import ROWS, SIZE, Around, Layers, Step, Twins, body, fresh, rule, tokens, train
+from capture_testing import (
+    ROWS,
+    SIZE,
+    Around,
+    Layers,
+    Norm,
+    Step,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    rule,
+    tokens,
+    train,
+)
 from engine_testing import loss_of
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
+
+from recompute.engine.numerics import Numerics
 
 
 class Block(nn.Module):
@@ -347,6 +363,28 @@ def test_a_setting_around_forward_or_backward_alone_or_both(setting: Callable[[]
     assert twins.runs_code(under(forward=True, backward=False)) == 0
     assert twins.runs_code(under(forward=False, backward=True)) == 1
     assert twins.runs_code(under(forward=True, backward=True)) == 0
+
+
+@pytest.mark.parametrize("setting", [nullcontext, *SETTINGS.values()], ids=["none", *SETTINGS])
+def test_an_output_that_others_saved_comes_back_under_the_settings_of_forward(
+    setting: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where these are in force, none is put in force again: that takes as long as a norm."""
+    x, put, replayed = tokens(), [], Numerics.replayed
+    twins = captured_twins(Norm(), x)
+    monkeypatch.setattr(Numerics, "replayed", lambda settings: put.append(settings) or replayed(settings))
+
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        y = module(given)
+        with setting():
+            loss_of(y).backward()
+        return [y, given.grad]
+
+    before = twins.handle.stats()
+    assert twins.runs_code(step) == 1
+    assert (twins.handle.stats() - before).regenerations
+    assert bool(put) is (setting is not nullcontext)
 
 
 def test_settings_that_stay_have_code_of_their_own(twins: Twins, step: Step) -> None:

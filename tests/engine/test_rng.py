@@ -113,6 +113,18 @@ def test_the_state_of_the_default_generators_is_not_read_again_where_nobody_draw
     assert RngState().drawn() is None
 
 
+def test_the_cpus_generator_alone_is_not_read_again_where_nobody_draws_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured region that draws on CUDA asks for it in each run."""
+    torch.rand(1)
+    before = RngState.of(torch.default_generator, "a region")
+    expected = torch.rand(1)
+    with before.replayed():
+        assert torch.equal(torch.rand(1), expected)
+    again = RngState.of(torch.default_generator, "a region")
+    monkeypatch.setattr(rng._CpuSource, "state", lambda _: pytest.fail("it was read"))
+    assert RngState.of(torch.default_generator, "a region").drawn() is again.drawn() is None
+
+
 # Generators
 
 

@@ -232,6 +232,41 @@ def test_users_hooks_that_give_inputs_back_in_another_layout(action: str, around
     assert_as_plain(Model(), policy(("norm", action)), tokens(), around=hooks)
 
 
+@pytest.mark.parametrize(
+    ("first", "follows"),
+    [
+        (lambda x: x.view(-1, HIDDEN), True),
+        (lambda x: x.view(-1), True),
+        (lambda x: x[:, 1:], False),
+        (lambda x: x.transpose(0, 1), False),
+    ],
+    ids=["rows", "flat", "a part", "transposed"],
+)
+def test_an_input_that_autograd_saves_in_another_shape_than_the_first_op_reads(
+    first: Callable[[Tensor], Tensor], follows: bool
+) -> None:
+    """As a kernel does that reads the rows of what it saves. Later frames follow the plan if both see the same."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        first(x).sum()
+        return (x * x).exp()
+
+    model = holding(forward)
+    x = torch.randn(2, TOKENS // 2, HIDDEN, requires_grad=True)
+    rules = policy(("inside", "recompute"))
+    assert_as_without(model, rules, lambda model: [loss_and_gradient(model, x) for _ in range(3)])
+    handle = recompute.apply(model, rules)
+    loss_and_gradient(model, x)
+    assert "inside" in handle.plans()
+    loss_and_gradient(model, x)
+    assert ("inside" in handle.plans()) is follows
+
+
+def loss_and_gradient(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    loss = model(x).sum()
+    return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+
 # Subclasses and other tensors
 
 

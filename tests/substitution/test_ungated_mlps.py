@@ -232,6 +232,33 @@ def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture: b
 
 
 @pytest.mark.parametrize(
+    "make",
+    [lambda: MLP(dropped_by_a_module, dropout=nn.Dropout(0.5)), lambda: gpt2(resid_pdrop=0.5)],
+    ids=["Linear", "Conv1D"],
+)
+def test_an_mlp_of_sequences_with_dropout_is_captured_with_the_kernels_bits(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    code = make()
+    kernels, x = copy.deepcopy(code), torch.randn(BATCH, LENGTH, HIDDEN)
+    handle, _ = (
+        recompute.apply(each, rules(rule("*MLP", "recompute", via="kernel", capture=capture)))
+        for each, capture in ((code, True), (kernels, False))
+    )
+
+    def step(mlp: nn.Module, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        mlp.zero_grad()
+        given = x.clone().requires_grad_()
+        output = mlp(given)
+        output.sum().backward()
+        return [output.detach(), *(each.grad.clone() for each in (given, *mlp.parameters()) if each.grad is not None)]
+
+    for seed in range(8):
+        assert_same(step(code, seed), step(kernels, seed))
+    assert "1 of 1 run as captured code" in handle.explain()
+
+
+@pytest.mark.parametrize(
     "parts",
     [
         {"act": nn.Tanh()},

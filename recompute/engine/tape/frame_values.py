@@ -99,7 +99,7 @@ class FrameValues:
         known = plan.facts[foreseen]
         if (
             known.step is not None
-            or known.layout != layout
+            or not _see_the_same(known.layout, layout)
             or known.alive is not alive
             or known.is_exposed is not exposed
         ):
@@ -222,6 +222,24 @@ class FrameValues:
         self._dtensors.clear()
         self.exposed.clear()
         self.versions, self.originals = {}, None
+
+
+def _see_the_same(one: Layout, other: Layout) -> bool:
+    """Whether two tensors in one storage see the same elements, in the same order, as a tensor and its rows do.
+
+    A kernel may save the tensor, and show the ops inside of it the rows.
+    """
+    return one == other or (one[2:] == other[2:] and 0 <= _dense_numel(one) == _dense_numel(other))
+
+
+def _dense_numel(layout: Layout) -> int:
+    """How many elements a contiguous tensor has; -1 if it is not contiguous."""
+    numel = 1
+    for size, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
+        if size != 1 and stride != numel:
+            return -1
+        numel *= size
+    return numel
 
 
 def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
