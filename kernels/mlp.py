@@ -191,7 +191,8 @@ class MLPFunction(torch.autograd.Function):
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of x, the weights and the biases: those that are ``needed``, and None for the others."""
     saved = ctx.saved_tensors if ctx.holds_codes else (*ctx.saved_tensors, None)
-    x, up_weight, down_weight, _, _, *held = saved
+    x, up_weight, down_weight = saved[:3]
+    held = list(saved[5:])  # `*held` would be a tuple to torch.compile (torch 2.11)
     del saved
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # so that up can be freed below, unless the graph is retained

@@ -11,7 +11,7 @@ Models have random weights in bfloat16, the same for each way. A step is forward
 of the gradients. Its time is the median from an idle device to an idle device. The time of forward is that until the
 call returns, even if the device is not done. Bytes are those above parameters, gradients and optimizer states. Before
 the warm-up, a first step with deterministic algorithms tells whether a way's loss and gradients are those of `none`,
-bit for bit.
+bit for bit; of a graph, those of `none+graph`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -236,8 +236,8 @@ class Trial:
     device: torch.device
     warmup: int
     steps: int
-    reference: tuple[Tensor, list[Tensor]] | None = None
-    """The first step of `none`, once it ran."""
+    references: dict[bool, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    """The first step of `none`, once it ran, by whether it ran in a graph. There transformers masks in another way."""
 
     def rows(self, *, in_turn: bool) -> list[Row]:
         """What each way measured. in_turn: whether all ways train at once, by taking one step each in turn."""
@@ -272,10 +272,10 @@ class Trial:
             optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
             with deterministic(device.type == "cuda"):
                 first = first_step(make_step(model, batch), device)
-            if row["way"] == BASELINE:
-                self.reference = first
-            if self.reference is not None:
-                row |= compared(first, self.reference)
+            if way == BASELINE:
+                self.references[is_graphed] = first
+            if is_graphed in self.references:
+                row |= compared(first, self.references[is_graphed])
             del first
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
