@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from recompute.compiled.unwrap import uncompiled
 from recompute.policy.matching import ModuleEntry
@@ -74,24 +76,31 @@ def _blocks(model: nn.Module, name: str) -> dict[str, Place]:
 def _heads(model: nn.Module, blocks: Collection[str]) -> set[str]:
     """The paths of what gives a language model's logits: what ``type: head`` selects.
 
-    It is called lm_head, or is a Linear as large as the largest Embedding and in no block. Weights need not be tied.
+    It is called lm_head, or is a Linear as large as the words' Embedding and in no block. Weights need not be tied.
     """
-    sizes = [(each.num_embeddings, each.embedding_dim) for each in model.modules() if isinstance(each, nn.Embedding)]
+    size = _size_of_words(model)
     found: set[str] = set()
     pending = [("", model)]
     while pending:
         path, parent = pending.pop()
         for child_path, child, _ in _children(parent, path):
             is_named = child_path.rpartition(".")[2] == "lm_head"
-            if is_named or (sizes and isinstance(child, nn.Linear) and _size(child) == max(sizes)):
+            if is_named or (isinstance(child, nn.Linear) and (child.out_features, child.in_features) == size):
                 found.add(child_path)
             elif child_path not in blocks:
                 pending.append((child_path, child))
     return found
 
 
-def _size(linear: nn.Linear) -> tuple[int, int]:
-    return linear.out_features, linear.in_features
+def _size_of_words(model: nn.Module) -> tuple[int, int] | None:
+    """Rows and columns of the Embedding of a model's words: what transformers takes for it, or else the largest."""
+    words = None
+    if isinstance(model, PreTrainedModel):
+        with suppress(NotImplementedError):  # of models of images
+            words = model.get_input_embeddings()
+    embeddings = [words] if isinstance(words, nn.Embedding) else model.modules()
+    sizes = [(each.num_embeddings, each.embedding_dim) for each in embeddings if isinstance(each, nn.Embedding)]
+    return max(sizes, default=None)
 
 
 def _repeated(parent: nn.Module, path: str = "") -> Iterator[_Block]:

@@ -183,7 +183,7 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
         if rule.type == (HEAD,):
             return (
                 f"type {HEAD!r} finds no head: no module is called lm_head, and no Linear has as many inputs and "
-                "outputs as the largest Embedding has columns and rows"
+                "outputs as the words' Embedding has columns and rows"
             )
         words = [
             word for word, has in ((BLOCK, "is_block"), (HEAD, "is_head")) if any(getattr(m, has) for m in modules)

@@ -196,6 +196,13 @@ def test_a_head_is_as_large_as_the_largest_embedding_or_has_the_name(model: nn.M
     assert heads(model) == expected
 
 
+def test_the_words_of_a_model_of_transformers_need_not_be_its_largest_embedding() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.BertConfig(vocab_size=11, num_hidden_layers=1, max_position_embeddings=64, **sizes)
+    assert heads(transformers.BertForMaskedLM(config)) == ["cls.predictions.decoder"]
+    assert heads(transformers.BertForSequenceClassification(config)) == []  # with as many classes as kinds of tokens
+
+
 def test_blocks_run_again_from_their_inputs_under_full() -> None:
     """What is found runs, and is bit for bit what it was, and in an ordered dict too."""
     torch.manual_seed(0)
