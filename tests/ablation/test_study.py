@@ -18,6 +18,7 @@ from recompute.policy.loading import load_policy
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "ablation"
 STUDY = {path.stem: path for path in sorted((EXAMPLES / "study").glob("*.yaml"))}
+TAKES_HOURS = {"batches-and-lengths", "longest-sequence", "model-sizes", "whole-steps"}
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
@@ -44,8 +45,8 @@ def test_each_configuration_asks_a_question_and_can_be_run(name: str) -> None:
     comment = [line for line in STUDY[name].read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     assert "?" in " ".join(comment)
     config = loaded(name)
-    assert config.isolate
-    assert config.cell_timeout_seconds
+    # What takes hours goes on after a crash or a lack of memory.
+    assert config.isolate is (config.cell_timeout_seconds is not None) is (name in TAKES_HOURS | {"cpu"})
     for policy in config.treatments():
         assert is_peer(policy) or load_policy(policy).rules is not None
     for comparison in config.comparisons():
