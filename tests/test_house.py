@@ -402,3 +402,11 @@ def test_importing_does_nothing_else() -> None:
         "assert hooks is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None",
         *heavy.split(),
     )
+
+
+def test_applying_a_policy_does_not_load_transformers() -> None:
+    run(
+        "import sys, torch, recompute;"
+        "recompute.apply(torch.nn.Sequential(torch.nn.LayerNorm(4)), 'elementwise');"
+        "assert 'transformers' not in sys.modules"
+    )

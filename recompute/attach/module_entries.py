@@ -9,7 +9,6 @@ from itertools import islice
 from typing import NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from recompute.compiled.unwrap import uncompiled
 from recompute.policy.matching import ModuleEntry
@@ -95,9 +94,8 @@ def _heads(model: nn.Module, blocks: Collection[str]) -> set[str]:
 def _size_of_words(model: nn.Module) -> tuple[int, int] | None:
     """Rows and columns of the Embedding of a model's words: what transformers takes for it, or else the largest."""
     words = None
-    if isinstance(model, PreTrainedModel):
-        with suppress(NotImplementedError):  # of models of images
-            words = model.get_input_embeddings()
+    with suppress(AttributeError, NotImplementedError, TypeError):  # other models, and transformers' models of images
+        words = model.get_input_embeddings()  # type: ignore[operator]
     embeddings = [words] if isinstance(words, nn.Embedding) else model.modules()
     sizes = [(each.num_embeddings, each.embedding_dim) for each in embeddings if isinstance(each, nn.Embedding)]
     return max(sizes, default=None)
