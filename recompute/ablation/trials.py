@@ -390,8 +390,7 @@ def _train(
             for name, spent in clock.seconds.items():
                 seconds[name].append(spent)
             losses.append(loss.item())
-            at_ends = {0: looks[:1], steps - 1: looks[1:]} if steps > 1 else {0: looks}
-            seen += [look(model) for look in at_ends.get(step, ())]
+            seen += [look(model) for look, at in zip(looks, (0, steps - 1), strict=False) if at == step]
             experiment.progress(f"{policy}{experiment.place}", step + 1, steps)
     if device.type != "cuda":
         del seconds["forward_cpu"]

@@ -229,17 +229,19 @@ def _see_the_same(one: Layout, other: Layout) -> bool:
 
     A kernel may save the tensor, and show the ops inside of it the rows.
     """
-    return one == other or (one[2:] == other[2:] and 0 <= _dense_numel(one) == _dense_numel(other))
+    if one == other:
+        return True
+    are_alike = (one.offset, one.dtype, one.shape.numel()) == (other.offset, other.dtype, other.shape.numel())
+    return are_alike and _is_contiguous(one) and _is_contiguous(other)
 
 
-def _dense_numel(layout: Layout) -> int:
-    """How many elements a contiguous tensor has; -1 if it is not contiguous."""
-    numel = 1
+def _is_contiguous(layout: Layout) -> bool:
+    step = 1
     for size, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
-        if size != 1 and stride != numel:
-            return -1
-        numel *= size
-    return numel
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
