@@ -320,7 +320,9 @@ def known_way(name: str) -> str:
             load_policy(way.removesuffix(COMPILED))
         except PolicyError as error:
             known = ", ".join([CHECKPOINTING, *PEERS])
-            raise argparse.ArgumentTypeError(f"expected one of {known}, or a policy: {error}") from error
+            raise argparse.ArgumentTypeError(
+                f"expected one of {known}, or a policy, and {GRAPH} behind it or not: {error}"
+            ) from error
     return name
 
 
