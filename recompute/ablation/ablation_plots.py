@@ -25,7 +25,7 @@ NAMES = ("results.png", "memory.png", "times.png", "longest.png")
 """The files, in order. Only the first is drawn of every run."""
 
 
-_CROWDED = 30
+_CROWDED = 12
 """Points in one frame whose names can still be read."""
 
 
@@ -127,7 +127,7 @@ def _groups(rows: Iterable[RowDict], axes: Sequence[str]) -> list[tuple[str, lis
 
 
 def _frames(count: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    columns = min(count, 2)
+    columns = min(count, 2 if count < 5 else 3)
     lines = math.ceil(count / columns)
     figure = Figure(figsize=(width * columns, height * lines), dpi=150 if count < 5 else 75, layout="constrained")
     FigureCanvasAgg(figure)

@@ -268,9 +268,11 @@ def _losses(row: RowDict, baseline: RowDict) -> str:
 
 
 def _gradients(row: RowDict, baseline: RowDict) -> str:
-    if row["grads_match"] is None:
+    if row["grad_error"] is None:
         return _NOTHING
     error = _grad_error(row)
+    if row["grads_match"] is None:
+        return f"{error:.1e}"
     return f"{'✓' if row['grads_match'] else '✗'} {f'{error:.1e}' if error else 'bitwise'}"
 
 

@@ -194,12 +194,13 @@ def _load_baseline(experiment: Experiment, folder: Path) -> None:
         experiment.baseline = Baseline(**found)
     if (folder / _TOLERANCE).exists():
         experiment.known_tolerance = json.loads((folder / _TOLERANCE).read_text(encoding="utf-8"))
+        experiment.has_sought_tolerance = True
 
 
 def _save_baseline(experiment: Experiment, folder: Path, *, is_new: bool) -> None:
     if is_new and (baseline := experiment.baseline) is not None:
         torch.save(vars(baseline), folder / _BASELINE)
-    if experiment.known_tolerance is not None:
+    if experiment.has_sought_tolerance:
         (folder / _TOLERANCE).write_text(json.dumps(experiment.known_tolerance), encoding="utf-8")
 
 

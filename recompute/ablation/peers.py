@@ -155,10 +155,11 @@ def _cut_cross_entropy(model: Any) -> None:
             f"{type(model).__name__}"
         )
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    bias = {} if head.bias is None else {"bias": head.bias}  # which the package's release 25.1 does not know
 
     def forward(input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
         hidden = decoder(input_ids=input_ids).last_hidden_state
-        loss = library.linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, softcap=softcap, shift=1)
+        loss = library.linear_cross_entropy(hidden, head.weight, labels, softcap=softcap, shift=True, **bias)
         return CausalLMOutput(loss=loss)
 
     model.forward = forward

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from recompute import counters
+from recompute.ablation.longest_sequence import is_out_of_memory
 from recompute.ablation.peers import BASELINE, COMPILED, EXACT_PEERS, is_peer, under
 from recompute.attach.apply import PolicyLike
 from recompute.diagnostics.comparing_runs import (
@@ -76,7 +77,7 @@ class AblationRow:
     ``grad_error`` is at most ``grad_tolerance``. That is twice the error of the baseline's own gradient, as compared
     with the same model's in float64 (float32 for a bfloat16 model), because the policy may be that far from it in one
     direction and the baseline in the other. Of a policy that compresses it is ``COMPRESSION_TOLERANCE``, if that is
-    more.
+    more. Where there is no memory for the model in the wider dtype, neither is known.
     """
 
     policy: str
@@ -187,12 +188,22 @@ class Experiment:
     """Tokens times layers times the hidden size of a step, for bytes by these."""
     baseline: Baseline | None = None
     known_tolerance: float | None = None
+    has_sought_tolerance: bool = False
 
     @property
-    def grad_tolerance(self) -> float:
-        """Twice the relative error of the baseline's first gradient, as compared with that in a wider dtype."""
-        if self.known_tolerance is None:
-            self.known_tolerance = self._grad_tolerance()
+    def grad_tolerance(self) -> float | None:
+        """Twice the relative error of the baseline's first gradient, as compared with that in a wider dtype.
+
+        None if there is no room for that. It takes twice the memory, and more where attention has no kernel for it.
+        """
+        if not self.has_sought_tolerance:
+            gc.collect()
+            try:
+                self.known_tolerance = self._grad_tolerance()
+            except Exception as error:
+                if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+                    raise
+            self.has_sought_tolerance = True
         return self.known_tolerance
 
     def _grad_tolerance(self) -> float:
@@ -353,13 +364,14 @@ def _compared(row: AblationRow, trained: Training, baseline: Baseline, tolerance
     (first_matches, first_error), (last_matches, last_error) = (
         ((True, 0.0), (True, 0.0)) if row.policy == BASELINE else trained.looks
     )
+    matches: bool | None = first_matches and last_matches
     if not row.exact:
-        first_matches, last_matches = tolerance is not None and first_error <= tolerance, True
+        matches = None if tolerance is None else first_error <= tolerance
     return replace(
         row,
         losses_match=trained.losses == baseline.losses,
         loss_error=max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(trained.losses, baseline.losses, strict=True)),
-        grads_match=first_matches and last_matches,
+        grads_match=matches,
         grad_error=first_error,
         grad_error_last=last_error,
         grad_tolerance=tolerance,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from recompute.engine.bit_comparison import count_different
@@ -54,7 +55,11 @@ def wider_dtype(model: nn.Module) -> torch.dtype:
 
 
 class Widened(TorchFunctionMode):
-    """Has code that casts to float32 cast to `dtype` instead: Hugging Face's norms, rotary tables and losses do."""
+    """Has code that casts to float32 cast to `dtype` instead: Hugging Face's norms, rotary tables and losses do.
+
+    Attention with fewer heads of keys than of queries runs over copies of them. On CUDA it has no other fused kernel in
+    float32, and without one it holds every pair of positions.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,7 +71,18 @@ class Widened(TorchFunctionMode):
 
         if func is Tensor.float:
             func, args = Tensor.to, (*args, torch.float32)
+        elif func is F.scaled_dot_product_attention:
+            func = _attention_with_a_key_for_each_query
         return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
+
+
+def _attention_with_a_key_for_each_query(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
+) -> Tensor:
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (each.repeat_interleave(heads // each.shape[-3], dim=-3) for each in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 @contextmanager

@@ -237,13 +237,12 @@ def test_a_model_that_cannot_be_made_fails_its_rows_alone(own: Path) -> None:
 
 
 class CutCrossEntropy:
-    """Stands for the package: its function, in plain PyTorch."""
+    """Stands for the package: its function in release 25.1, in plain PyTorch."""
 
     @staticmethod
     def linear_cross_entropy(
-        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, bias: Any, softcap: Any, shift: int
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, softcap: Any, shift: bool
     ) -> torch.Tensor:
-        assert bias is None
         assert softcap is None
         logits = F.linear(hidden[:, :-shift], weight)
         return F.cross_entropy(logits.flatten(0, 1), targets[:, shift:].flatten())

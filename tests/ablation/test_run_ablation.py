@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama
 
 from recompute.ablation import ablation_config, peers, run_ablation, subjects
@@ -280,6 +282,55 @@ def test_the_reference_is_wider_throughout(cast: Callable[[torch.Tensor], torch.
         assert torch.equal(cast(x), x)
     with Widened(torch.float32):
         assert torch.equal(cast(x), x.to(torch.float32))
+
+
+class SeenAttention(TorchFunctionMode):
+    """Notes how many heads of keys attention is given, and whether it is told that they are in groups."""
+
+    heads: int
+    is_grouped: bool
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.heads, self.is_grouped = args[1].shape[1], (kwargs or {}).get("enable_gqa", False)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{"enable_gqa": True, "is_causal": True}, {"enable_gqa": False, "scale": 0.5}, {}])
+def test_the_references_attention_is_the_same_but_over_as_many_keys_as_queries(options: dict[str, Any]) -> None:
+    heads = 2 if options.get("enable_gqa") else 4
+    query, key, value = (torch.randn(1, count, 5, 8, dtype=torch.float64) for count in (4, heads, heads))
+    expected = F.scaled_dot_product_attention(query, key, value, **options)
+    with SeenAttention() as seen, Widened(torch.float64):
+        found = F.scaled_dot_product_attention(query, key, value=value, **options)
+    torch.testing.assert_close(found, expected)
+    assert seen.heads == 4
+    assert not seen.is_grouped
+
+
+def test_a_row_is_whole_where_the_reference_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def fail(self: Widened) -> None:
+        tries.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Widened, "__enter__", fail)
+    rows = run(tmp_path, policies=("kernel", "auto", "hook"))
+    assert rows["kernel"].error is None
+    assert rows["kernel"].step_seconds
+    assert rows["kernel"].grad_error is not None
+    assert rows["kernel"].grads_match is rows["kernel"].grad_tolerance is None
+    assert rows["hook"].grads_match
+    assert len(tries) == 1, "it is not sought again"
+
+
+def test_another_failure_of_the_reference_is_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Widened) -> None:
+        raise ValueError("no such dtype")
+
+    monkeypatch.setattr(Widened, "__enter__", fail)
+    assert run(tmp_path, policies=("kernel",))["kernel"].error == "ValueError: no such dtype"
 
 
 def test_text_is_a_file_or_the_standard_library(tmp_path: Path) -> None:
