@@ -4,7 +4,8 @@
         --sequence 32768 65536 --out results/long-context
 
 On a GPU it is Llama 3 8B with its vocabulary, in bfloat16 with fused AdamW, one sequence of random tokens; else a small
-one. It writes results.json and results.md. A way that runs out of memory is a row that says so.
+one. It writes results.json and results.md. A way that runs out of memory is a row that says so, and is not tried with
+the longer sequences that follow.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from transformers.models.llama import modeling_llama
 import recompute
 from recompute import counters
 from recompute.attach.apply import AppliedPolicy
-from recompute.units import humanize
+from recompute.errors import HostMemoryError
+from recompute.units import humanize, parse_budget
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -47,7 +49,8 @@ SMALL = {
     "vocab_size": 256,
 }
 PEER = "liger+checkpointing"
-WARMUP = 1
+WARMUP_LENGTH = 4096
+"""Tokens of the first step, which makes the optimizer's states and compiles kernels."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ways", nargs="+", help=f"{PEER}, presets, or paths of policy files")
     parser.add_argument("--sequence", nargs="+", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=2, help=f"that are timed, after {WARMUP}")
+    parser.add_argument("--steps", type=int, default=2, help="that are timed, after a short one")
+    parser.add_argument("--memory", help="the most that torch may take of the GPU's, as of a smaller GPU: 79GiB")
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
     options = parser.parse_args()
     device = counters.resolve_device("auto")
+    if options.memory is not None and device.type == "cuda":
+        capacity = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(parse_budget(options.memory, capacity) / capacity)
     results: dict[str, Any] = {
         "command": shlex.join(sys.argv),
         "machine": counters.describe_machine(device),
@@ -80,9 +87,14 @@ def main() -> None:
         "rows": [],
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    for length in options.sequence:
+    exhausted = set()
+    for length in sorted(options.sequence):
         for way in options.ways:
+            if way in exhausted:
+                continue
             row = measured(way, length, options.steps, device)
+            if row.error is not None:
+                exhausted.add(way)
             results["rows"].append(asdict(row))
             print(row, flush=True)
             (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -95,7 +107,7 @@ def measured(way: str, length: int, steps: int, device: torch.device) -> Row:
         torch.cuda.empty_cache()
     try:
         return _measured(way, length, steps, device)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, HostMemoryError) as error:
         return Row(way, length, error=str(error).partition(".")[0])
 
 
@@ -127,11 +139,12 @@ def _trained(
 ) -> Row:
     on_cuda = device.type == "cuda"
     optimizer = AdamW(model.parameters(), lr=1e-5, fused=True)
-    batch = torch.randint(model.config.vocab_size, (1, length), device=device)
+    tokens = torch.randint(model.config.vocab_size, (1, length), device=device)
     seconds, loss = [], 0.0
-    for step in range(WARMUP + steps):
-        if on_cuda and step == WARMUP:
+    for step in range(1 + steps):
+        if on_cuda and step == 1:
             torch.cuda.reset_peak_memory_stats()
+        batch = tokens if step else tokens[:, :WARMUP_LENGTH]
         before = None if handle is None else handle.stats()
         start = counters.wall_seconds(device)
         optimizer.zero_grad()
@@ -145,7 +158,7 @@ def _trained(
         length,
         torch.cuda.max_memory_allocated() if on_cuda else None,
         torch.cuda.max_memory_reserved() if on_cuda else None,
-        statistics.median(seconds[WARMUP:]),
+        statistics.median(seconds[1:]),
         0 if handle is None or before is None else (handle.stats() - before).offloaded_nbytes,
         loss,
     )

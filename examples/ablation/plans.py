@@ -43,7 +43,7 @@ from recompute.units import humanize
 UNIFORM = ("none", "elementwise", "auto", "full")
 PEERS = ("torch-checkpoint", "torch-selective", "torch-compile", "torch-compile-selective")
 BUDGETS = ("torch-budget-0.7", "torch-budget-0.5", "torch-budget-0.4", "torch-budget-0.3", "torch-budget-0.2")
-WARMUP, STEPS = 3, 7
+WARMUP, STEPS = 7, 7  # regions are captured in the first steps
 ROUNDING = 1 << 20
 
 
