@@ -38,8 +38,10 @@ from recompute.kernels.blockwise_8bit import BLOCK, dequantize_op
 from recompute.kernels.linears import (
     autocast_dtype,
     cast,
+    cast_if_made,
     check_dtypes,
     in_dtype,
+    in_dtypes_of,
     linear_gradients,
     rows,
     shaped,
@@ -67,7 +69,7 @@ def activation_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, act
     """
     narrow = autocast_dtype(x.device.type)
     _check(x, weight, bias, activation, narrow)
-    return ActivationLinearFunction.apply(x, *cast((weight, bias), narrow), activation)
+    return ActivationLinearFunction.apply(x, *cast_if_made((weight, bias), narrow), activation, narrow)
 
 
 @once_by_layouts
@@ -91,10 +93,14 @@ class ActivationLinearFunction(torch.autograd.Function):
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, narrow: torch.dtype | None
+    ) -> Tensor:
+        """narrow: the dtype to cast weight and bias to, in forward and again in backward."""
         ctx.save_for_backward(x, weight, bias)
         ctx.set_materialize_grads(False)
-        ctx.activation = activation
+        ctx.activation, ctx.narrow = activation, narrow
+        weight, bias = cast((weight, bias), narrow)
         active = in_dtype(activation_forward(rows(x), activation), weight.dtype)  # autocast would cast it, too
         return shaped(F.linear(active, weight, bias), *x.shape[:-1], weight.shape[0])
 
@@ -102,19 +108,20 @@ class ActivationLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[:3]
         if dy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         with without_autocast(dy.device.type):
             if torch.is_grad_enabled():
-                inputs = (*ctx.saved_tensors, ctx.activation)
-                return launch.differentiable_gradients(activation_linear_reference, inputs, (*needed, False), dy)
-            x, weight, _ = ctx.saved_tensors
+                inputs = (*ctx.saved_tensors, ctx.activation, ctx.narrow)
+                return launch.differentiable_gradients(activation_linear_reference, inputs, (*needed, False, False), dy)
+            x, *parameters = ctx.saved_tensors
             if not torch.compiler.is_compiling():
                 ctx.maybe_clear_saved_tensors()  # so that x can be freed early, unless the graph is retained
             shape, held = x.shape, [rows(x), None]
             del x
+            (weight,) = cast(parameters[:1], ctx.narrow)
             dy = in_dtype(rows(dy), weight.dtype)
-            dx, dweight, dbias = activation_linear_gradients(dy, held, weight, ctx.activation, needed)
-            return None if dx is None else dx.view(shape), dweight, dbias, None
+            dx, *gradients = activation_linear_gradients(dy, held, weight, ctx.activation, needed)
+            return None if dx is None else dx.view(shape), *in_dtypes_of(parameters, gradients), None, None
 
 
 def activation_linear_gradients(
@@ -152,6 +159,9 @@ def activation_linear_gradients(
     return dx, *linear_gradients(dy, active, needs_dweight, needs_dbias, weight=weight)
 
 
-def activation_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def activation_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, narrow: torch.dtype | None = None
+) -> Tensor:
     """``activation_linear`` in plain PyTorch, differentiable any number of times."""
+    weight, bias = cast((weight, bias), narrow)
     return F.linear(activation_reference(x, activation).to(weight.dtype), weight, bias)

@@ -41,8 +41,10 @@ from recompute.kernels.linears import (
     added,
     autocast_dtype,
     cast,
+    cast_if_made,
     check_dtypes,
     in_dtype,
+    in_dtypes_of,
     linear,
     linear_gradients,
     norm_gradients,
@@ -99,10 +101,10 @@ def gated_mlp(
     parameters = (gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     narrow = autocast_dtype(x.device.type)
     _check(x, activation, narrow, *parameters)
-    operands = cast(parameters, narrow)
+    operands = cast_if_made(parameters, narrow)
     if tile is not None and not torch.compiler.is_compiling():
-        return tiled(x, None, *operands, None, activation, tile)
-    return GatedMLPFunction.apply(x, None, None, *operands, None, activation, compress, True)[0]
+        return tiled(x, None, *operands, None, activation, narrow, tile)
+    return GatedMLPFunction.apply(x, None, None, *operands, None, activation, narrow, compress, True)[0]
 
 
 def tiled(x: Tensor, *arguments: Any) -> Tensor:
@@ -116,7 +118,7 @@ def tiled(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _of_a_tile(x: Tensor, norm_weight: Tensor | None, *arguments: Any, with_output: bool) -> Tensor:
-    return GatedMLPFunction.apply(x, None, norm_weight, *arguments, False, with_output)[0]
+    return GatedMLPFunction.apply(x, None, norm_weight, *arguments, None, False, with_output)[0]
 
 
 PARAMETERS = ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
@@ -161,7 +163,8 @@ def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
 class GatedMLPFunction(torch.autograd.Function):
     """The gated MLP of x; or if there is a norm, the residual MLP of x and residual.
 
-    ``with_output`` is False where forward runs again for the sake of its backward alone.
+    ``with_output`` is False where forward runs again for the sake of its backward alone. ``narrow`` is the dtype to cast
+    weights and biases to, in forward and again in backward.
 
     The sum of x and residual is saved. It is an output as well, because a saved tensor that is neither an input nor an
     output would cut the graph of a second derivative.
@@ -183,9 +186,12 @@ class GatedMLPFunction(torch.autograd.Function):
         down_bias: Tensor | None,
         norm: NormSettings | None,
         activation: str,
+        narrow: torch.dtype | None,
         compress: bool,
         with_output: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+        gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = cast(parameters[1:], narrow)
         h, n, rstd = x, x, None
         if norm is not None:
             if residual is None:
@@ -195,8 +201,7 @@ class GatedMLPFunction(torch.autograd.Function):
         n = in_dtype(n, gate_weight.dtype)  # autocast would do so, too
         gate = F.linear(n, gate_weight, gate_bias)
         up = None if up_weight is None else F.linear(n, up_weight, up_bias)
-        del n
-        parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+        del n, gate_weight, up_weight, gate_bias, up_bias
         ctx.holds_codes = compress and gate.dtype in launch.TRITON_DTYPES
         if ctx.holds_codes:
             (gate_codes, gate_scales), (up_codes, up_scales) = codes_of(gate), codes_of(up)
@@ -204,7 +209,7 @@ class GatedMLPFunction(torch.autograd.Function):
         else:
             ctx.save_for_backward(h, *parameters, rstd, gate, up)
         ctx.set_materialize_grads(False)
-        ctx.norm, ctx.activation = norm, activation
+        ctx.norm, ctx.activation, ctx.narrow = norm, activation, narrow
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         if not with_output:
             return h.new_empty(()).expand(*h.shape[:-1], down_weight.shape[0]), None
@@ -226,8 +231,8 @@ class GatedMLPFunction(torch.autograd.Function):
         if dy is not None:
             with without_autocast(dy.device.type):
                 if torch.is_grad_enabled():
-                    inputs = (*ctx.saved_tensors[:8], ctx.norm, ctx.activation)
-                    gradients = launch.differentiable_gradients(_reference, inputs, (*needed, False, False), dy)[:8]
+                    inputs = (*ctx.saved_tensors[:8], ctx.norm, ctx.activation, ctx.narrow)
+                    gradients = launch.differentiable_gradients(_reference, inputs, (*needed, *[False] * 3), dy)[:8]
                 else:
                     gradients = _gradients(ctx, needed, dy)
         dh = added(gradients[0], dh)
@@ -235,7 +240,7 @@ class GatedMLPFunction(torch.autograd.Function):
             in_dtype(dh, dtype) if needs and dh is not None else None
             for needs, dtype in zip((needs_dx, needs_dresidual), ctx.dtypes, strict=True)
         )
-        return dx, dresidual, *gradients[1:], None, None, None, None
+        return dx, dresidual, *gradients[1:], None, None, None, None, None
 
 
 def codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -250,8 +255,9 @@ def codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of the tensors that ``_reference`` takes: those that are ``needed``, and None for the others."""
     saved = ctx.saved_tensors if ctx.holds_codes else (*ctx.saved_tensors, None, None)
-    h, norm_weight, gate_weight, up_weight, down_weight, *_, rstd, gate, up, gate_scales, up_scales = saved
+    h, norm_weight, *parameters, rstd, gate, up, gate_scales, up_scales = saved
     del saved
+    gate_weight, up_weight, down_weight = cast(parameters[:3], ctx.narrow)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # so that gate and up can be freed below, unless the graph is retained
     needs_dh, needs_dnorm_weight, *trained = needed
@@ -289,7 +295,8 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     del dgate
     dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains)
     dh = None if dh is None else dh.view(shape)
-    return dh, dnorm_weight, dgate_weight, dup_weight, ddown_weight, dgate_bias, dup_bias, ddown_bias
+    gradients = (dgate_weight, dup_weight, ddown_weight, dgate_bias, dup_bias, ddown_bias)
+    return dh, dnorm_weight, *in_dtypes_of(parameters, gradients)
 
 
 def _through_activation(
@@ -336,8 +343,11 @@ def _reference(
     down_bias: Tensor | None,
     norm: NormSettings | None,
     activation: str,
+    narrow: torch.dtype | None,
 ) -> Tensor:
     """The gated MLP of h, or the residual MLP, in plain PyTorch: differentiable any number of times."""
+    operands = cast((gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias), narrow)
+    gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = operands
     n = h if norm is None else rms_norm_reference(h, norm_weight, norm.eps, norm.casting)
     gate = F.linear(n.to(gate_weight.dtype), gate_weight, gate_bias)
     up = None if up_weight is None else F.linear(n.to(up_weight.dtype), up_weight, up_bias)

@@ -54,7 +54,14 @@ from recompute.kernels.cross_entropy_rows import (
     observe,
     wide_dtype,
 )
-from recompute.kernels.linears import autocast, without_autocast
+from recompute.kernels.linears import (
+    autocast_dtype,
+    cast,
+    cast_if_made,
+    check_dtypes,
+    in_dtypes_of,
+    without_autocast,
+)
 
 WIDTH = 8448
 """Columns of a block: 64 · 132, which makes matrix products whole waves of tiles on an H200, of 132 multiprocessors."""
@@ -220,12 +227,14 @@ def linear_cross_entropy(
     )
     if logits_bytes is not None and not logits_bytes >= 0:
         raise KernelError(f"linear_cross_entropy: logits_bytes is {logits_bytes}; expected at least 0 bytes.")
-    given = {"hidden": hidden, "weight": weight, "bias": bias}
-    operands = autocast("linear_cross_entropy", {}, given, hidden.device.type)
-    hidden, weight, bias = operands  # type: ignore[assignment]  # the first two are tensors
+    narrow = autocast_dtype(hidden.device.type)
+    check_dtypes("linear_cross_entropy", {}, {"hidden": hidden, "weight": weight, "bias": bias}, narrow)
+    (hidden,) = cast((hidden,), narrow)
+    weight, bias = cast_if_made((weight, bias), narrow)
+    operands = (hidden, weight, bias)
     logits = None
     if return_logits:
-        logits = F.linear(hidden, weight, bias)
+        logits = F.linear(*cast(operands, narrow))
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         results = losses_of(logits, target, class_weights, settings._replace(softcap=0.0))
     else:
@@ -233,7 +242,7 @@ def linear_cross_entropy(
         trains = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
         # Compiled code would have to copy the memory that backward writes over.
         hold = hold_logits and trains and not torch.compiler.is_compiling()
-        results = _LinearCrossEntropy.apply(hidden, weight, bias, target, class_weights, settings, nbytes, hold)
+        results = _LinearCrossEntropy.apply(*operands, target, class_weights, settings, narrow, nbytes, hold)
     return with_extras(*results, target, settings, return_token_accuracy, return_argmax, logits)
 
 
@@ -276,37 +285,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         class_weights: Tensor | None,
         settings: LossSettings,
+        narrow: torch.dtype | None,
         logits_bytes: int,
         hold: bool,
     ) -> tuple[Tensor | None, ...]:
-        inputs = _Inputs(hidden, weight, bias, target, class_weights)
+        """narrow: the dtype to cast weight and bias to, in forward and again in backward."""
+        operand, offset = cast((weight, bias), narrow)
+        inputs = _Inputs(hidden, operand, offset, target, class_weights)
         memory = logits_bytes, hold, ctx.needs_input_grad[1]
         loss, normalizers, total, max_logit, argmax, *held = _forward_op(*inputs, *settings, *memory)
-        ctx.save_for_backward(*inputs, normalizers, total)
+        ctx.save_for_backward(hidden, weight, bias, target, class_weights, normalizers, total)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
-        ctx.settings, ctx.logits_bytes = settings, logits_bytes
+        ctx.settings, ctx.narrow, ctx.logits_bytes = settings, narrow, logits_bytes
         ctx.held = held if hold else None
         return loss, max_logit, argmax
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dloss is None:
-            return (None,) * 8
+            return (None,) * 9
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad
         with without_autocast(dloss.device.type):
             if torch.is_grad_enabled():
-                inputs = (*saved[:5], ctx.settings)
-                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:6], dloss)
+                inputs = (*saved[:5], ctx.settings, ctx.narrow)
+                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], dloss)
                 return *found, None, None
-            arguments = (dloss, *saved, *ctx.settings, ctx.logits_bytes, *needed[:3])
+            weight, bias = cast(saved[1:3], ctx.narrow)
+            arguments = (dloss, saved[0], weight, bias, *saved[3:], *ctx.settings, ctx.logits_bytes, *needed[:3])
             if ctx.held is None or torch.compiler.is_compiling():
-                return *_backward_op(*arguments), *(None,) * 5
-            (dweight, kept), ctx.held = ctx.held, None  # this backward writes over them, so a second one has none
-            if dweight is None and needed[1]:
-                dweight = saved[1].new_empty(saved[1].shape)
-            dhidden, dbias = _backward_held_op(dweight, kept, *arguments)
-            return dhidden, dweight if needed[1] else None, dbias, *(None,) * 5
+                dhidden, dweight, dbias = _backward_op(*arguments)
+            else:
+                (dweight, kept), ctx.held = ctx.held, None  # this backward writes over them, so a second one has none
+                if dweight is None and needed[1]:
+                    dweight = weight.new_empty(weight.shape)
+                dhidden, dbias = _backward_held_op(dweight, kept, *arguments)
+                dweight = dweight if needed[1] else None
+            del weight, bias, arguments
+            return dhidden, *in_dtypes_of(saved[1:3], (dweight, dbias)), *(None,) * 6
 
 
 class _Inputs(NamedTuple):
@@ -438,8 +454,10 @@ def linear_cross_entropy_reference(
     target: Tensor,
     class_weights: Tensor | None,
     settings: LossSettings,
+    narrow: torch.dtype | None = None,
 ) -> Tensor:
     """``linear_cross_entropy`` in plain PyTorch, with the logits as a whole; differentiable any number of times."""
+    weight, bias = cast((weight, bias), narrow)
     return cross_entropy_reference(F.linear(hidden, weight, bias), target, class_weights, settings)
 
 

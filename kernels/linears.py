@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.errors import KernelError
@@ -37,25 +37,6 @@ def checked_norm(
     return NormSettings(eps, casting, dtype)
 
 
-def autocast(
-    op: str, inputs: dict[str, torch.dtype], parameters: dict[str, Tensor | None], device: str
-) -> tuple[Tensor | None, ...]:
-    """Weights and biases of Linears as autocast would cast them. Our Functions do not, so that autograd sees the casts.
-
-    Args:
-        op: the op's name, for messages.
-        inputs: dtypes of the Linears' inputs by name. Our Functions cast the inputs themselves.
-        parameters: weights and biases by name.
-        device: the type of the device that all of this is on.
-
-    Raises:
-        KernelError: where inputs and parameters are of several dtypes, which PyTorch refuses too.
-    """
-    narrow = autocast_dtype(device)
-    check_dtypes(op, inputs, parameters, narrow)
-    return cast(tuple(parameters.values()), narrow)
-
-
 def check_dtypes(
     op: str, inputs: dict[str, torch.dtype], parameters: dict[str, Tensor | None], narrow: torch.dtype | None
 ) -> None:
@@ -68,12 +49,38 @@ def check_dtypes(
         raise KernelError(f"{op}: expected one dtype, found {found}.")
 
 
-def cast(parameters: tuple[Tensor | None, ...], narrow: torch.dtype | None) -> tuple[Tensor | None, ...]:
-    """``parameters`` as autocast to ``narrow`` would cast them; None: autocast is off."""
+def cast(tensors: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
+    """What autocast to ``narrow`` would have of these tensors; None: autocast is off."""
     if narrow is None:
-        return parameters
+        return tuple(tensors)
     return tuple(
-        tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(narrow) for tensor in parameters
+        tensor if tensor is None or tensor.dtype is torch.float64 else in_dtype(tensor, narrow) for tensor in tensors
+    )
+
+
+def cast_if_made(parameters: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
+    """What a Function takes that casts its parameters to ``narrow`` itself, in forward and again in backward.
+
+    Parameters are alive anyway: then no copy of them is held for backward. What was made in forward is cast here, so
+    that the Function holds the smaller of the two.
+    """
+    if narrow is None or torch.compiler.is_compiling():  # the compiler chooses what to hold
+        return cast(parameters, narrow)
+    return tuple(each if each is None or _is_alive_anyway(each) else cast((each,), narrow)[0] for each in parameters)
+
+
+def _is_alive_anyway(tensor: Tensor) -> bool:
+    """Whether it is a parameter. One that is given to ``torch.func.functional_call`` is a plain leaf."""
+    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def in_dtypes_of(
+    parameters: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of what ``cast`` gave, as those of ``parameters``."""
+    return tuple(
+        gradient if gradient is None or parameter is None else in_dtype(gradient, parameter.dtype)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
     )
 
 

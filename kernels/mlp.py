@@ -36,8 +36,10 @@ from recompute.kernels.gated_mlp import codes_of
 from recompute.kernels.linears import (
     autocast_dtype,
     cast,
+    cast_if_made,
     check_dtypes,
     in_dtype,
+    in_dtypes_of,
     linear_gradients,
     rows,
     shaped,
@@ -87,14 +89,14 @@ def mlp(
     parameters = (up_weight, down_weight, up_bias, down_bias)
     narrow = autocast_dtype(x.device.type)
     _check(x, activation, narrow, *parameters)
-    operands = cast(parameters, narrow)
+    operands = cast_if_made(parameters, narrow)
     if tile is None or torch.compiler.is_compiling():
-        return MLPFunction.apply(x, *operands, activation, compress, True)
+        return MLPFunction.apply(x, *operands, activation, narrow, compress, True)
     if tile < 1:
         raise KernelError(f"mlp: tile is {tile}; expected at least 1 token, or None.")
-    up_weight, down_weight, up_bias, down_bias = operands  # type: ignore[assignment]
+    up_weight, down_weight, up_bias, down_bias = operands
     of_an_mlp = (None, None, up_weight, down_weight, None, up_bias, down_bias, None)  # neither a norm nor a gate
-    return TiledMLPFunction.apply(x, *of_an_mlp, activation, tile, _of_a_tile, _tiled_reference)
+    return TiledMLPFunction.apply(x, *of_an_mlp, activation, narrow, tile, _of_a_tile, _tiled_reference)
 
 
 @once_by_layouts
@@ -129,7 +131,7 @@ def _of_a_tile(
     *,
     with_output: bool,
 ) -> Tensor:
-    return MLPFunction.apply(x, up_weight, down_weight, up_bias, down_bias, activation, False, with_output)
+    return MLPFunction.apply(x, up_weight, down_weight, up_bias, down_bias, activation, None, False, with_output)
 
 
 def _tiled_reference(
@@ -143,12 +145,14 @@ def _tiled_reference(
     down_bias: Tensor | None,
     norm: None,
     activation: str,
+    narrow: torch.dtype | None,
 ) -> Tensor:
-    return mlp_reference(x, up_weight, down_weight, up_bias, down_bias, activation)
+    return mlp_reference(x, up_weight, down_weight, up_bias, down_bias, activation, narrow)
 
 
 class MLPFunction(torch.autograd.Function):
-    """``with_output`` is False where forward runs again for the sake of its backward alone."""
+    """``with_output`` is False where forward runs again for the sake of its backward alone. ``narrow`` is the dtype to
+    cast weights and biases to, in forward and again in backward."""
 
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
@@ -161,16 +165,18 @@ class MLPFunction(torch.autograd.Function):
         up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: str,
+        narrow: torch.dtype | None,
         compress: bool,
         with_output: bool,
     ) -> Tensor:
-        up = F.linear(in_dtype(rows(x), up_weight.dtype), up_weight, up_bias)  # autocast would cast x, too
         parameters = (up_weight, down_weight, up_bias, down_bias)
+        up_weight, down_weight, up_bias, down_bias = cast(parameters, narrow)
+        up = F.linear(in_dtype(rows(x), up_weight.dtype), up_weight, up_bias)  # autocast would cast x, too
         ctx.holds_codes = compress and up.dtype in launch.TRITON_DTYPES
         held = codes_of(up) if ctx.holds_codes else (up,)
         ctx.save_for_backward(x, *parameters, *held)
         ctx.set_materialize_grads(False)
-        ctx.activation = activation
+        ctx.activation, ctx.narrow = activation, narrow
         shape = *x.shape[:-1], down_weight.shape[0]
         if not with_output:
             return x.new_empty(()).expand(shape)
@@ -178,20 +184,21 @@ class MLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed, nothing = ctx.needs_input_grad[:5], (None,) * 3
+        needed, nothing = ctx.needs_input_grad[:5], (None,) * 4
         if dy is None:
             return (None,) * 5 + nothing
         with without_autocast(dy.device.type):
             if torch.is_grad_enabled():
-                inputs = (*ctx.saved_tensors[:5], ctx.activation)
-                return launch.differentiable_gradients(mlp_reference, inputs, (*needed, False), dy)[:5] + nothing
+                inputs = (*ctx.saved_tensors[:5], ctx.activation, ctx.narrow)
+                return launch.differentiable_gradients(mlp_reference, inputs, (*needed, False, False), dy)[:5] + nothing
             return _gradients(ctx, needed, dy) + nothing
 
 
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of x, the weights and the biases: those that are ``needed``, and None for the others."""
     saved = ctx.saved_tensors if ctx.holds_codes else (*ctx.saved_tensors, None)
-    x, up_weight, down_weight = saved[:3]
+    x, *parameters = saved[:5]
+    up_weight, down_weight = cast(parameters[:2], ctx.narrow)
     held = list(saved[5:])  # `*held` would be a tuple to torch.compile (torch 2.11)
     del saved
     if not torch.compiler.is_compiling():
@@ -206,7 +213,8 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     dx = sum_of_products(((dup, up_weight),), dtype) if needs_dx else None
     n = in_dtype(x, up_weight.dtype) if up_trains else None
     dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains, weight=up_weight)
-    return None if dx is None else dx.view(shape), dup_weight, ddown_weight, dup_bias, ddown_bias
+    gradients = in_dtypes_of(parameters, (dup_weight, ddown_weight, dup_bias, ddown_bias))
+    return None if dx is None else dx.view(shape), *gradients
 
 
 def mlp_reference(
@@ -216,7 +224,9 @@ def mlp_reference(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    narrow: torch.dtype | None = None,
 ) -> Tensor:
     """``mlp`` in plain PyTorch, differentiable any number of times."""
+    up_weight, down_weight, up_bias, down_bias = cast((up_weight, down_weight, up_bias, down_bias), narrow)
     up = F.linear(x.to(up_weight.dtype), up_weight, up_bias)
     return F.linear(activation_reference(up, activation), down_weight, down_bias)

@@ -33,9 +33,11 @@ from recompute.kernels.linears import (
     added,
     autocast_dtype,
     cast,
+    cast_if_made,
     check_dtypes,
     checked_norm,
     in_dtype,
+    in_dtypes_of,
     linear,
     linear_gradients,
     norm_gradients,
@@ -78,7 +80,7 @@ def norm_linears(
     biases = [None] * len(weights) if biases is None else biases
     narrow = autocast_dtype(x.device.type)
     norm = _checked(x, norm_weight, eps, casting, narrow, len(weights), *weights, *biases)
-    *outputs, h = _NormLinears.apply(x, norm_weight, norm, *cast((*weights, *biases), narrow))
+    *outputs, h = _NormLinears.apply(x, norm_weight, norm, narrow, *cast_if_made((*weights, *biases), narrow))
     return tuple(outputs), h if x.requires_grad else x
 
 
@@ -117,35 +119,46 @@ class _NormLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm: NormSettings, *parameters: Any
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm: NormSettings,
+        narrow: torch.dtype | None,
+        *parameters: Any,
     ) -> tuple[Tensor, ...]:
-        """``parameters``: the weights, then as many biases."""
+        """``parameters``: the weights, then as many biases. narrow: the dtype to cast them to, in backward again."""
         n, rstd = rms_norm_forward(x, norm_weight, norm.eps, norm.casting)
         ctx.save_for_backward(x, norm_weight, *parameters, rstd)
         ctx.set_materialize_grads(False)
-        ctx.norm = norm
-        n = in_dtype(n, parameters[0].dtype)
-        return *(linear(n, weight, bias) for weight, bias in _pairs(parameters)), x
+        ctx.norm, ctx.narrow = norm, narrow
+        outputs = []
+        for weight, bias in _pairs(parameters):
+            weight, bias = cast((weight, bias), narrow)
+            n = in_dtype(n, weight.dtype)
+            outputs.append(linear(n, weight, bias))
+        return *outputs, x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         *doutputs, dh = gradients
-        needs_dx, needs_dnorm_weight, _, *trained = ctx.needs_input_grad
+        needs_dx, needs_dnorm_weight, _, _, *trained = ctx.needs_input_grad
         if all(doutput is None for doutput in doutputs):
-            return dh, *[None] * (2 + len(trained))
+            return dh, *[None] * (3 + len(trained))
         reached = [doutput is not None for doutput in doutputs]
         needed = (needs_dx, needs_dnorm_weight, *map(operator.and_, trained, 2 * reached))
         x, norm_weight, *parameters, rstd = ctx.saved_tensors
         with without_autocast(x.device.type):
             if not torch.is_grad_enabled():
-                found = _gradients(ctx.norm, needed, doutputs, dh, x, norm_weight, rstd, parameters)
+                operands = cast(parameters, ctx.narrow)
+                found = _gradients(ctx.norm, needed, doutputs, dh, x, norm_weight, rstd, operands)
+                found = *found[:2], *in_dtypes_of(parameters, found[2:])
             else:
-                inputs = (x, norm_weight, *parameters, ctx.norm, reached)
+                inputs = (x, norm_weight, *parameters, ctx.norm, ctx.narrow, reached)
                 given: Any = tuple(doutput for doutput in doutputs if doutput is not None)
-                dx, *others = launch.differentiable_gradients(_reference, inputs, (*needed, False, False), given)
-                found = added(dx, dh), *others[:-2]
+                dx, *others = launch.differentiable_gradients(_reference, inputs, (*needed, *[False] * 3), given)
+                found = added(dx, dh), *others[:-3]
         dx, dnorm_weight, *others = found
-        return dx, dnorm_weight, None, *others
+        return dx, dnorm_weight, None, None, *others
 
 
 def _gradients(
@@ -156,7 +169,7 @@ def _gradients(
     x: Tensor,
     norm_weight: Tensor | None,
     rstd: Tensor,
-    parameters: list[Any],
+    parameters: Sequence[Any],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, norm_weight and the parameters: those that are ``needed``, and None for the others."""
     count = len(doutputs)
@@ -184,7 +197,8 @@ def _pairs(parameters: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 def _reference(x: Tensor, norm_weight: Tensor | None, *others: Any) -> Any:
     """The outputs that are ``reached`` by a gradient, in plain PyTorch: differentiable any number of times."""
-    *parameters, norm, reached = others
+    *parameters, norm, narrow, reached = others
+    operands = cast(parameters, narrow)
     n = rms_norm_reference(x, norm_weight, norm.eps, norm.casting)
-    outputs = [F.linear(n.to(weight.dtype), weight, bias) for weight, bias in _pairs(parameters)]
+    outputs = [F.linear(n.to(weight.dtype), weight, bias) for weight, bias in _pairs(operands)]
     return tuple(itertools.compress(outputs, reached))

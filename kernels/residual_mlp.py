@@ -24,7 +24,7 @@ from torch import Tensor
 from recompute.errors import KernelError
 from recompute.kernels.argument_layouts import once_by_layouts
 from recompute.kernels.gated_mlp import PARAMETERS, GatedMLPFunction, check_operands, tiled
-from recompute.kernels.linears import NormSettings, autocast_dtype, cast, check_dtypes, checked_norm
+from recompute.kernels.linears import NormSettings, autocast_dtype, cast_if_made, check_dtypes, checked_norm
 
 
 def residual_mlp(
@@ -76,10 +76,10 @@ def residual_mlp(
     parameters = (gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     narrow = autocast_dtype(x.device.type)
     norm = _checked(x, residual, norm_weight, eps, casting, activation, narrow, *parameters)
-    operands = cast(parameters, narrow)
+    operands = cast_if_made(parameters, narrow)
     if tile is not None and not torch.compiler.is_compiling():
-        return tiled(x if residual is None else x + residual, norm_weight, *operands, norm, activation, tile)
-    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation, compress, True)[0]
+        return tiled(x if residual is None else x + residual, norm_weight, *operands, norm, activation, narrow, tile)
+    return GatedMLPFunction.apply(x, residual, norm_weight, *operands, norm, activation, narrow, compress, True)[0]
 
 
 @once_by_layouts

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recompute.kernels import launch
-from recompute.kernels.linears import NormSettings, rows, shaped, without_autocast
+from recompute.kernels.linears import NormSettings, cast, in_dtypes_of, rows, shaped, without_autocast
 
 Compute = Callable[..., Tensor]
 """Computes the MLP of a tile, from x, the parameters, the norm and the activation. ``with_output``: whether the values
@@ -28,7 +28,10 @@ of what it returns matter, and not only the graph behind it."""
 
 
 class TiledMLPFunction(torch.autograd.Function):
-    """An MLP of x, whose rows do not depend on each other."""
+    """An MLP of x, whose rows do not depend on each other.
+
+    ``narrow`` is the dtype to cast weights and biases to, in forward and again in backward.
+    """
 
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
@@ -45,6 +48,7 @@ class TiledMLPFunction(torch.autograd.Function):
         down_bias: Tensor | None,
         norm: NormSettings | None,
         activation: str,
+        narrow: torch.dtype | None,
         tile: int,
         compute: Compute,
         reference: Any,
@@ -52,29 +56,31 @@ class TiledMLPFunction(torch.autograd.Function):
         parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
         ctx.save_for_backward(x, *parameters)
         ctx.set_materialize_grads(False)
-        ctx.norm, ctx.activation, ctx.tile = norm, activation, tile
+        ctx.norm, ctx.activation, ctx.narrow, ctx.tile = norm, activation, narrow, tile
         ctx.compute, ctx.reference = compute, reference
-        tiles = [compute(part, *parameters, norm, activation, with_output=True) for part in rows(x).split(tile)]
+        operands = norm_weight, *cast(parameters[1:], narrow)
+        tiles = [compute(part, *operands, norm, activation, with_output=True) for part in rows(x).split(tile)]
         return shaped(torch.cat(tiles), *x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed, nothing = ctx.needs_input_grad[:8], (None,) * 5
+        needed, nothing = ctx.needs_input_grad[:8], (None,) * 6
         if dy is None:
             return (None,) * 8 + nothing
         with without_autocast(dy.device.type):
             if torch.is_grad_enabled():
-                inputs = (*ctx.saved_tensors, ctx.norm, ctx.activation)
-                return launch.differentiable_gradients(ctx.reference, inputs, (*needed, False, False), dy)[:8] + nothing
+                inputs = (*ctx.saved_tensors, ctx.norm, ctx.activation, ctx.narrow)
+                return launch.differentiable_gradients(ctx.reference, inputs, (*needed, *[False] * 3), dy)[:8] + nothing
             return _gradients(ctx, needed, dy) + nothing
 
 
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, *given = ctx.saved_tensors
+    x, norm_weight, *given = ctx.saved_tensors
     needs_dx, *trained = needed
+    operands = norm_weight, *cast(given, ctx.narrow)
     parameters = [
         None if each is None else each.detach().requires_grad_(needs)
-        for each, needs in zip(given, trained, strict=True)
+        for each, needs in zip(operands, trained, strict=True)
     ]
     wanted = [each for each in parameters if each is not None and each.requires_grad]
     dx = x.new_empty(x.shape) if needs_dx else None
@@ -99,4 +105,4 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     of_parameters = [
         next(gradients).to(each.dtype) if each is not None and each.requires_grad else None for each in parameters
     ]
-    return dx, *of_parameters
+    return dx, *in_dtypes_of((norm_weight, *given), of_parameters)

@@ -39,15 +39,15 @@ class KernelHeadRunner(KernelRunner):
         return "linear_cross_entropy (if nothing else reads the logits)"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.linears import autocast
+        from recompute.kernels.linears import autocast_dtype, cast, check_dtypes
 
         if (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         x = only_argument(args, kwargs)
-        given: dict[str, Tensor | None] = {"hidden": x, "weight": module.weight, "bias": module.bias}
-        # Cast now: when somebody asks for the values, autocast may be off, or another.
-        hidden, weight, bias = autocast("linear_cross_entropy", {}, given, x.device.type)
-        return LazyLogits.of(hidden, weight, bias, self.observe, self._count)  # type: ignore[arg-type]  # two are tensors
+        weight, bias, narrow = module.weight, module.bias, autocast_dtype(x.device.type)
+        check_dtypes("linear_cross_entropy", {"hidden": x.dtype}, {"weight": weight, "bias": bias}, narrow)
+        (hidden,) = cast((x,), narrow)  # the logits have its dtype
+        return LazyLogits.of(hidden, weight, bias, self.observe, self._count)
 
     def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         _warn_of_logits(self.statistics.name)
