@@ -214,9 +214,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     "change",
-    by_default(
-        CHANGES, "another epsilon of the second norm", "an adapter on q", "another activation", "a hook on gate"
-    ),
+    by_default(CHANGES, "another epsilon of the second norm", "an adapter on q"),
 )
 def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
     model, plain = make(), make()
@@ -316,7 +314,7 @@ def test_a_layer_compiles_with_kernels_in_its_place() -> None:
     torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, *slow(True)])
 def test_hugging_faces_checkpointing_runs_around_kernels(reentrant: bool) -> None:
     model, plain = make(), make()
     recompute.apply(model, POLICY)
@@ -418,7 +416,7 @@ SKIPS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("capture", [False, True])
-@pytest.mark.parametrize("skip", SKIPS.values(), ids=SKIPS)
+@pytest.mark.parametrize("skip", by_default(SKIPS, "a setting"))
 def test_a_layer_that_branches_on_an_attribute_is_left_to_itself_when_that_changes(
     skip: Callable[[Any], Any], capture: bool
 ) -> None:

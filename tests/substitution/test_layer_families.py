@@ -155,7 +155,7 @@ def tokens(name: str, size: int = BATCH, length: int = LENGTH) -> int:
     return size * (37 if FAMILIES[name].kind == "vit" else length)
 
 
-each_family = pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox", "bert"))
+each_family = pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox"))
 
 
 @each_family
@@ -219,14 +219,14 @@ def test_norms_add_what_parts_alone_add_by_ops_of_their_own(name: str, monkeypat
     assert of_parts - of_whole == FAMILIES[name].adds * LAYERS
 
 
-@pytest.mark.parametrize("name", by_default(list(FAMILIES), "phi", "cohere", "opt"))
+@pytest.mark.parametrize("name", by_default(list(FAMILIES), "cohere", "bert"))
 def test_gradients_are_the_models_up_to_rounding(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)  # of norms that have no kernel
         recompute.verify(make(name), batch_of(name, seed=1), policy=layers("kernel"))
 
 
-@pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox", "bert"))
+@each_family
 def test_captured_layers_give_the_bits_of_those_on_the_tape(name: str) -> None:
     (captured, handle), (taped, of_tape) = settled(name, "kernel"), under(name, layers("kernel", capture=False), 4)
     assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
