@@ -35,6 +35,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
 }
 TAPES = ["hook", "elementwise", "auto"]
 EXACT = ["none", "full", "alternate", *TAPES]  # where there is no CUDA auto has no kernels
+some_exact = pytest.mark.parametrize("preset", by_default(EXACT, "full", "hook"))
 IDS = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 
 transformers.logging.set_verbosity_error()
@@ -232,7 +233,7 @@ def test_what_a_tape_says_it_drops_is_no_longer_held(preset: str) -> None:
     assert held(without, lambda: run(without)) - held(model, lambda: run(model)) == handle.stats().dropped_nbytes
 
 
-@pytest.mark.parametrize("preset", EXACT)
+@some_exact
 @pytest.mark.parametrize("name", ["llama", *slow("gemma3")])
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 def test_low_precision_is_bitwise_too(precision: str, name: str, preset: str) -> None:
@@ -251,7 +252,7 @@ def test_low_precision_is_bitwise_too(precision: str, name: str, preset: str) ->
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", *slow("gemma3")])
 def test_kernels_in_low_precision_lose_no_more_than_eager(name: str, precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model, without = make(name, dtype), make(name, dtype)
@@ -281,7 +282,7 @@ def test_hugging_faces_checkpointing_runs_inside_the_policy(reentrant: bool, pre
     assert_same(steps(model), steps(without))
 
 
-@pytest.mark.parametrize("preset", EXACT)
+@some_exact
 def test_a_cache_that_training_fills_is_filled_once(preset: str) -> None:
     model, without = make("llama"), make("llama")
     assert model.config.use_cache
@@ -296,7 +297,7 @@ def test_a_cache_that_training_fills_is_filled_once(preset: str) -> None:
     assert_same(*caches)
 
 
-@pytest.mark.parametrize("preset", [*EXACT, "kernel"])
+@pytest.mark.parametrize("preset", by_default([*EXACT, "kernel"], "full", "hook", "kernel"))
 def test_attentions_and_hidden_states_are_recorded(preset: str) -> None:
     model, without = make("llama"), make("llama")
     for each in (model, without):
@@ -311,7 +312,7 @@ def test_attentions_and_hidden_states_are_recorded(preset: str) -> None:
     torch.testing.assert_close(found.attentions, expected.attentions)
 
 
-@pytest.mark.parametrize("preset", EXACT)
+@some_exact
 @pytest.mark.parametrize(
     "options", [{"attention_dropout": 0.2}, *slow({"mlp_bias": True, "attention_bias": True})], ids=str
 )
@@ -329,7 +330,7 @@ def test_kernels_take_biases(policy: Any) -> None:
     torch.testing.assert_close(steps(model), steps(make("llama", **options)))
 
 
-@pytest.mark.parametrize("preset", [*EXACT, "kernel"])
+@pytest.mark.parametrize("preset", by_default([*EXACT, "kernel"], "full", "hook", "kernel"))
 def test_generates_the_same(preset: str) -> None:
     model, without = make("llama").eval(), make("llama").eval()
     applied(model, preset)
