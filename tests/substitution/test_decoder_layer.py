@@ -387,7 +387,7 @@ def outcome(layer: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     "attention", [TinyMLP, *slow(TinyRMSNorm, nn.Identity), TinyDecoderLayer], ids=lambda cls: cls.__name__
 )
-@pytest.mark.parametrize("norm", [TinyRMSNorm, lambda: nn.LayerNorm(TINY_HIDDEN)], ids=["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("norm", [TinyRMSNorm, *slow(lambda: nn.LayerNorm(TINY_HIDDEN))], ids=["RMSNorm", "LayerNorm"])
 def test_kernels_may_stand_in_for_what_has_attentions_place(
     attention: Callable[[], nn.Module], norm: Callable[[], nn.Module]
 ) -> None:

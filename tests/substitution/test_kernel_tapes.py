@@ -67,7 +67,7 @@ def three_steps(name: str, given: dict[str, Any], **options: Any) -> list[list[T
     "name",
     by_default(["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe"], "llama"),
 )
-@pytest.mark.parametrize("options", by_default(OPTIONS, "everything", "a kernel kept"))
+@pytest.mark.parametrize("options", by_default(OPTIONS, "everything"))
 def test_gradients_are_those_of_the_kernels_alone(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert_same(three_steps(name, policy(**options), dtype=dtype), of_the_kernels_alone(name, dtype))
 

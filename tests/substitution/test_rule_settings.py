@@ -24,7 +24,7 @@ def rules(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", by_default(["llama", "gemma", "phi3", "qwen3", "mistral"], "llama"))
-@pytest.mark.parametrize("settings", by_default({"codes": CODES, "tiles": TILES, "long": LONG}, "codes", "long"))
+@pytest.mark.parametrize("settings", by_default({"codes": CODES, "tiles": TILES, "long": LONG}, "long"))
 def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
     model, batch = make(family), batch_of(family, length=64, size=2)
     found = recompute.verify(model, batch, policy=rules(**settings))
