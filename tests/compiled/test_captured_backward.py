@@ -179,7 +179,21 @@ BACKWARDS = {
 }
 
 
-@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
+@pytest.mark.parametrize(
+    "backward",
+    by_default(
+        BACKWARDS,
+        "several_times",
+        "of_some_and_then_of_others",
+        "batched",
+        "transposed",
+        "of_a_sum_read_outside_too",
+        "with_hooks_on_outputs_and_inputs",
+        "piled_up",
+        "in_another_thread",
+        "in_any_order",
+    ),
+)
 def test_backward_is_that_of_plain_pytorch(twins: Twins, x: Tensor, backward: Backward) -> None:
     for _ in range(2):
         assert twins.runs_code(on(x, backward)) > 0
