@@ -44,7 +44,7 @@ RECOMPUTE = policy(("**.norm*", "recompute"), ("**.mlp", "recompute"), ("**.drop
 BOTH = policy(("layers.0", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
 INSIDE = policy(("inside", "checkpoint"))
 POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
-every_policy = pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+every_policy = pytest.mark.parametrize("rules", by_default(POLICIES, "recompute", "both"))
 both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -73,19 +73,18 @@ def governing(setting: Setting, *match: str) -> dict[str, Any]:
     return {"rules": [{"match": list(match) or ["layers.*", "inside"], **setting}]}
 
 
-_BY_DEFAULT = ("recompute", "checkpoint without attention")
-"""What runs again under "recompute with gemms" is between what does under these two."""
+_BY_DEFAULT = ("checkpoint", "recompute")
+"""What runs again under the others is between what does under these two."""
 RULES_OF_SETTINGS = {name: governing(setting) for name, setting in SETTINGS.items()}
-every_setting = pytest.mark.parametrize("setting", by_default(SETTINGS, "checkpoint", *_BY_DEFAULT))
-every_rule = pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, "checkpoint", *_BY_DEFAULT))
+every_setting = pytest.mark.parametrize("setting", by_default(SETTINGS, *_BY_DEFAULT))
+every_rule = pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, *_BY_DEFAULT))
 every_tape = pytest.mark.parametrize(
-    "rules", by_default({name: RULES_OF_SETTINGS[name] for name in TAPES}, *_BY_DEFAULT)
+    "rules", by_default({name: RULES_OF_SETTINGS[name] for name in TAPES}, "recompute")
 )
 every_policy_of_a_stack = pytest.mark.parametrize(
     "rules",
     by_default(
         {**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH},
-        "checkpoint",
         "recompute",
         "both",
     ),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from test_cli import TINY, recompute
+from tiers import slow
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import masking_utils
@@ -52,7 +53,7 @@ def explained(model: Any, batch: dict[str, Tensor], policy: str) -> str:
         return handle.explain()
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "hook", "kernel", "elementwise", "auto"])
+@pytest.mark.parametrize("policy", ["none", "full", *slow("hook", "elementwise", "auto"), "kernel"])
 def test_explain_says_what_a_real_run_says(policy: str, tiny: str) -> None:
     model, batch = build(tiny, **OPTIONS)
     real = f"{describe(model, batch)}\n\n{explained(model, batch, policy)}\n"
@@ -78,9 +79,7 @@ def test_explain_takes_no_memory_for_the_largest_model() -> None:
     ("name", "given"),
     [
         ("llama", "input_ids 1x64, labels 1x64"),
-        ("mistral", "input_ids 1x64, labels 1x64"),
-        ("gpt2", "input_ids 1x64, labels 1x64"),
-        ("bert", "input_ids 1x64, labels 1x64"),
+        *slow(*((name, "input_ids 1x64, labels 1x64") for name in ("mistral", "gpt2", "bert"))),
         ("t5", "input_ids 1x4096, labels 1x4096"),
         ("vit", "pixel_values 1x3x24x24"),
     ],

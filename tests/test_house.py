@@ -273,6 +273,7 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.Path)
     assert held == expected | {"recompute/py.typed"}
 
 
+@pytest.mark.slow
 def test_the_wheel_works_where_the_tree_is_not(wheel: zipfile.Path, tmp_path: Path) -> None:
     wheel.root.extractall(tmp_path / "site")
     run(

@@ -163,7 +163,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=64, use_cache=False, **shape)
     ids = torch.randint(64, (1, 16))
     mine = next(block.text for block in BLOCKS if block.info == "yaml" and "name: mine" in block.text)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_default, slow
 from tiny import (
     BATCH,
     HIDDEN,
@@ -286,7 +287,7 @@ def caught(policy: Any, *, strict: bool = True, model: nn.Module | None = None) 
     return messages
 
 
-@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("preset", by_default(preset_names(), "full", "hook", "kernel"))
 def test_a_preset_that_fits_warns_of_nothing(preset: str) -> None:
     assert caught(preset) == []
 
@@ -316,7 +317,7 @@ def test_a_rule_without_effect_warns(policy: dict[str, Any], expected: str) -> N
 
 
 @pytest.mark.parametrize(
-    "keep", ["attention", "aten._softmax", "aten.mm", "recompute.glu_forward", "router_logits", "softmax"]
+    "keep", ["attention", *slow("aten._softmax", "aten.mm", "recompute.glu_forward", "softmax"), "router_logits"]
 )
 def test_what_a_rule_keeps_warns_of_nothing_where_it_may_be(keep: str) -> None:
     assert caught(rules(rule("TinyDecoderLayer", "recompute", keep=keep))) == []

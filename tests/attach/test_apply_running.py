@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import by_default
+from tiers import by_default, slow
 from tiny import (
     HIDDEN,
     TOKENS,
@@ -43,7 +43,7 @@ def mlp_policy(via: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("preset", EXACT)
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"dropout": 0.3}], ids=str)
+@pytest.mark.parametrize("options", [*slow({}, {"bias": True}), {"dropout": 0.3}], ids=str)
 def test_trains_bit_for_bit_as_without(preset: str, options: dict[str, Any]) -> None:
     model = decoder(**options)
     recompute.apply(model, preset)
@@ -87,7 +87,7 @@ HOOKED["elementwise"] = HOOKED["auto"] = HOOKED["kernel"] = HOOKED["hook"]
 
 
 @pytest.mark.parametrize("attached", ["before", "after"])
-@pytest.mark.parametrize("preset", HOOKED)
+@pytest.mark.parametrize("preset", by_default(list(HOOKED), "full", "hook", "kernel"))
 def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attached: str) -> None:
     model, plain = decoder(), decoder()
     expected = Calls(plain, HOOKED[preset])
@@ -108,7 +108,7 @@ def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attache
     [lambda _, __, output: output * 1.5, lambda _, __, output: output.mul_(1.5)],
     ids=["another tensor", "in place"],
 )
-@pytest.mark.parametrize("name", ["layers.0.input_layernorm", "layers.1.mlp.gate_proj", "norm", "layers.1"])
+@pytest.mark.parametrize("name", ["layers.0.input_layernorm", "layers.1.mlp.gate_proj", *slow("norm", "layers.1")])
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_hooks_that_change_an_output_are_heeded(preset: str, name: str, hook: Callable[..., Any]) -> None:
     model, plain = decoder(), decoder()
@@ -158,7 +158,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj", "down_proj")])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_adapters_are_respected(preset: str, when: str, projection: str) -> None:
@@ -310,7 +310,7 @@ MODES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("preset", EXACT)
+@pytest.mark.parametrize("preset", by_default(EXACT, "full", "hook"))
 def test_where_nothing_is_trained_nothing_is_held(preset: str, mode: str) -> None:
     model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
     handle = recompute.apply(model, preset)

@@ -123,9 +123,7 @@ def test_layers_of_one_rule_may_be_for_the_longer_of_two_stacks() -> None:
     ("word", "meant"),
     [
         ("attn", "attention"),
-        ("attenion", "attention"),
-        ("conv", "convolution"),
-        ("mm", "aten.mm"),
+        *slow(("attenion", "attention"), ("conv", "convolution"), ("mm", "aten.mm")),
         *slow(("gem", "gemm"), ("gemms", "gemm"), ("collectives", "collective"), ("bmm", "aten.bmm")),
     ],
 )
@@ -136,8 +134,9 @@ def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word: str,
     )
 
 
+@pytest.mark.slow  # by default test_apply_reports says so of router_logits
 @pytest.mark.parametrize(
-    "word", ["router_logits", *slow("gate", "logits", "attention_output", "gemma_scale", "angle", "x", "c")]
+    "word", ["router_logits", "gate", "logits", "attention_output", "gemma_scale", "angle", "x", "c"]
 )
 def test_a_kept_word_that_looks_like_none_is_a_tensors_name(word: str) -> None:
     assert warned(rules(rule("block", "recompute", keep=word))) == []

@@ -23,6 +23,7 @@ from capture_testing import (
     train,
 )
 from engine_testing import loss_of
+from tiers import slow
 from torch import Tensor, nn
 
 from recompute.compiled import captured_graph, captured_region
@@ -120,7 +121,7 @@ def with_what_takes_no_gradient(module: nn.Module, x: Tensor, is_masked: bool) -
     return module(x.detach() if is_masked else x)
 
 
-@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("call", [on_some_rows, with_a_flag, on_transposed, with_what_takes_no_gradient])
 def test_two_kinds_of_calls_that_take_turns_are_both_captured(
     call: Callable[[nn.Module, Tensor, bool], Tensor], action: str

@@ -27,6 +27,7 @@ from capture_testing import (
     train,
 )
 from engine_testing import loss_of
+from tiers import by_default
 from torch import Tensor, nn
 from torch.autograd import grad
 
@@ -178,13 +179,30 @@ BACKWARDS = {
 }
 
 
-@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
+@pytest.mark.parametrize(
+    "backward",
+    by_default(
+        BACKWARDS,
+        "several_times",
+        "of_some_and_then_of_others",
+        "batched",
+        "transposed",
+        "of_a_sum_read_outside_too",
+        "with_hooks_on_outputs_and_inputs",
+        "piled_up",
+        "in_another_thread",
+        "in_any_order",
+    ),
+)
 def test_backward_is_that_of_plain_pytorch(twins: Twins, x: Tensor, backward: Backward) -> None:
     for _ in range(2):
         assert twins.runs_code(on(x, backward)) > 0
 
 
-@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
+@pytest.mark.parametrize(
+    "backward",
+    by_default(BACKWARDS, "several_times", "of_some_and_then_of_others", "with_hooks_on_weights", "jacobian"),
+)
 def test_backward_is_that_of_plain_pytorch_also_while_it_is_watched(x: Tensor, backward: Backward) -> None:
     twins = Twins(Around(Block(), before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE)))
     for _ in range(STEPS_TO_SETTLE):

@@ -25,6 +25,7 @@ from capture_testing import (
     train,
 )
 from engine_testing import loss_of
+from tiers import by_default, slow
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 
@@ -105,13 +106,14 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.parametrize("steps", [2, *slow(7)], ids=["", "and is made anew"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_code_does_not_run_where_what_it_was_made_for_has_changed(
-    twins: Twins, step: Step, change: Callable[[nn.Module], Any]
+    twins: Twins, step: Step, change: Callable[[nn.Module], Any], steps: int
 ) -> None:
     twins.both(change)
     assert twins.runs_code(step) == 0
-    for _ in range(7):
+    for _ in range(steps):
         twins.step(step)
 
 
@@ -186,12 +188,14 @@ METHODS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("owner", "name", "new"), METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize(
+    "replaced", by_default(METHODS, "forward of a part", "method in a subclass", "method of a class", "property")
+)
 def test_code_does_not_run_where_a_method_has_been_replaced(
-    monkeypatch: pytest.MonkeyPatch, step: Step, owner: Any, name: str, new: Any
+    monkeypatch: pytest.MonkeyPatch, step: Step, replaced: tuple[Any, str, Any]
 ) -> None:
     twins = Twins(Around(ScaledTwice())).settle(step)
-    monkeypatch.setattr(owner, name, new)
+    monkeypatch.setattr(*replaced)
     assert twins.runs_code(step) == 0
     twins.settle(step)
     monkeypatch.undo()
@@ -241,7 +245,7 @@ INPUTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+@pytest.mark.parametrize("inputs", by_default(INPUTS, "rows", "strides", "no gradient", "a mask"))
 def test_other_inputs(twins: Twins, step: Step, inputs: Callable[[], tuple[Any, ...]]) -> None:
     other = train(*inputs())
     assert twins.runs_code(other) == 0
@@ -462,7 +466,7 @@ def another_attention() -> Iterator[None]:
             torch.backends.cuda.enable_flash_sdp(True)
 
 
-@pytest.mark.parametrize("in_force", ["for some frames", "for the frame that is recorded"])
+@pytest.mark.parametrize("in_force", [*slow("for some frames"), "for the frame that is recorded"])
 def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_force: str) -> None:
     model = Layers(5)
     for layer in model.layers:

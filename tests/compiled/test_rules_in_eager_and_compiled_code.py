@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from tiny import rules
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
@@ -99,7 +100,11 @@ def backward_ops(fields: dict[str, Any], *, compiled: bool = False) -> Counter[s
     return mode.counts
 
 
-@pytest.mark.parametrize(("fields", "eager", "compiled"), TABLE, ids=[str(fields) for fields, *_ in TABLE])
+@pytest.mark.parametrize(
+    ("fields", "eager", "compiled"),
+    [*TABLE[:3], *slow(TABLE[3]), TABLE[4], *slow(TABLE[5]), TABLE[6], *slow(TABLE[7]), TABLE[8], *slow(TABLE[9])],
+    ids=[str(fields) for fields, *_ in TABLE],
+)
 def test_what_runs_again(fields: dict[str, Any], eager: set[str], compiled: set[str]) -> None:
     plain = backward_ops({"action": "keep"})
     assert ALL & {*(backward_ops(fields) - plain)} == eager

@@ -16,6 +16,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from tiers import slow
 from tiny import HIDDEN, TinyMLP, TinyRMSNorm, decoder, next_token_loss, rule, rules, snapshot, token_ids
 from torch import Tensor, nn
 
@@ -93,8 +94,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> 
     monkeypatch.setattr(kernel_module, "rms_norm", lambda x, weight, *rest: kernel(right(x, weight, *rest), x, weight))
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "alternate", "hook", "elementwise", "auto"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["none", "full", *slow("alternate"), "hook", *slow("elementwise", "auto")])
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
 def test_what_hooks_regenerate_with_dropout_has_the_same_bits(policy: str, dtype: torch.dtype) -> None:
     found = recompute.verify(decoder(dropout=0.2).to(dtype), token_ids(), policy=policy)
     assert found.policy == policy

@@ -34,6 +34,7 @@ from engine_testing import (
     tokens,
     weak,
 )
+from tiers import slow
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -313,7 +314,7 @@ def _tangent(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("inner", [None, "checkpoint", "recompute"])
-@pytest.mark.parametrize("setting", ["checkpoint", "recompute", "checkpoint that keeps"])
+@pytest.mark.parametrize("setting", ["checkpoint", "recompute", *slow("checkpoint that keeps")])
 @pytest.mark.parametrize("kind", INSIDE_OF_A_REGION)
 def test_derivatives_inside_of_a_region_are_those_without_a_policy(kind: str, setting: str, inner: str | None) -> None:
     rules = policy(("**.norm", inner))["rules"] if inner else []

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from engine_testing import holding
+from tiers import slow
 from torch import Tensor, nn
 
 import recompute
@@ -139,7 +140,7 @@ def test_what_is_written_past_the_dispatcher_is_what_backward_sees(
     assert_as_without(body, *[write] * 3)
 
 
-@every_body
+@pytest.mark.parametrize("body", [*BODIES[:1], *slow(*BODIES[1:])], ids=lambda body: body.__name__[1:])
 @every_write
 def test_a_frame_that_follows_a_plan_of_frames_in_which_nothing_was_handed_out(
     write: Callable[[Tensor], None], body: Callable[..., Tensor]

@@ -195,7 +195,7 @@ class Normalized(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("match", ["inside", ["**.first", "**.rest"], "**", "**.first"], ids=str)
+@pytest.mark.parametrize("match", ["inside", *slow(["**.first", "**.rest"], "**"), "**.first"], ids=str)
 @pytest.mark.parametrize("setting", ["recompute", *slow("checkpoint", "nested")])
 @pytest.mark.parametrize("kind", NORMALIZED)
 def test_normalized_weights_train_as_without_wherever_the_rule_is(kind: str, setting: str, match: Any) -> None:

@@ -247,9 +247,7 @@ reproducibly = settings(
 )
 
 
-@pytest.mark.parametrize("theme", by_default(list(THEMES), "views", "in place", "blocks", "everything"))
-@reproducibly
-@given(
+any_module = given(
     code=st.binary(min_size=8, max_size=32),
     rule=st.sampled_from(sorted(RULES)),
     before=st.sampled_from(["", "free", "saved"]),
@@ -258,12 +256,25 @@ reproducibly = settings(
     around=st.sampled_from(["nothing", "nothing", "nothing", *AROUND]),
     together=st.booleans(),
 )
-def test_any_module_is_bit_for_bit_what_it_is_without(
-    theme: str, code: bytes, rule: str, before: str, after: str, leaf: bool, around: str, together: bool
-) -> None:
+
+
+@pytest.mark.parametrize("theme", ["views", "in place", "blocks", "everything"])
+@settings(reproducibly, max_examples=30)
+@any_module
+def test_any_module_is_bit_for_bit_what_it_is_without(theme: str, code: bytes, rule: str, **options: Any) -> None:
     steps = parse(code, THEMES[theme], sorted(NESTED_RULES))
     note(str(steps))
-    compare(steps, rule, before=before, after=after, leaf=leaf, around=around, together=together)
+    compare(steps, rule, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", THEMES)
+@reproducibly
+@any_module
+def test_so_are_as_many_modules_as_the_profile_says(theme: str, code: bytes, rule: str, **options: Any) -> None:
+    steps = parse(code, THEMES[theme], sorted(NESTED_RULES))
+    note(str(steps))
+    compare(steps, rule, **options)
 
 
 @pytest.mark.parametrize("rule", by_default(list(RULES), "recompute"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_testing import HIDDEN, bits, holding, policy, tokens, weak
+from tiers import by_default
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -93,7 +94,7 @@ ENDINGS: dict[str, Sequence[Callable[[Tensor], Tensor]]] = {
     "fewer ops": (lambda y: y.sin().exp() * y, lambda y: y.sin()),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-verified = pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+verified = pytest.mark.parametrize("verify", by_default({"": False, "verified": True}, ""))
 
 
 def branching(shape: Callable[[Tensor, int], Tensor], endings: Sequence[Callable[[Tensor], Tensor]]) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES, batch, make
-from tiers import by_default
+from tiers import by_default, slow
 from torch import Tensor
 
 import recompute
@@ -23,7 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {  # over whole layers
     "recompute": {"action": "recompute", "via": "hook"},
 }
 
-MODELS = ["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt2", "bert", "vit", "whisper", "t5", "convnet"]
+MODELS = ["llama", "mixtral", "t5", "convnet", *slow("qwen3", "gemma3", "qwen3_moe", "gpt2", "bert", "vit", "whisper")]
 PRECISIONS = {
     "float32": (torch.float32, False),
     "bfloat16": (torch.bfloat16, False),

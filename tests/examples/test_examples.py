@@ -181,6 +181,7 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "| torch" in (tmp_path / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_long_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     policies = [str(EXAMPLES / "policies" / "long-on-device.yaml"), "long"]
     arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--out", str(tmp_path))

@@ -43,8 +43,12 @@ def each_way(*ways: str, names: Iterable[str] = SETTINGS) -> Any:
     return pytest.mark.parametrize(("how", "name"), [*default, *slow(*(case for case in cases if case not in ONCE))])
 
 
-@functools.cache
 def trained(processes: TwoProcesses, how: str, name: str | None, first: str = "policy") -> list[Trained]:
+    return _trained(processes, how, name, first)  # once, however its arguments are given
+
+
+@functools.cache
+def _trained(processes: TwoProcesses, how: str, name: str | None, first: str) -> list[Trained]:
     rules = None if name is None else governing(SETTINGS[name], "model.layers.*")
     return processes.run(train, how, rules, first)
 

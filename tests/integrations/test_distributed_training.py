@@ -21,7 +21,7 @@ from two_processes import TwoProcesses, adapted, trains_as_without
 
 each_policy_in_processes = pytest.mark.parametrize(
     "rules",
-    by_default({name: governing(setting) for name, setting in SETTINGS.items()}, "recompute", "checkpoint"),
+    by_default({name: governing(setting) for name, setting in SETTINGS.items()}, "recompute"),
 )
 
 # Accumulation, replicas, processes

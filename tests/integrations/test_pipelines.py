@@ -30,7 +30,7 @@ RULES: dict[str, dict[str, Any]] = {
         {"action": "recompute", "via": "hook", "offload": True, "min_bytes": 0}, "layers.*"
     ),
 }
-ONCE = [("1F1B", "checkpoint"), ("1F1B", "recompute")]
+ONCE = [("1F1B", "recompute")]
 CASES = [
     (schedule, name)
     for schedule in SCHEDULES

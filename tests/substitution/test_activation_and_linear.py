@@ -102,7 +102,7 @@ ACTIVATIONS = {name: ACT2FN[name] for name in ("gelu", "gelu_new", "quick_gelu",
 ACTIVATIONS["bloom"] = BloomGelu()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
 @pytest.mark.parametrize("activation", by_default(ACTIVATIONS, "gelu", "gelu_new", "bloom"))
 def test_the_kernel_gives_what_the_layer_gives(activation: nn.Module, dtype: torch.dtype) -> None:
     module = made(lambda: Layer(act=copy.deepcopy(activation)))
@@ -122,7 +122,7 @@ def by_hand(self: Any, x: Tensor) -> Tensor:
     return x + activation_linear(self.fc1(self.norm(x)), self.fc2.weight, self.fc2.bias, "gelu")
 
 
-@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("capture", [*slow(False), True])
 def test_it_has_the_kernels_own_bits(capture: bool) -> None:
     module = made(Layer)
     (found, handle), (other, _) = under(module, capture=capture), under(made(lambda: Layer(by_hand)), capture=False)
@@ -132,8 +132,8 @@ def test_it_has_the_kernels_own_bits(capture: bool) -> None:
     assert kernels_in(found, X) == 1
 
 
-@pytest.mark.parametrize("build", [Layer, PostNorm])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [*slow(Layer), PostNorm])
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
 def test_it_holds_what_the_tape_holds(build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     module, x = made(build).to(dtype), X.to(dtype).requires_grad_()
     counts = []
@@ -215,12 +215,13 @@ AS_IT_IS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("capture", [False, *slow(True)])
 @pytest.mark.parametrize("build", AS_IT_IS.values(), ids=AS_IT_IS)
-def test_what_is_nearly_that_runs_as_it_is(build: Callable[[], nn.Module]) -> None:
+def test_what_is_nearly_that_runs_as_it_is(build: Callable[[], nn.Module], capture: bool) -> None:
     module = made(build)
-    (found, handle), (by_hooks, of_hooks) = under(module), under(module, "hook")
+    (found, handle), (by_hooks, of_hooks) = (under(module, via, capture=capture) for via in ("kernel", "hook"))
     assert "activation_linear" not in handle.explain()
-    for _ in range(7):
+    for _ in range(7 if capture else 2):
         outcome = gradients(found, X)
         with counted_ops() as ops:
             gradients(found, X)
@@ -288,7 +289,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("when", by_default(["before", "after", "captured"], "captured"))
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", by_default(CHANGES, "a hook before fc2", "one weight for both"))
 def test_changes_of_the_parts_are_not_passed_over(change: Callable[[nn.Module], Any], when: str) -> None:
     plain = made(Layer)
     module = copy.deepcopy(plain)
@@ -308,7 +309,7 @@ def test_changes_of_the_parts_are_not_passed_over(change: Callable[[nn.Module], 
         torch.testing.assert_close(gradients(module, X), gradients(plain, X))
 
 
-@pytest.mark.parametrize("path", ["first", "first.dense", "first.act", "dense", "norm"])
+@pytest.mark.parametrize("path", ["first.act", *slow("first", "first.dense", "dense", "norm")])
 @pytest.mark.parametrize("captured", [True, *slow(False)])
 def test_a_hook_on_the_backward_of_any_module_around_gets_its_gradients(path: str, captured: bool) -> None:
     """For which torch gives a Function what the module is given, and that takes no lazy tensor."""
@@ -421,6 +422,7 @@ def test_a_function_is_an_activation_if_its_backward_is_that_ones_too() -> None:
 BLOOM = {"vocab_size": models.VOCABULARY, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": 4}
 
 
+@pytest.mark.slow
 def test_bloom_is_captured_and_holds_less_than_its_tape() -> None:
     """What a custom Function makes is kept there, and a graph with one is not captured."""
     kept, texts = {}, {}

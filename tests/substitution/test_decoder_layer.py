@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from models import GPT2_SHAPE, SHAPE
+from tiers import slow
 from tiny import HIDDEN as TINY_HIDDEN
 from tiny import TinyAttention, TinyDecoderLayer, TinyMLP, TinyRMSNorm, gradients, rule, rules
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def test_finds_layers_whose_mlp_reads_x(name: str) -> None:
 def test_finds_a_layer_that_may_attend_to_an_encoder() -> None:
     """Where it does, it runs its own code."""
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(**GPT2_SHAPE, **dropouts, add_cross_attention=True)
+    config = transformers.GPT2Config(**{**GPT2_SHAPE, "n_layer": 1}, **dropouts, add_cross_attention=True)
     for each in (config, transformers.GPT2Config(**GPT2_SHAPE)):
         found = find_pre_norm_layer(transformers.AutoModel.from_config(each).h[0])
         assert found is not None
@@ -384,9 +385,9 @@ def outcome(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "attention", [TinyMLP, TinyRMSNorm, nn.Identity, TinyDecoderLayer], ids=lambda cls: cls.__name__
+    "attention", [TinyMLP, *slow(TinyRMSNorm, nn.Identity), TinyDecoderLayer], ids=lambda cls: cls.__name__
 )
-@pytest.mark.parametrize("norm", [TinyRMSNorm, lambda: nn.LayerNorm(TINY_HIDDEN)], ids=["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("norm", [TinyRMSNorm, *slow(lambda: nn.LayerNorm(TINY_HIDDEN))], ids=["RMSNorm", "LayerNorm"])
 def test_kernels_may_stand_in_for_what_has_attentions_place(
     attention: Callable[[], nn.Module], norm: Callable[[], nn.Module]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiers import slow
 from tiny import rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,7 +69,7 @@ class Transformer(nn.Module):
         return self.output(self.norm(x))
 
 
-@pytest.mark.parametrize("layers", ["alone", "with the head"])
+@pytest.mark.parametrize("layers", [*slow("alone"), "with the head"])
 def test_layers_are_computed_whole_and_captured(layers: str) -> None:
     plain, model = Transformer().double(), Transformer().double()
     found = [rule("block", "recompute", via="kernel")]

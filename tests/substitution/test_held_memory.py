@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from models import BATCH, HIDDEN, LAYERS, LENGTH, VOCABULARY, held
+from tiers import by_default, slow
 from tiny import of_one_more, rule, rules
 from torch import Tensor, nn
 
@@ -44,8 +45,8 @@ def counted(model: nn.Module, policy: Any, run: Callable[[], Any]) -> tuple[Stat
 
 
 @pytest.mark.filterwarnings("ignore:.*governs no module")  # of Mixtral, which has experts and no MLP
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "mixtral"])
+@pytest.mark.parametrize("dtype", by_default({"float32": torch.float32, "bfloat16": torch.bfloat16}, "bfloat16"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", *slow("qwen3", "gemma3", "phi3", "mixtral")])
 def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.dtype) -> None:
     model = models.make(name, dtype=dtype)
     run = step_of(model, name)

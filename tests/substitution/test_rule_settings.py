@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import batch as batch_of
 from models import make
-from tiers import by_default
+from tiers import by_default, slow
 
 import recompute
 from recompute.counters import step_memory
@@ -24,7 +24,7 @@ def rules(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", by_default(["llama", "gemma", "phi3", "qwen3", "mistral"], "llama"))
-@pytest.mark.parametrize("settings", [CODES, TILES, LONG], ids=["codes", "tiles", "long"])
+@pytest.mark.parametrize("settings", by_default({"codes": CODES, "tiles": TILES, "long": LONG}, "long"))
 def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
     model, batch = make(family), batch_of(family, length=64, size=2)
     found = recompute.verify(model, batch, policy=rules(**settings))
@@ -36,7 +36,8 @@ def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "note"), [(CODES, "residual_mlp, gate and up in 8 bits"), (TILES, "residual_mlp, 32 tokens at a time")]
+    ("settings", "note"),
+    [(CODES, "residual_mlp, gate and up in 8 bits"), *slow((TILES, "residual_mlp, 32 tokens at a time"))],
 )
 def test_explain_says_what_kernels_are_told(settings: dict[str, Any], note: str) -> None:
     with recompute.apply(make("llama"), rules(**settings)) as handle:
@@ -57,7 +58,7 @@ def test_tiles_hold_less_and_their_peak_is_lower() -> None:
     assert tiled.peak_bytes < whole.peak_bytes
 
 
-@pytest.mark.parametrize(("settings", "held"), [(TILES, 0), (CODES, 1 + 4 / 128)], ids=["tiles", "codes"])
+@pytest.mark.parametrize(("settings", "held"), [*slow((TILES, 0)), (CODES, 1 + 4 / 128)], ids=["tiles", "codes"])
 def test_stats_count_what_is_held(settings: dict[str, Any], held: float) -> None:
     """held: bytes of each number of gate and up."""
     model, batch = make("llama"), batch_of("llama", length=64, size=2)

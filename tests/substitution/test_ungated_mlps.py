@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from models import BATCH, GPT2_SHAPE, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
+from tiers import slow
 from tiny import assert_same, counted_ops, gradients, of_one_more, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -109,7 +110,7 @@ def _weights(found: Any, module: nn.Module) -> list[tuple[Tensor, Tensor | None]
 
 
 @each_found
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
 def test_the_kernel_gives_what_the_mlp_gives(
     build: Callable[[], nn.Module], parts: UngatedMLP, activation: str, dtype: torch.dtype
 ) -> None:
