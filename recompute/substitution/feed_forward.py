@@ -338,6 +338,11 @@ class KernelMLP:
         """The name of the dropout of the output; None if there is none."""
         return self.parts.dropout if isinstance(self.parts, UngatedMLP) else None
 
+    def drops(self, mlp: nn.Module) -> bool:
+        """Whether the dropout of the output drops, so that its mask is held."""
+        dropout: Any = None if self.dropout is None else mlp._modules[self.dropout]
+        return dropout is not None and dropout.training and dropout.p > 0
+
     def kernel(
         self, mlp: nn.Module, operands: MLPOperands, *, compresses: bool, tile: int | None
     ) -> Callable[[Tensor], Tensor]:
@@ -414,5 +419,5 @@ class KernelMLPRunner(KernelRunner):
             return forward(*args, **kwargs)  # an adapter or a hook was added since the policy was applied
         kernel = self.mlp.kernel(module, operands, compresses=self.compresses, tile=self.tile)
         inputs, (weights, biases) = (only_argument(args, kwargs),), operands
-        kind = base_of(module), self.mlp.activation, self.compresses, self.tile
+        kind = base_of(module), self.mlp.activation, self.mlp.drops(module), self.compresses, self.tile
         return self.compute(kind, inputs, [*weights, *biases.values()], kernel, forward)
