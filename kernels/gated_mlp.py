@@ -163,8 +163,8 @@ def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
 class GatedMLPFunction(torch.autograd.Function):
     """The gated MLP of x; or if there is a norm, the residual MLP of x and residual.
 
-    ``with_output`` is False where forward runs again for the sake of its backward alone. ``narrow`` is the dtype to cast
-    weights and biases to, in forward and again in backward.
+    ``with_output`` is False where forward runs again for the sake of its backward alone. ``narrow`` is the dtype to
+    cast weights and biases to, in forward and again in backward.
 
     The sum of x and residual is saved. It is an output as well, because a saved tensor that is neither an input nor an
     output would cut the graph of a second derivative.

@@ -25,7 +25,7 @@ from recompute.policy.matching import assign
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy
 from recompute.substitution.kernel_runner import kernel_of
-from recompute.substitution.module_formula import is_decorated
+from recompute.substitution.module_formula import is_decorated, tracing_once
 
 
 def attachments_of(
@@ -52,15 +52,16 @@ def attachments_of(
     meanings = [meaning_of(rule) for rule in policy.rules]
     parts = {path for path, i in rules.items() if meanings[i].extends_inward and _rule_around(path, rules) == i}
     governed = rules.keys() - parts
-    for path, index in rules.items():
-        if path in parts:  # of the region of the module around it
-            continue
-        meaning = meanings[index]
-        found = list(choose_runners(path, modules[path], meaning, governed, cache))
-        for inside, module, runner in found:
-            chosen.setdefault(id(module), Attachment(inside, module, index, runner))
-        if meaning.kernels is Kernels.EVERYWHERE and all(kernel_of(runner) is None for _, _, runner in found):
-            without_kernel.setdefault(index, {})[type(modules[path]).__name__] = None
+    with tracing_once():
+        for path, index in rules.items():
+            if path in parts:  # of the region of the module around it
+                continue
+            meaning = meanings[index]
+            found = list(choose_runners(path, modules[path], meaning, governed, cache))
+            for inside, module, runner in found:
+                chosen.setdefault(id(module), Attachment(inside, module, index, runner))
+            if meaning.kernels is Kernels.EVERYWHERE and all(kernel_of(runner) is None for _, _, runner in found):
+                without_kernel.setdefault(index, {})[type(modules[path]).__name__] = None
     for index, classes in without_kernel.items():
         does = "does" if len(classes) == 1 else "do"
         what = f"no kernel computes what {listed(list(classes))} {does}; hooks regenerate it"

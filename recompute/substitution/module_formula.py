@@ -6,16 +6,20 @@ which they are used, so that two modules that compute the same have equal formul
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.engine.checkpoint.arguments import fingerprint, snapshot
@@ -41,13 +45,71 @@ def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) ->
     """The formula of ``module``; None unless forward is one expression of its one argument, the same everywhere.
 
     It is traced in training, and again in ``eval()`` without gradients and under autocast. Tracing does not change the
-    module, whatever its forward does.
+    module, whatever its forward does. Under ``tracing_once``, modules that are alike are traced once.
 
     Args:
         tracer: makes a tracer for forwards with other numbers of arguments.
     """
     if is_decorated(module) and getattr(vars(module).get(RUNNER), "runner", module) is not None:
         return None  # its forward runs a policy of its own
+    known = _known.get()
+    if known is None:
+        return _formula_of(module, tracer)
+    key = (*tracer.args, tracer.func) if isinstance(tracer, functools.partial) else tracer, _likeness(module)
+    if key not in known:
+        known[key] = _formula_of(module, tracer), module  # which stays, so that nothing else gets the id of its parts
+    return known[key][0]
+
+
+@contextmanager
+def tracing_once() -> Iterator[None]:
+    """Inside, nothing changes what modules compute: ``formula_of`` may trace one for all that are alike."""
+    if _known.get() is not None:
+        yield
+        return
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+_known: ContextVar[dict[Hashable, tuple[Formula | None, nn.Module]] | None] = ContextVar("formulas", default=None)
+
+
+def _likeness(module: nn.Module) -> Hashable:
+    """Equal for modules that compute the same: they have a class and all settings in common, and parts that are alike.
+
+    Parameters and buffers are alike if their shapes are. What is neither these nor a plain value has to be one object.
+    """
+    given = {name: value for name, value in vars(module).items() if name not in _PARTS}
+    tensors = [
+        (name, each is None or (type(each), each.dtype, None if is_lazy(each) else each.shape))
+        for name, each in (*module._parameters.items(), *module._buffers.items())
+    ]
+    parts = [(name, None if part is None else _likeness(part)) for name, part in module._modules.items()]
+    return base_of(module), _value_likeness(given), tuple(tensors), tuple(parts)
+
+
+_PARTS = ("_parameters", "_buffers", "_modules")
+_PLAIN_VALUES = (bool, int, str, type(None), torch.dtype, torch.device)
+
+
+def _value_likeness(value: Any) -> Hashable:
+    if type(value) in _PLAIN_VALUES:
+        return type(value), value
+    if type(value) is float:
+        return float, repr(value)  # 0.0 equals -0.0
+    if type(value) in (list, tuple):
+        return type(value), tuple([_value_likeness(each) for each in value])
+    if type(value) is set:
+        return set, frozenset(map(_value_likeness, value))
+    if type(value) in (dict, OrderedDict):
+        return type(value), tuple([(_value_likeness(key), _value_likeness(each)) for key, each in value.items()])
+    return "one object", id(value)
+
+
+def _formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None) -> Formula | None:
     try:
         if tracer is None and len(inspect.signature(base_of(module).forward).parameters) != 2:
             return None

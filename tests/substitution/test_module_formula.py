@@ -1,0 +1,100 @@
+"""Modules that are alike are traced once while a policy is applied, and those that compute something else are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recompute
+from recompute.substitution import module_formula
+from recompute.substitution.module_formula import Formula, formula_of, tracing_once
+
+
+class Scale(nn.Module):
+    """Reads settings of several kinds."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.register_parameter("bias", None)
+        self.factor = 2.0
+        self.in_float = False
+        self.options = {"negative": [False]}
+        self.function: Callable[[Tensor], Tensor] = torch.sigmoid
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float() if self.in_float else x
+        y = self.function(x) * self.weight * self.factor
+        y = y if self.bias is None else y + self.bias
+        y = self.after(y) if hasattr(self, "after") else y
+        return -y if self.options["negative"][0] else y
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The modules that are traced."""
+    found: list[nn.Module] = []
+    real = module_formula._formula_of
+
+    def counted(module: nn.Module, tracer: Any) -> Formula | None:
+        found.append(module)
+        return real(module, tracer)
+
+    monkeypatch.setattr(module_formula, "_formula_of", counted)
+    return found
+
+
+def test_modules_that_are_alike_are_traced_once(traces: list[nn.Module]) -> None:
+    with tracing_once():
+        formulas = [formula_of(Scale()) for _ in range(3)]
+    assert len(traces) == 1
+    assert formulas[0] is not None
+    assert formulas == [formula_of(Scale())] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "a number": lambda module: setattr(module, "factor", 3.0),
+        "a sign of zero": lambda module: setattr(module, "factor", -0.0),
+        "a flag": lambda module: setattr(module, "in_float", True),
+        "a flag in a list": lambda module: module.options.update(negative=[True]),
+        "a function": lambda module: setattr(module, "function", torch.tanh),
+        "a parameter": lambda module: setattr(module, "bias", nn.Parameter(torch.ones(4))),
+        "a dtype": lambda module: module.to(torch.bfloat16),
+        "a part": lambda module: module.add_module("after", nn.Sigmoid()),
+    }.values(),
+)
+def test_another_setting_is_traced_apart(change: Callable[[nn.Module], Any], traces: list[nn.Module]) -> None:
+    module = Scale()
+    with tracing_once():
+        formula_of(Scale())
+        change(module)
+        found = formula_of(module)
+    assert len(traces) == 2
+    assert found == formula_of(module)
+
+
+def test_nothing_is_remembered_afterwards(traces: list[nn.Module]) -> None:
+    module = Scale()
+    with tracing_once(), tracing_once():
+        before = formula_of(module)
+    module.in_float = True
+    assert formula_of(module) != before
+    with tracing_once():
+        assert formula_of(module) != before
+
+
+def test_a_deeper_models_norms_and_mlps_are_traced_no_more_often(traces: list[nn.Module]) -> None:
+    def count(layers: int) -> int:
+        traces.clear()
+        recompute.apply(models.make("llama", num_hidden_layers=layers), "kernel").remove()
+        return len(traces)
+
+    count(1)  # traces what the kernels know, too
+    assert count(6) == count(2) > 0
