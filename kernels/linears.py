@@ -74,9 +74,7 @@ def _is_alive_anyway(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
 
 
-def in_dtypes_of(
-    parameters: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
+def in_dtypes_of(parameters: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients of what ``cast`` gave, as those of ``parameters``."""
     return tuple(
         gradient if gradient is None or parameter is None else in_dtype(gradient, parameter.dtype)

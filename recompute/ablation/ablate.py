@@ -96,7 +96,7 @@ def ablate(
         ``none`` runs first, listed or not.
     peers: what others offer, as further rows: "torch-checkpoint", "torch-selective", "torch-compile",
         "torch-compile-selective", "torch-budget-0.5" (any share), "torch-save-on-cpu", "torchtune-offload", "liger"
-        (Llama alone), "cut-cross-entropy" (models of transformers).
+        and "liger-loss" (Llama alone), "cut-cross-entropy" (models of transformers).
     layers: globs over the paths of the modules that peers and ``compile`` take for layers; None: those whose classes
         are called ``*Layer`` or ``*Block``.
     compile: whether each policy also runs, as ``POLICY+compile``, with these layers compiled.

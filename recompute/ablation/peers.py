@@ -36,7 +36,7 @@ COMPILED = "+compile"
 EXACT_PEERS = ("torch-checkpoint", "torch-selective", "torch-save-on-cpu", "torchtune-offload")
 """Those that promise the baseline's bits. The others round in their own ways."""
 
-_PEERS = (*EXACT_PEERS, "torch-compile", "torch-compile-selective", "liger", "cut-cross-entropy")
+_PEERS = (*EXACT_PEERS, "torch-compile", "torch-compile-selective", "liger", "liger-loss", "cut-cross-entropy")
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
 
 
@@ -68,7 +68,7 @@ Peer = Annotated[str, AfterValidator(_known_peer)]
 - torch-save-on-cpu: torch's save_on_cpu, with pinned memory where there is CUDA.
 - torch-compile: torch.compile. torch-compile-selective: the same on top of torch-selective.
 - torch-budget-0.5: torch.compile, which may save this share of what it would save otherwise (its memory budget).
-- liger: Liger-Kernel's norms, SwiGLU and rotary embedding.
+- liger: Liger-Kernel's norms, SwiGLU and rotary embedding. liger-loss: its loss without logits, too.
 - cut-cross-entropy: the loss from the decoder's output, without logits, by the package of that name.
 - torchtune-offload: torchtune's OffloadActivations, which copies to pinned memory on a stream of its own.
 """
@@ -96,8 +96,8 @@ def under(
         if policy != BASELINE or policy in policies:
             apply(model, load_policy(policies.get(policy, policy)))
         yield
-    elif policy == "liger":
-        with _liger(model):
+    elif policy in ("liger", "liger-loss"):
+        with _liger(policy, model):
             yield
     elif policy.startswith(("torch-compile", "torch-budget")):
         budget = _MEMORY_BUDGET.fullmatch(policy)
@@ -178,13 +178,14 @@ def _imported(peer: str, module: str, packages: str) -> Any:
 
 
 @contextmanager
-def _liger(model: nn.Module) -> Iterator[None]:
+def _liger(peer: str, model: nn.Module) -> Iterator[None]:
     """Liger changes the model, and a module of transformers for all models: that one is put back as it was."""
     if not isinstance(model, LlamaForCausalLM):
-        raise AblationError(f"the peer liger is for transformers' LlamaForCausalLM; found {type(model).__name__}")
-    liger = _imported("liger", "liger_kernel.transformers", "liger-kernel")
+        raise AblationError(f"the peer {peer} is for transformers' LlamaForCausalLM; found {type(model).__name__}")
+    liger = _imported(peer, "liger_kernel.transformers", "liger-kernel")
     before = dict(vars(modeling_llama))
-    liger.apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    loss = {"cross_entropy": False, "fused_linear_cross_entropy": peer == "liger-loss"}
+    liger.apply_liger_kernel_to_llama(**loss, model=model)
     try:
         yield
     finally:

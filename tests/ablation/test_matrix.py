@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from recompute.ablation import run_ablation
 from recompute.ablation.ablation_config import AblationConfig
@@ -273,6 +273,25 @@ def test_a_peer_that_is_not_installed_says_what_to_install(
     error = f"the peer {peer} needs the package {packages.split()[0]}: pip install {packages}"
     with pytest.raises(AblationError, match=error), under(peer, nn.Linear(2, 2)):
         pass
+
+
+@pytest.mark.parametrize(("peer", "has_loss"), [("liger", False), ("liger-loss", True)])
+def test_liger_brings_its_loss_where_that_is_asked_for(
+    peer: str, has_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    class Liger(types.ModuleType):
+        @staticmethod
+        def apply_liger_kernel_to_llama(**options: Any) -> None:
+            given.update(options)
+
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", Liger("liger_kernel.transformers"))
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
+    with under(peer, model):
+        pass
+    assert given == {"cross_entropy": False, "fused_linear_cross_entropy": has_loss, "model": model}
 
 
 def test_torchtune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
