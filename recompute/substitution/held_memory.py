@@ -170,7 +170,7 @@ def _dry_run(compute: Compute, like: Tensor, inputs: int, rows: int) -> tuple[in
     known = StorageWeakRef(x.untyped_storage())
     with _NewStorages() as new:
         outputs = tree_leaves(compute(x, *(x.clone() for _ in range(inputs - 1))))
-    # Sums, which hold nothing themselves: before torch 2.13 the node of a custom Function does not keep its graph alive.
+    # Sums hold nothing. Before torch 2.13 the node of a custom Function does not keep its graph alive.
     graph = [each.sum() for each in outputs if isinstance(each, Tensor) and each.requires_grad]
     del x, outputs
     held = sum(nbytes for storage, nbytes in new.storages.values() if not storage.expired())

@@ -288,7 +288,7 @@ def test_liger_brings_its_loss_where_that_is_asked_for(
 
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", Liger("liger_kernel.transformers"))
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
     with under(peer, model):
         pass
     assert given == {"cross_entropy": False, "fused_linear_cross_entropy": has_loss, "model": model}
