@@ -267,6 +267,11 @@ def test_any_module_is_bit_for_bit_what_it_is_without(theme: str, code: bytes, r
     compare(steps, rule, **options)
 
 
+def test_a_plan_is_given_up_where_memory_is_handed_out() -> None:
+    steps = (Step("mul", 0, 0), Step("attention", 1, 0), Step("function by numpy", 0, 0))
+    compare(steps, "hold", before="", after="", leaf=True, around="nothing", together=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("theme", THEMES)
 @reproducibly

@@ -21,10 +21,13 @@ from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
     count_dispatch_modes,
     count_function_modes,
+    dispatch_modes,
+    function_modes,
     has_foreign_modes,
     hidden_from_modes,
     put_beneath,
     put_on_top,
+    under,
 )
 from recompute.engine.saved_tensors import (
     PackedDTensor,
@@ -242,7 +245,10 @@ class Tape(TorchDispatchMode):
         unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
         if not unobserved:
             expose(storage)
-        self.frame.hand_out(storage, tensor, parameter, unobserved, self.op_policy)
+        modes = dispatch_modes()
+        beneath = modes[: next(index for index, mode in enumerate(modes) if mode is self)]
+        with under(beneath, function_modes()):  # as for an op, so that this tape does not record what the frame does
+            self.frame.hand_out(storage, tensor, parameter, unobserved, self.op_policy)
 
     def _is_in_force(self) -> bool:
         """Whether what is called now would come to this tape."""
