@@ -54,14 +54,7 @@ from recompute.kernels.cross_entropy_rows import (
     observe,
     wide_dtype,
 )
-from recompute.kernels.linears import (
-    autocast_dtype,
-    cast,
-    cast_if_made,
-    check_dtypes,
-    in_dtypes_of,
-    without_autocast,
-)
+from recompute.kernels.linears import autocast_dtype, cast, cast_if_made, check_dtypes, in_dtypes_of, without_autocast
 
 WIDTH = 8448
 """Columns of a block: 64 · 132, which makes matrix products whole waves of tiles on an H200, of 132 multiprocessors."""
@@ -290,8 +283,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hold: bool,
     ) -> tuple[Tensor | None, ...]:
         """narrow: the dtype to cast weight and bias to, in forward and again in backward."""
-        operand, offset = cast((weight, bias), narrow)
-        inputs = _Inputs(hidden, operand, offset, target, class_weights)
+        cast_weight, cast_bias = cast((weight, bias), narrow)
+        inputs = _Inputs(hidden, cast_weight, cast_bias, target, class_weights)
         memory = logits_bytes, hold, ctx.needs_input_grad[1]
         loss, normalizers, total, max_logit, argmax, *held = _forward_op(*inputs, *settings, *memory)
         ctx.save_for_backward(hidden, weight, bias, target, class_weights, normalizers, total)

@@ -73,13 +73,15 @@ def main() -> None:
     parser.add_argument("ways", nargs="+", help=f"{PEER}, presets, or paths of policy files")
     parser.add_argument("--sequence", nargs="+", type=int, required=True)
     parser.add_argument("--steps", type=int, default=2, help="that are timed, after a short one")
-    parser.add_argument("--memory", help="the most that torch may take of the GPU's, as of a smaller GPU: 79GiB")
+    parser.add_argument(
+        "--memory", type=parse_budget, help="the most that torch may take of the GPU's, as of a smaller GPU: 79GiB"
+    )
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
     options = parser.parse_args()
     device = counters.resolve_device("auto")
     if options.memory is not None and device.type == "cuda":
         capacity = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(parse_budget(options.memory, capacity) / capacity)
+        torch.cuda.set_per_process_memory_fraction(options.memory / capacity)
     results: dict[str, Any] = {
         "command": shlex.join(sys.argv),
         "machine": counters.describe_machine(device),

@@ -80,7 +80,8 @@ _known: ContextVar[dict[Hashable, tuple[Formula | None, nn.Module]] | None] = Co
 def _likeness(module: nn.Module) -> Hashable:
     """Equal for modules that compute the same: they have a class and all settings in common, and parts that are alike.
 
-    Parameters and buffers are alike if their shapes are. What is neither these nor a plain value has to be one object.
+    Parameters and buffers are alike if their types, dtypes and shapes are. What is neither these nor a plain value has
+    to be one object.
     """
     given = {name: value for name, value in vars(module).items() if name not in _PARTS}
     tensors = [

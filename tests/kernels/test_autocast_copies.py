@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,13 +101,20 @@ def test_of_what_is_made_in_forward_the_smaller_copy_is_held(op: str, trains: bo
     assert {tensor.dtype for tensor in saved if tensor.shape in shapes} == {torch.bfloat16}
 
 
-@each_op
-def test_gradients_are_those_of_copies_made_outside_bit_for_bit(op: str, device: str) -> None:
-    results = []
+def of_parameters_and_of_copies(op: str, device: str) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """The inputs and the output, where the op casts the parameters, and where they were cast outside."""
     for cast in (lambda tensor: tensor, lambda tensor: tensor.to(torch.bfloat16)):
         x, *parameters = inputs = make_inputs(op, device)
         y, _ = run(op, (x, *map(cast, parameters)), device)
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
+        yield inputs, y
+
+
+@each_op
+def test_gradients_are_those_of_copies_made_outside_bit_for_bit(op: str, device: str) -> None:
+    results = [
+        [y, *torch.autograd.grad(y.float().square().sum(), inputs)]
+        for inputs, y in of_parameters_and_of_copies(op, device)
+    ]
     assert same_bits(*results)
     assert {gradient.dtype for gradient in results[0][1:]} == {torch.float32}
 
@@ -115,9 +122,7 @@ def test_gradients_are_those_of_copies_made_outside_bit_for_bit(op: str, device:
 @each_op
 def test_second_derivatives_are_those_of_copies_made_outside(op: str, device: str) -> None:
     results = []
-    for cast in (lambda tensor: tensor, lambda tensor: tensor.to(torch.bfloat16)):
-        x, *parameters = inputs = make_inputs(op, device)
-        y, _ = run(op, (x, *map(cast, parameters)), device)
+    for inputs, y in of_parameters_and_of_copies(op, device):
         first = torch.autograd.grad(y.float().square().sum(), inputs, create_graph=True)
         results.append(torch.autograd.grad(sum(gradient.square().sum() for gradient in first), inputs))
     for found, expected in zip(*results, strict=True):
