@@ -257,10 +257,13 @@ def _logits_nbytes(logits_bytes: float | None, tokens: int, vocabulary: int, ite
     return int(min(logits_bytes, tokens * itemsize * (vocabulary + 64)))
 
 
-def held_nbytes(hidden: Tensor, weight: Tensor) -> int:
-    """Bytes that ``linear_cross_entropy(hidden, weight, …)`` holds beside its arguments until the first backward."""
+def held_nbytes(hidden: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
+    """Bytes that ``linear_cross_entropy(hidden, weight, …)`` holds beside its arguments until the first backward.
+
+    logits_bytes: as it is given.
+    """
     tokens, itemsize = hidden.numel() // hidden.shape[-1], hidden.dtype.itemsize
-    logits_nbytes = _logits_nbytes(None, tokens, len(weight), itemsize)
+    logits_nbytes = _logits_nbytes(logits_bytes, tokens, len(weight), itemsize)
     plan = _plan(tokens, len(weight), weight.shape[1], itemsize, logits_nbytes, True, weight.requires_grad)
     elements = plan.beside * tokens * plan.stride + (weight.numel() if plan.in_gradient else 0)
     return elements * itemsize + 2 * tokens * wide_dtype(hidden).itemsize

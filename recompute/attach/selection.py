@@ -55,7 +55,7 @@ def _runners(
         yield path, module, TapeRunner(statistics, meaning, cache)
     else:
         runner: Runner
-        if meaning.tapes_kernels:
+        if meaning.tapes_kernels and not is_plain_linear(module):
             kernel = _find_named_kernel(statistics, module, _instead_of_kernel(statistics, meaning), meaning)
             runner = TapeRunner(statistics, meaning, cache, kernel)
         else:
@@ -81,7 +81,7 @@ def _find_named_kernel(
 ) -> KernelRunner | None:
     """The kernels for a module that a rule itself names. If that is a Linear, it is a head."""
     if is_plain_linear(module):
-        return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"))
+        return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"), meaning.hold)
     kernel = find_kernel(statistics, module, fallback)
     if kernel is not None:
         kernel.configure(compresses=meaning.compresses, tile=meaning.tile)

@@ -275,7 +275,8 @@ class Rule(BaseModel):
         again, if the rule lets it.
     hold: in the place of a price, the most that ``recompute`` may hold of one forward of a module: a size such as
         "400MiB", or bytes. Of what may run again, that runs again which gets there in about the least time. Where it
-        cannot get there, the fewest bytes are held.
+        cannot get there, the fewest bytes are held. Of a head whose loss makes no logits as a whole: the memory for
+        those that it does make. The more of them it holds until backward, the fewer it makes again.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
     compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that

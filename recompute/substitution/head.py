@@ -21,6 +21,7 @@ from recompute.errors import warn
 from recompute.substitution.held_memory import HeldMemory
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear, only_argument
 from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor, mode_of
+from recompute.units import humanize
 
 LossCounter = Callable[[Tensor, Tensor, int], None]
 """Called after each loss with the Linear's input, its weight, and the bytes that the loss did not need to hold."""
@@ -33,10 +34,13 @@ LossObserver = Callable[[Tensor, Tensor, int], None]
 class KernelHeadRunner(KernelRunner):
     """Runs a Linear that a rule names. In training its output is lazy."""
 
+    logits_bytes: int | None = None
+    """The memory for logits, as ``linear_cross_entropy`` takes it."""
     observe: LossObserver | None = field(default=None, init=False)
 
     def _what(self) -> str:
-        return "linear_cross_entropy (if nothing else reads the logits)"
+        room = "" if self.logits_bytes is None else f", with {humanize(self.logits_bytes)} for logits"
+        return f"linear_cross_entropy{room} (if nothing else reads the logits)"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.linears import autocast_dtype, cast, check_dtypes
@@ -47,7 +51,7 @@ class KernelHeadRunner(KernelRunner):
         weight, bias, narrow = module.weight, module.bias, autocast_dtype(x.device.type)
         check_dtypes("linear_cross_entropy", {"hidden": x.dtype}, {"weight": weight, "bias": bias}, narrow)
         (hidden,) = cast((x,), narrow)  # the logits have its dtype
-        return LazyLogits.of(hidden, weight, bias, self.observe, self._count)
+        return LazyLogits.of(hidden, weight, bias, self.observe, self._count, self.logits_bytes)
 
     def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         _warn_of_logits(self.statistics.name)
@@ -60,7 +64,7 @@ class KernelHeadRunner(KernelRunner):
         """Count a loss that was computed without logits. With them it would hold ``logits_nbytes``."""
         from recompute.kernels.linear_cross_entropy import held_nbytes
 
-        kernels = HeldMemory(held_nbytes(hidden, weight), 0, holds_input=True)
+        kernels = HeldMemory(held_nbytes(hidden, weight, self.logits_bytes), 0, holds_input=True)
         self.held.count_known(hidden, kernels, HeldMemory(logits_nbytes, 0, holds_input=weight.requires_grad))
 
 
@@ -85,6 +89,7 @@ class _Head:
     bias: Tensor | None
     observe: LossObserver | None = None
     count: LossCounter | None = None
+    logits_bytes: int | None = None
     cap: float | None = None
     cap_steps: int = 0
     """How many of the three steps of ``cap * tanh(logits / cap)`` were taken: the division, the tanh, the product."""
@@ -110,9 +115,10 @@ class LazyLogits(LazyTensor):
         bias: Tensor | None = None,
         observe: LossObserver | None = None,
         count: LossCounter | None = None,
+        logits_bytes: int | None = None,
     ) -> LazyLogits:
-        """observe, count: called for each loss that is computed without the logits."""
-        head = _Head(hidden, weight, bias, observe=observe, count=count)
+        """observe, count: called for each loss that is computed without the logits. logits_bytes: what it may hold."""
+        head = _Head(hidden, weight, bias, observe=observe, count=count, logits_bytes=logits_bytes)
         return LazyLogits._of(head, hidden.dtype, lambda: F.linear(hidden, weight, bias), [])
 
     @staticmethod
@@ -224,6 +230,7 @@ class LazyLogits(LazyTensor):
                 class_weights=weight,
                 reduction=reduction,
                 return_argmax=head.observe is not None,
+                logits_bytes=head.logits_bytes,
             )
         if not isinstance(loss, Tensor):
             if head.observe is not None and loss.argmax is not None:

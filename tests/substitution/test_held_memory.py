@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.attach.explain import Stats
+from recompute.counters import step_memory
 from recompute.substitution import held_memory
 
 TOKENS = BATCH * LENGTH
@@ -107,6 +108,22 @@ def test_a_head_counts_the_logits_that_its_loss_goes_without() -> None:
     # So few are held whole until backward, as no more than a block of them is; and two numbers a token.
     assert stats.kept_nbytes == logits + hidden + 2 * TOKENS * 4
     assert stats.frames == 1
+
+
+def test_a_head_holds_the_logits_that_its_rule_has_room_for() -> None:
+    words = 20_480  # of which three blocks are made; the weight's gradient has room for none
+    model = models.make("llama", vocab_size=words)
+    run = step_of(model, "llama", **models.batch("llama", size=4 * BATCH))
+    expected = torch.autograd.grad(run(), model.lm_head.weight)
+    kept, measured = [], []
+    for room in ({}, {"hold": "1GiB"}):
+        with recompute.apply(model, rules(rule("head", "recompute", via="kernel", **room))) as handle:
+            torch.testing.assert_close(torch.autograd.grad(run(), model.lm_head.weight), expected)
+            kept.append(handle.stats().kept_nbytes)
+            measured.append(step_memory(run, torch.device("cpu")).activation_bytes_held)
+            assert ("with 1.00 GiB for logits" in handle.explain()) is bool(room)
+    logits = 4 * TOKENS * words * 4
+    assert kept[1] - kept[0] == measured[1] - measured[0] == logits
 
 
 def test_a_policy_that_runs_nothing_counts_nothing() -> None:
