@@ -88,7 +88,7 @@ class Meaning:
     regenerates: bool = True
     """Whether a tape may run any op again; if not, it holds what autograd saves."""
     compresses: bool = False
-    """Whether a tape, or a kernel, holds what bears it as codes of 8 bits."""
+    """Whether a tape, or a kernel, holds tensors whose readers tolerate rounding as codes of 8 bits."""
     tile: int | None = None
     """The tokens that a kernel computes of an MLP at a time; None: all."""
     offloading: Offloading | None = None
@@ -159,7 +159,7 @@ def meaning_of(rule: Rule) -> Meaning:
     )
 
 
-_COMPRESSED = "what bears it is held in 8 bits"
+_COMPRESSED = "tensors whose readers tolerate rounding are held in 8 bits"
 
 
 def _note(rule: Rule) -> str:

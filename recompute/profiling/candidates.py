@@ -102,7 +102,7 @@ class _Point(NamedTuple):
 
 
 def _in_8_bits(how: str, exact: _Point) -> Candidate:
-    """The same way, with codes of 8 bits in the places of what bears them: about half of what it holds."""
+    """The same way, with codes of 8 bits in the places of what tolerates rounding: about half of what it holds."""
     return Candidate(f"{how}, in 8 bits", {**(exact.rule or {}), "compress": True}, exact.held_nbytes // 2)
 
 

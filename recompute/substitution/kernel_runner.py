@@ -46,7 +46,7 @@ class KernelRunner(Runner, ABC):
     region: CapturedRegion | None = field(default=None, init=False)
     """Runs what has run alike for some steps as straight code; None where nothing does."""
     compresses: bool = field(default=False, init=False)
-    """Whether the kernels hold as codes of 8 bits what bears it."""
+    """Whether the kernels hold as codes of 8 bits what tolerates rounding."""
     tile: int | None = field(default=None, init=False)
     """The tokens that kernels compute at a time where they can; None: all."""
     stands_in_for_parts = False

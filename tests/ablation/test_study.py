@@ -18,7 +18,7 @@ from recompute.policy.loading import load_policy
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "ablation"
 STUDY = {path.stem: path for path in sorted((EXAMPLES / "study").glob("*.yaml"))}
-TAKES_HOURS = {"batches-and-lengths", "longest-sequence"}
+TAKES_HOURS = {"longest-sequence"}
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,

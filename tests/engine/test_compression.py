@@ -1,4 +1,4 @@
-"""``compress``: what bears it is held in 8 bits; everything else as it is, and outputs are not touched."""
+"""``compress``: what tolerates rounding is held in 8 bits; everything else as it is, and outputs are not touched."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def compressed(forward: Callable[..., Any], *args: Any, way: str = "compress", *
         return found
 
 
-# What bears it
+# What tolerates it
 
 
 def test_gates_products_and_inputs_of_gemms_are_held_in_8_bits() -> None:
@@ -155,7 +155,7 @@ def test_what_a_custom_function_saves_is_exact() -> None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         h = x @ self.weight
-        return Saves.apply(h) * (h @ self.weight)  # a GEMM bears it that h is off, and the Function does not
+        return Saves.apply(h) * (h @ self.weight)  # a GEMM tolerates an h that is off, and the Function does not
 
     found = compressed(forward, weight=nn.Parameter(square(grad=False)))
     assert found == [("aten.mm", "aten.mul")]
@@ -320,7 +320,7 @@ def test_stats_and_explain_say_what_is_off() -> None:
         loss_of(model(square())).backward()
         explained = handle.explain()
         stats = handle.stats()
-    assert "cheap ops run again; what bears it is held in 8 bits" in explained
+    assert "cheap ops run again; tensors whose readers tolerate rounding are held in 8 bits" in explained
     assert "compressed in all" in explained
     assert f"Worst error of what comes back from codes: {stats.worst_code_error:.1%} of the largest number" in explained
     assert f"kept in 8 bits {2 * NBYTES:,} bytes" in explained

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from recompute.engine.cut.byte_limit import best_cut
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value
-from recompute.engine.cut.tolerance import bears, can_be_codes, passes_on
+from recompute.engine.cut.tolerance import can_be_codes, passes_on, tolerates
 
 
 class ValueRef(NamedTuple):
@@ -224,7 +224,7 @@ class SavePlan:
     def compressible(self) -> frozenset[int]:
         """The values that it keeps and that may come back a little off.
 
-        All that reads such a value bears it: what autograd saved it for, and what runs again on it, and what that is
+        All that reads such a value tolerates that: what autograd saved it for, and what runs again on it, and what that is
         for. It was made here, of numbers like those, and nobody asked to keep it.
         """
         facts, pinned = self.facts, _pinned(self.steps)
@@ -261,7 +261,7 @@ class SavePlan:
         return True
 
     def _is_saver_bearing(self, number: int, step: int) -> bool:
-        """Whether whatever may have saved a value when ``step`` was next bears it that the value is off.
+        """Whether whatever may have saved a value when ``step`` was next tolerates a value that is off.
 
         That is ``step``, for an op's inputs are saved before it runs; or the step before it, which may have saved what
         it made, unless it is known to save only inputs. What a custom ``autograd.Function`` saves comes after the last
@@ -275,7 +275,7 @@ class SavePlan:
         if step == len(self.steps):
             return False
         saver = self.steps[step]
-        return number in saver.inputs and bears(saver.name, saver.inputs)
+        return number in saver.inputs and tolerates(saver.name, saver.inputs)
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which ops bear it that what they read comes back a little off, as from codes of 8 bits.
+"""Which ops tolerate values that come back a little off, as from codes of 8 bits.
 
 The gradients of these are linear in what they saved, or as smooth as the activation's slope. So an error in a saved
 tensor becomes an error of about the same size, relatively, in a gradient, and does not grow in between. Norms divide by
@@ -13,7 +13,7 @@ import torch
 
 from recompute.engine.cut.layout import Layout
 
-_BEAR = frozenset(
+_TOLERATE = frozenset(
     f"aten.{name}"
     for name in (
         *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_grouped_mm", "convolution"),
@@ -26,12 +26,12 @@ LEAST_NUMEL = 1 << 12
 """Smaller tensors are held as they are."""
 
 
-def bears(name: str, inputs: Sequence[int]) -> bool:
-    """Whether an op's backward bears it that the values which it saved are off. inputs: the values that it reads.
+def tolerates(name: str, inputs: Sequence[int]) -> bool:
+    """Whether an op's backward tolerates saved values that are off. inputs: the values that it reads.
 
     A product of a value with itself does not: norms begin with one.
     """
-    return name in _BEAR and not (name == "aten.mul" and len(inputs) != len(set(inputs)))
+    return name in _TOLERATE and not (name == "aten.mul" and len(inputs) != len(set(inputs)))
 
 
 def passes_on(name: str, inputs: Sequence[int]) -> bool:
@@ -39,7 +39,7 @@ def passes_on(name: str, inputs: Sequence[int]) -> bool:
 
     None of these saves what it made, but for the mask of a dropout, which is no number.
     """
-    return name in _PASS_ON or bears(name, inputs)
+    return name in _PASS_ON or tolerates(name, inputs)
 
 
 def can_be_codes(layout: Layout, nbytes: int) -> bool:

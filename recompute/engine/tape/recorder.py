@@ -61,7 +61,7 @@ class TapeRegion:
     ):
         """plan_cache: of the regions that this one shares its plans with, as equal layers do.
 
-        codec: by which it holds what bears that; None: everything is held as it is.
+        codec: by which it holds what tolerates that; None: everything is held as it is.
         """
         watch()
         self.statistics = statistics
