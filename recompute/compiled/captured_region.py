@@ -43,7 +43,7 @@ from recompute.engine.thread_state import is_in_cuda_graph, local
 from recompute.errors import warn
 
 MAX_HITS = 1
-"""Captured calls between a recorded frame and the one of which its graph is taken, as where two kinds take turns."""
+"""After more captured calls than this a recorded frame is thrown away. Two kinds of calls that take turns need 1."""
 
 WARMUP_FRAMES = 3
 """Frames with the same plan after which a region is captured."""
@@ -144,7 +144,7 @@ class CapturedRegion:
         self._first_replays: dict[Program, tuple[int, int]] = {}
         """Programs with such backwards: in which frame that happened first, and how often it has."""
         self._replayed: set[Program] = set()
-        """Programs whose backward is mostly not as recorded. They fit an equal region, but not this one."""
+        """Programs whose backward is mostly not as recorded here. This region uses them no more; equal regions may."""
         self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
         """For each kernel, what it has counted in the last frame that was recorded, beside what the tape counts."""
         self._frame_counts: dict[int, list[tuple[RegionStatistics, Counts]]] = {}

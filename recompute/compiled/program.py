@@ -121,7 +121,7 @@ class Program:
     """The positions of all parameters, and of other inputs that backward does not read, in case forward runs again.
 
     "itself": a parameter. "memory": its memory is held, as several outputs take gradients, and backward may come with
-    those of others than before. "weak": it is looked for.
+    those of others than before. "weak": it is held weakly, and if it is gone, backward is refused.
     """
     offsets: tuple[tuple[int, int], ...]
     """The positions of inputs, and the offset in its storage that each must have, as the region counts from there."""

@@ -85,7 +85,7 @@ class _HeldTensor:
 class _HeldObject:
     """An object with state that forward may change, such as a key/value cache, and a copy of its state before."""
 
-    __slots__ = ("before", "fingerprint", "used", "value")
+    __slots__ = ("before", "fingerprint", "value", "was_changed")
 
     def __init__(self, value: Any, generators: list[Any]):
         """generators: the random generators in ``value`` are added to it."""
@@ -93,11 +93,11 @@ class _HeldObject:
         self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
         self.before = _snapshot(value, _DEPTH, {}, generators)
         self.fingerprint = fingerprint(self.before)
-        self.used = False
+        self.was_changed = False
 
     def settle(self) -> None:
         """At the end of the frame: note whether it changed the object."""
-        self.used = fingerprint(self.value()) != self.fingerprint
+        self.was_changed = fingerprint(self.value()) != self.fingerprint
 
     def changed(self) -> bool:
         """Whether a tensor in it has been modified in place: that state cannot be put back."""
@@ -106,7 +106,7 @@ class _HeldObject:
     def restore(self) -> Any:
         """The object as it was when the frame began: itself if nobody has changed it since, else a copy."""
         value = self.value()
-        as_it_was = not self.used and fingerprint(value) == self.fingerprint
+        as_it_was = not self.was_changed and fingerprint(value) == self.fingerprint
         return value if as_it_was else snapshot(self.before)
 
 
