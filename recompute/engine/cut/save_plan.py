@@ -224,7 +224,7 @@ class SavePlan:
     def compressible(self) -> frozenset[int]:
         """The values that it keeps and that may come back a little off.
 
-        All that reads such a value tolerates that: what autograd saved it for, and what runs again on it, and what that is
+        All that reads such a value tolerates that: what autograd saved it for, what runs again on it, and what that is
         for. It was made here, of numbers like those, and nobody asked to keep it.
         """
         facts, pinned = self.facts, _pinned(self.steps)
