@@ -98,6 +98,8 @@ def attach(attachments: list[Attachment]) -> None:
             module.__dict__[RUNNER] = attachment.runner
             if "forward" in vars(module):
                 module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
+            if _calls_a_runner(type(module)):
+                continue
             try:
                 module.__class__ = _policed(type(module))  # type: ignore[arg-type]
             except TypeError as error:
@@ -115,6 +117,11 @@ def detach(attachment: Attachment) -> None:
             module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
+
+
+def _calls_a_runner(cls: type[nn.Module]) -> bool:
+    """Whether a policy has left its class under one that was put over it, as ``fully_shard`` does, and is removed."""
+    return any("_recompute_base" in vars(base) for base in cls.__mro__)
 
 
 def _is_bare_root(attachment: Attachment) -> bool:

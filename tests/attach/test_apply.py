@@ -302,6 +302,24 @@ def test_removes_itself_from_under_a_class_that_came_later() -> None:
     assert handle.stats().frames == frames
 
 
+def test_a_policy_that_comes_again_under_a_class_that_came_later_runs_each_module_once() -> None:
+    model, plain = decoder(), decoder()
+    first = recompute.apply(model)
+    assert_same(train(model), train(plain))
+    once, layer = first.stats(), model.layers[0]
+    layer.__class__ = theirs = type("TheirDecoderLayer", (type(layer),), {})
+    first.remove()
+    with recompute.apply(model) as again:
+        assert_same(train(model), train(plain))
+        assert again.stats() == once
+        assert_same(train(copy.deepcopy(model)), train(copy.deepcopy(plain)))
+    assert governed(model) == ["layers.0"]
+    assert type(layer) is theirs
+    assert vars(layer).keys() == vars(plain.layers[0]).keys()
+    assert_same(train(model), train(plain))
+    assert again.stats() == once
+
+
 def test_parametrizations_may_come_and_go_under_a_policy() -> None:
     model = decoder()
     handle = recompute.apply(model, "hook")
