@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -152,9 +153,15 @@ def refuse_governed(model: nn.Module) -> None:
             )
 
 
-@functools.cache
+_policed_classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
+"""By their bases. One lives as long as there are modules of it: neither it nor its base is kept alive here."""
+
+
 def _policed(base: Any) -> type[nn.Module]:
     """A subclass of ``base`` whose forward calls the module's runner. Copies and pickles are instances of ``base``."""
+    known = _policed_classes.get(base)
+    if known is not None:
+        return known
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +175,7 @@ def _policed(base: Any) -> type[nn.Module]:
         namespace["__deepcopy__"] = deepcopy_without_policy(base)
     namespace |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     policed: Any = type(base.__name__, (base,), namespace)
+    _policed_classes[base] = policed
     return policed
 
 

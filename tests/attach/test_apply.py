@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -318,6 +320,20 @@ def test_a_policy_that_comes_again_under_a_class_that_came_later_runs_each_modul
     assert vars(layer).keys() == vars(plain.layers[0]).keys()
     assert_same(train(model), train(plain))
     assert again.stats() == once
+
+
+def test_a_class_that_was_made_for_one_model_dies_with_it() -> None:
+    model = decoder()
+    made = type("MadeDecoderLayer", (type(model.layers[0]),), {})
+    model.layers[0].__class__ = made
+    reference = weakref.ref(made)
+    handle = recompute.apply(model, "full")
+    train(model)
+    handle.remove()
+    del model, made, handle
+    for _ in range(2):  # first the class that the policy made of it, then this one
+        gc.collect()
+    assert reference() is None
 
 
 def test_parametrizations_may_come_and_go_under_a_policy() -> None:
