@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
+
+from recompute.source_files import OURS, lies_in
 
 
 class RecomputeError(Exception):
@@ -25,9 +26,8 @@ class PolicyWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warn with ``PolicyWarning`` where the user's code calls this package."""
-    package = str(Path(__file__).parent)
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+    while frame.f_back is not None and lies_in(frame.f_code.co_filename, *OURS):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, PolicyWarning, stacklevel=level)
 

@@ -17,7 +17,7 @@ _EXPECTED = "expected a size such as '40GiB', '512MiB' or '40GB', a share of the
 
 def humanize(nbytes: int) -> str:
     """`nbytes` in the largest binary unit that it fills: ``humanize(3 << 20) == "3.0 MiB"``."""
-    exponent = min((max(nbytes, 1).bit_length() - 1) // 10, 4)
+    exponent = min((max(abs(nbytes), 1).bit_length() - 1) // 10, 4)
     return f"{nbytes / 1024**exponent:.{(0, 1, 1, 2, 2)[exponent]}f} {_UNITS[exponent]}"
 
 

@@ -113,9 +113,11 @@ def test_an_interrupted_matrix_is_resumed_and_compared(config: Path, tmp_path: P
 
 
 def test_a_failing_policy_gives_exit_code_1_and_leaves_the_other_rows(config: Path, tmp_path: Path) -> None:
-    code, output = recompute("ablate", config, "--out", tmp_path, "--policy", "ful", "--policy", "hook", "--steps", 1)
+    other = tmp_path / "other.yaml"
+    other.write_text("rules: [{type: Convolution, action: recompute}]\n", encoding="utf-8")
+    code, output = recompute("ablate", config, "--out", tmp_path, "--policy", other, "--policy", "hook", "--steps", 1)
     assert code == 1
-    assert "ful, sequence 64: PolicyError: no preset and no file is named 'ful' (did you mean 'full'?)" in output
+    assert f"{other}, sequence 64: NoEffectError: " in output.replace("\n", " ")
     assert [row["error"] is None for row in saved(tmp_path)["rows"]] == [True, False, True]
 
 
@@ -163,6 +165,17 @@ def test_a_bad_option_gives_exit_code_2_and_names_it(config: Path, tmp_path: Pat
     code, output = recompute("ablate", tmp_path / "gone.yaml")
     assert (code, "gone.yaml: cannot be read" in output) == (2, True)
     assert recompute("ablate", config, "--device", "tpu")[0] == 2
+
+
+@pytest.mark.parametrize("of_a_factory", [False, True])
+def test_a_policy_that_is_none_is_told_before_anything_is_trained(
+    of_a_factory: bool, config: Path, tmp_path: Path
+) -> None:
+    what, policies = ("--model", "a:b") if of_a_factory else (config,), ("--policy", "hook", "--policy", "elementwize")
+    code, output = recompute("ablate", *what, *policies, "--out", tmp_path / "out")
+    assert code == 2
+    assert output.startswith("recompute: no preset and no file is named 'elementwize' (did you mean 'elementwise'?)")
+    assert not (tmp_path / "out").exists()
 
 
 def test_policies_lists_every_preset_and_prints_one() -> None:

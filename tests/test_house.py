@@ -42,6 +42,7 @@ FOLDERS = (
     "units",
     "counters",
     "errors",
+    "source_files",
 )
 """From the top: a folder imports from those further down alone."""
 KERNELS_KNOW = (

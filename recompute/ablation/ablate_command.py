@@ -19,6 +19,7 @@ from recompute.ablation.trials import AblationRow, Progress
 from recompute.errors import AblationError
 from recompute.estimation.factories import load_factory
 from recompute.policy.document import load_document, validate
+from recompute.policy.loading import load_policy
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,10 @@ class AblateRequest:
             "steps": self.steps,
         }
         changes = {key: value for key, value in given.items() if value}
-        return validate(AblationConfig, {**base.as_given(), **changes}, label="command line")
+        settings = validate(AblationConfig, {**base.as_given(), **changes}, label="command line")
+        for policy in settings.policies:
+            load_policy(policy)  # a typing mistake is told now, and not after other policies were trained
+        return settings
 
     def run(
         self, *, command: str, progress: Progress, tell: Callable[[str], None], tell_left: TellLeft

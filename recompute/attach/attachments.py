@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -98,6 +99,8 @@ def attach(attachments: list[Attachment]) -> None:
             module.__dict__[RUNNER] = attachment.runner
             if "forward" in vars(module):
                 module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
+            if _calls_a_runner(type(module)):
+                continue
             try:
                 module.__class__ = _policed(type(module))  # type: ignore[arg-type]
             except TypeError as error:
@@ -115,6 +118,11 @@ def detach(attachment: Attachment) -> None:
             module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
+
+
+def _calls_a_runner(cls: type[nn.Module]) -> bool:
+    """Whether a policy has left its class under one that was put over it, as ``fully_shard`` does, and is removed."""
+    return any("_recompute_base" in vars(base) for base in cls.__mro__)
 
 
 def _is_bare_root(attachment: Attachment) -> bool:
@@ -145,9 +153,15 @@ def refuse_governed(model: nn.Module) -> None:
             )
 
 
-@functools.cache
+_policed_classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
+"""By their bases. One lives as long as there are modules of it: neither it nor its base is kept alive here."""
+
+
 def _policed(base: Any) -> type[nn.Module]:
     """A subclass of ``base`` whose forward calls the module's runner. Copies and pickles are instances of ``base``."""
+    known = _policed_classes.get(base)
+    if known is not None:
+        return known
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +175,7 @@ def _policed(base: Any) -> type[nn.Module]:
         namespace["__deepcopy__"] = deepcopy_without_policy(base)
     namespace |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     policed: Any = type(base.__name__, (base,), namespace)
+    _policed_classes[base] = policed
     return policed
 
 

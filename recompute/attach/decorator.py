@@ -20,7 +20,7 @@ from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.saved_tensors import RegionStatistics
-from recompute.errors import UnsupportedError
+from recompute.errors import AlreadyAppliedError, UnsupportedError
 from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign
 from recompute.policy.meaning import Kernels, Mechanism, meaning_of
@@ -59,6 +59,10 @@ _ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recomput
 
 
 def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
+    if "_recompute_decorated" in vars(cls):
+        raise AlreadyAppliedError(
+            f"the class {cls.__name__} is already decorated with a policy. Decorate it once, with the rules of both."
+        )
     original = cls.forward
     cache = CaptureCache()  # of all instances
 

@@ -7,12 +7,12 @@ the caller is told instead, and runs the call in another way.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from recompute.compiled.called_methods import CalledMethods
 from recompute.compiled.recording import NotCapturable
 from recompute.engine.thread_state import local
+from recompute.source_files import OURS, lies_in
 
 
 class _Local(threading.local):
@@ -46,8 +47,7 @@ def asks_about_tracing() -> bool:
     return _local.asks
 
 
-_OURS = str(Path(__file__).parents[1])
-_TORCHS = str(Path(torch.__file__).parent)
+_TORCHS = os.path.dirname(torch.__file__)
 
 
 def _may_ask(frame: Any) -> bool:
@@ -56,13 +56,13 @@ def _may_ask(frame: Any) -> bool:
     Those ops are compared with the recorded ones. transformers asks so in its own code. Its function
     ``is_torchdynamo_compiling`` may have other callers, so the code that calls it is looked at, too.
     """
-    theirs = sys.modules.get("transformers")
-    folders = (_OURS, _TORCHS) if theirs is None else (_OURS, _TORCHS, str(Path(theirs.__file__ or "").parent))
-    if frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
+    if lies_in(frame.f_code.co_filename, *OURS, _TORCHS):
         return True
+    theirs = getattr(sys.modules.get("transformers"), "__file__", None)
+    folders = (*OURS, _TORCHS) if theirs is None else (*OURS, _TORCHS, os.path.dirname(theirs))
     parent = getattr(frame, "parent", None)
     asking = [frame] if parent is None else [frame, parent]
-    return all(each.f_code.co_filename.startswith(folders) for each in asking)
+    return all(lies_in(each.f_code.co_filename, *folders) for each in asking)
 
 
 @functools.cache

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dis
 import operator
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from recompute.compiled.autocast_settings import Autocast
 from recompute.engine.modes import dispatch_modes, function_modes, under
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import top_hooks
+from recompute.source_files import lies_in
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = os.path.dirname(torch.__file__)
 
 
 class _Proxy(fx.Proxy):
@@ -38,7 +39,7 @@ class _Proxy(fx.Proxy):
     def __class__(self) -> Any:
         """``isinstance`` asks for this. A forward would take the branch for what is no tensor, without a trace."""
         asking = sys._getframe(1).f_code
-        is_torchs = asking.co_filename.startswith(_TORCH) and asking is not torch.is_tensor.__code__
+        is_torchs = lies_in(asking.co_filename, _TORCH) and asking is not torch.is_tensor.__code__
         # An op of torch asks as well, when it is called.
         if is_torchs or "isinstance" not in asking.co_names or not self.tracer.is_tracing:  # type: ignore[attr-defined]
             return _Proxy

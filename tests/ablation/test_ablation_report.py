@@ -89,6 +89,8 @@ def cells(markdown: str) -> list[list[str]]:
         (1024 * MIB - 1, "1024.0 MiB"),
         (1536 * MIB, "1.50 GiB"),
         (2**52, "4096.00 TiB"),
+        (-58_653_184, "-55.9 MiB"),
+        (-1, "-1 B"),
     ],
 )
 def test_bytes_are_shown_in_the_largest_unit_that_they_fill(nbytes: int, text: str) -> None:

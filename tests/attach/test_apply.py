@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -300,6 +302,38 @@ def test_removes_itself_from_under_a_class_that_came_later() -> None:
     frames = handle.stats().frames
     assert_same(train(model), expected)
     assert handle.stats().frames == frames
+
+
+def test_a_policy_that_comes_again_under_a_class_that_came_later_runs_each_module_once() -> None:
+    model, plain = decoder(), decoder()
+    first = recompute.apply(model)
+    assert_same(train(model), train(plain))
+    once, layer = first.stats(), model.layers[0]
+    layer.__class__ = theirs = type("TheirDecoderLayer", (type(layer),), {})
+    first.remove()
+    with recompute.apply(model) as again:
+        assert_same(train(model), train(plain))
+        assert again.stats() == once
+        assert_same(train(copy.deepcopy(model)), train(copy.deepcopy(plain)))
+    assert governed(model) == ["layers.0"]
+    assert type(layer) is theirs
+    assert vars(layer).keys() == vars(plain.layers[0]).keys()
+    assert_same(train(model), train(plain))
+    assert again.stats() == once
+
+
+def test_a_class_that_was_made_for_one_model_dies_with_it() -> None:
+    model = decoder()
+    made = type("MadeDecoderLayer", (type(model.layers[0]),), {})
+    model.layers[0].__class__ = made
+    reference = weakref.ref(made)
+    handle = recompute.apply(model, "full")
+    train(model)
+    handle.remove()
+    del model, made, handle
+    for _ in range(2):  # first the class that the policy made of it, then this one
+        gc.collect()
+    assert reference() is None
 
 
 def test_parametrizations_may_come_and_go_under_a_policy() -> None:

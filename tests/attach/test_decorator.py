@@ -228,6 +228,15 @@ class TestSubclasses:
         assert not is_dropped(made(Plain))
 
 
+def test_a_class_takes_one_policy() -> None:
+    cls = recompute.recompute(policy=ALL_CHECKPOINTED)(fresh())
+    forward = cls.forward
+    with pytest.raises(AlreadyAppliedError, match="the class Plain is already decorated"):
+        recompute.recompute(policy=rules(rule("Plain", "recompute")))(cls)
+    assert cls.forward is forward
+    recompute.recompute(type("Sub", (cls,), {}))
+
+
 class Outer(nn.Module):
     def __init__(self, inner: Callable[[], nn.Module]) -> None:
         super().__init__()

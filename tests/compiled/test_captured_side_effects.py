@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ import torch.nn.functional as F
 from capture_testing import SIZE, Around, Step, Twins, body, fresh, tokens, train
 from engine_testing import loss_of
 from torch import Tensor, nn
+
+import recompute
 
 logger = logging.getLogger(__name__)
 calls = 0
@@ -206,6 +210,16 @@ def test_what_code_cannot_do_stays_on_the_tape(forward: Callable[..., Any]) -> N
 
 def test_the_reason_names_the_question() -> None:
     twins = Twins(Around(body(counts_if_not_compiled, lin=linear(), seen=[])))
+    twins.settle(train(tokens()), captured=False)
+    assert "whether it is compiled" in twins.why_not
+
+
+@pytest.mark.parametrize("package", [torch, recompute], ids=["torch", "recompute"])
+def test_code_in_a_folder_beside_torch_or_this_package_is_a_users(package: Any) -> None:
+    """The ops that torch and this package choose by the question are compared. What other code does is not."""
+    folder = os.path.dirname(package.__file__)  # site-packages/torch, beside site-packages/torchvision
+    code = counts_if_not_compiled.__code__.replace(co_filename=f"{folder}vision/model.py")
+    twins = Twins(Around(body(FunctionType(code, globals()), lin=linear(), seen=[])))
     twins.settle(train(tokens()), captured=False)
     assert "whether it is compiled" in twins.why_not
 

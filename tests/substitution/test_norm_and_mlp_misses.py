@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -202,6 +204,10 @@ def doubling_tensors(self: Any, x: Tensor) -> Tensor:
     return llama_like(self, x * 2 if isinstance(x, Tensor) else x)
 
 
+def doubling_long_tensors(self: Any, x: Tensor) -> Tensor:
+    return llama_like(self, x * 2 if isinstance(x, Tensor) and x.shape[0] == 12345 else x)
+
+
 def doubling_what_is_a_tensor(self: Any, x: Tensor) -> Tensor:
     return llama_like(self, x * 2 if torch.is_tensor(x) else x)
 
@@ -283,6 +289,7 @@ NO_NORMS = [
     asking_for_gradients,
     asking_for_autocast,
     doubling_tensors,
+    doubling_long_tensors,
     doubling_what_is_a_tensor,
     shifting_what_has_one_type,
     layer_norm_with_other_signs,
@@ -295,6 +302,11 @@ NO_NORMS = [
 def test_what_is_nearly_a_norm_is_none(forward: Callable[..., Any], training: bool) -> None:
     module = norm_of(forward, bias=nn.Parameter(torch.ones(HIDDEN))).train(training)
     assert find_norm(module) is None
+
+
+def test_a_question_about_a_type_is_refused_in_a_folder_whose_name_begins_like_torchs() -> None:
+    code = doubling_long_tensors.__code__.replace(co_filename=f"{os.path.dirname(torch.__file__)}vision/norm.py")
+    assert find_norm(norm_of(FunctionType(code, globals()))) is None
 
 
 @pytest.mark.parametrize(
