@@ -326,35 +326,60 @@ class LayerTracer(Tracer):
         return lambda root: root_fn(root, *list(proxies.values())[:1], **dict(list(proxies.items())[1:])), [self.root]
 
 
+class _Outputs(NamedTuple):
+    """What attention returns in a trial."""
+
+    length: int
+    added: int
+    """The index of the one that the layer adds."""
+    others_are_none: bool
+    """Whether those behind it are None, as attention's weights are where it does not compute them."""
+
+
 class _TrialPart(nn.Module):
     """Takes a submodule's place in a trial. It computes another function in each place, and notes how it is called."""
 
-    def __init__(self, place: int, output: int | None):
+    def __init__(self, place: int, outputs: _Outputs | None):
         super().__init__()
-        self._place, self._output = place, output
+        self._place, self._outputs = place, outputs
         self.calls: list[Any] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, sorted(kwargs.items())))
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         y = torch.sin((self._place + 2) * x + self._place)
-        return y if self._output is None else (*(y + 1 for _ in range(self._output)), y, None)
+        if self._outputs is None:
+            return y
+        length, added, others_are_none = self._outputs
+        behind = (None if others_are_none else y + index - added for index in range(added + 1, length))
+        return (*(y + index - added for index in range(added)), y, *behind)
 
 
 def _computes_that(module: nn.Module, layer: PreNormLayer) -> bool:
     """Whether the module's forward, with trial parts for its submodules, gives what ``layer`` says, bit for bit.
 
-    The trial sees what a trace cannot: what forward does with an argument that is None, which a proxy never is.
+    The trial sees what a trace cannot: what forward does with what is None, which a proxy never is.
     """
-    outputs: dict[str, int | None] = {layer.norm: None, layer.attention: layer.output, layer.mlp_norm: None}
-    outputs |= {name: None for name in (layer.mlp, layer.after_attention, layer.after_mlp) if name is not None}
+    if layer.output is None:
+        return _computes_that_of(module, layer, 1)
+    # A forward that assigns attention's outputs to names takes as many as these, and the last ones may go unread.
+    needed = 1 + max(layer.output, layer.returned_too or 0)
+    return any(_computes_that_of(module, layer, count) for count in range(needed, needed + 3))
+
+
+def _computes_that_of(module: nn.Module, layer: PreNormLayer, output_count: int) -> bool:
+    """The same for an attention with so many outputs."""
+    names = (layer.norm, layer.attention, layer.mlp_norm, layer.mlp, layer.after_attention, layer.after_mlp)
     with _disable_current_modes(), torch.no_grad():
         x = torch.linspace(-1, 1, 6, dtype=torch.float64, device="cpu").view(1, 2, 3)
-        # With the arguments that must be given, and with all that may be.
-        for count in (len(layer.parameters) - len(layer.defaults), len(layer.parameters)):
+        # With the arguments that must be given, and with all that may be; without what may be None, and with it.
+        required = len(layer.parameters) - len(layer.defaults)
+        for count, others_are_none in ((required, True), (len(layer.parameters), False)):
             kwargs: dict[str, Any] = {name: object() for name in layer.parameters[1:count] if name != layer.absent}
             if layer.takes_more:
                 kwargs["something_else"] = object()
+            added = None if layer.output is None else _Outputs(output_count, layer.output, others_are_none)
+            outputs = {name: added if name == layer.attention else None for name in names if name is not None}
             ours, theirs = (
                 {name: _TrialPart(place, output) for place, (name, output) in enumerate(outputs.items())} for _ in "ab"
             )

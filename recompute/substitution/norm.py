@@ -264,6 +264,25 @@ class _RoundedOncePattern(_LlamaPattern):
         return (self.weight * hidden).to(x.dtype)
 
 
+class _HeliumPattern(_LlamaPattern):
+    """The same, in which the weight is cast by name. In a product with float32 it is cast anyway."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.to(torch.float32)
+        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + _EPS)
+        assert self.weight is not None
+        return (self.weight.to(torch.float32) * hidden).to(x.dtype)
+
+
+class _Gemma4Pattern(_LlamaPattern):
+    """As Gemma 3n and Gemma 4 write it, with a power in the place of a root, and no 1 beside the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.float()
+        hidden = hidden * torch.pow(hidden.pow(2).mean(-1, keepdim=True) + _EPS, -0.5)
+        return hidden.type_as(x) if self.weight is None else (hidden * self.weight.float()).type_as(x)
+
+
 class _CoherePattern(_LlamaPattern):
     def forward(self, x: Tensor) -> Tensor:
         hidden = x.float()
@@ -293,6 +312,9 @@ def _patterns() -> tuple[tuple[Formula, Callable[[tuple[str, ...], float], Kerne
         (_GemmaPattern(), rms_norm("gemma")),
         (_LlamaPattern(weight=False), rms_norm("llama")),
         (_RoundedOncePattern(), rms_norm("none")),
+        (_HeliumPattern(), rms_norm("none")),
+        (_Gemma4Pattern(), rms_norm("none")),
+        (_Gemma4Pattern(weight=False), rms_norm("none")),
         (_CoherePattern(), layer_norm),
         (_CoherePattern(bias=True), layer_norm),
         (_CoherePattern(weight=False), layer_norm),

@@ -209,6 +209,61 @@ def test_finds_layers_as_falcons() -> None:
     assert computed == 0
 
 
+def last_of_three_returned(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
+    attended, _, indices = self.b(self.a(x), mask)
+    h = attended + x
+    return self.d(self.c(h)) + h, indices
+
+
+def first_of_three(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
+    attended, _, _ = self.b(self.a(x), mask)
+    h = attended + x
+    return self.d(self.c(h)) + h
+
+
+def test_attention_may_have_as_many_outputs_as_the_layer_takes() -> None:
+    """As that of GLM-5, which returns the tokens that it chose to attend to."""
+    for forward, returned_too in ((last_of_three_returned, 2), (first_of_three, None)):
+        found = find_pre_norm_layer(Layer(forward))
+        assert found is not None
+        assert (found.output, found.returned_too) == (0, returned_too)
+
+
+class ChoosingAttention(TinyAttention):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None, x.argmax(-1)
+
+
+class ChoosingLayer(TinyDecoderLayer):
+    self_attn: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = ChoosingAttention()
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        attended, _, chosen = self.self_attn(self.input_layernorm(hidden_states))
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), chosen
+
+
+def test_a_layer_may_return_the_last_output_of_attention() -> None:
+    torch.manual_seed(0)
+    plain = ChoosingLayer()
+    layer, x = copy.deepcopy(plain), torch.randn(2, 6, TINY_HIDDEN)
+    handle = recompute.apply(layer, rules(rule("ChoosingLayer", "recompute", via="kernel")))
+    assert "kernel: norm_linears, residual_mlp" in handle.explain()
+    for _ in range(6):
+        assert torch.equal(layer(x)[1], plain(x)[1])
+        torch.testing.assert_close(gradients(lambda x: layer(x)[0], x), gradients(lambda x: plain(x)[0], x))
+
+
+def weights_returned_if_there_are_any(self: Layer, x: Tensor, mask: Any, cache: Any) -> Any:
+    attended, weights = self.b(self.a(x), mask)
+    h = attended + x
+    return self.d(self.c(h)) + h if weights is None else (self.d(self.c(h)) + h, weights)
+
+
 def added_and_read(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
     """What it reads is no longer what the MLP gave."""
     computed = other = self.d(self.c(x))
@@ -341,6 +396,7 @@ def probing_the_stream(self: Layer, x: Tensor, mask: Any, cache: Any) -> Tensor:
 
 
 MISSES = [
+    weights_returned_if_there_are_any,
     halved_in_place,
     attending_without_gradients,
     attending_without_autocast,

@@ -16,6 +16,9 @@ from torch.nn import functional as F
 from transformers.models.gemma import modeling_gemma as gemma
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.gemma3n import modeling_gemma3n as gemma3n
+from transformers.models.gemma4 import modeling_gemma4 as gemma4
+from transformers.models.helium import modeling_helium as helium
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
@@ -47,6 +50,9 @@ NORMS = [
     *((cls, "gemma") for cls in GEMMA_NORMS),
     (nn.RMSNorm, "none"),
     (olmo2.Olmo2RMSNorm, "none"),
+    (helium.HeliumRMSNorm, "none"),
+    (gemma3n.Gemma3nRMSNorm, "none"),
+    (gemma4.Gemma4RMSNorm, "none"),
 ]
 SHAPE: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": 4}
 MLPS = [
@@ -259,6 +265,7 @@ def test_finds_norms_that_nobody_has_heard_of() -> None:
     assert find_norm(norm_of(llama_like)) == KernelRMSNorm("weight", 1e-6, "llama")
     assert find_norm(norm_of(weight_before_rounding)) == KernelRMSNorm("weight", 1e-6, "none")
     assert find_norm(norm_of(same_in_other_words)) == KernelRMSNorm("weight", 1e-6, "llama")
+    assert find_norm(gemma4.Gemma4RMSNorm(HIDDEN, eps=1e-3, with_scale=False)) == KernelRMSNorm(None, 1e-3, "none")
     assert find_norm(nn.RMSNorm(HIDDEN, eps=1e-3, elementwise_affine=False)) == KernelRMSNorm(None, 1e-3, "none")
 
 

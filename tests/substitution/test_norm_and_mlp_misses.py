@@ -79,6 +79,11 @@ def cubed(self: Any, x: Tensor) -> Tensor:
     return self.weight * (h * torch.rsqrt(h.pow(3).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+def with_another_power(self: Any, x: Tensor) -> Tensor:
+    h = x.float()
+    return (h * torch.pow(h.pow(2).mean(-1, keepdim=True) + self.eps, -0.25) * self.weight.float()).type_as(x)
+
+
 def weight_and_no_rounding(self: Any, x: Tensor) -> Tensor:
     h = x.to(torch.float32)
     return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))
@@ -265,6 +270,7 @@ NO_NORMS = [
     other_dimension,
     summed,
     cubed,
+    with_another_power,
     weight_and_no_rounding,
     weight_before_the_root,
     in_low_precision,
