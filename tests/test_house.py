@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import graphlib
 import importlib.metadata
 import os
@@ -70,12 +71,17 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
+def parsed(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
 def imports(name: str, *, when_loaded: bool = False) -> Iterator[str]:
     """The modules that a module imports: anywhere, or only what it cannot be loaded without.
 
     That is neither what a function imports as it runs nor what is for type checking alone.
     """
-    pending: list[ast.AST] = [ast.parse(MODULES[name].read_text())]
+    pending: list[ast.AST] = [parsed(name)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import):
@@ -159,7 +165,7 @@ HIDDEN_PAIRS = [(place, target) for place, targets in HIDDEN_IMPORTS.items() for
 
 def imports_in_functions(name: str) -> Iterator[str]:
     """The modules that functions of a module import as they run."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in ast.walk(parsed(name)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Import):
@@ -195,8 +201,8 @@ def test_a_class_name_is_used_once() -> None:
     """One word means one thing. A name that begins with an underscore is its file's own."""
     classes = [
         node.name
-        for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name in MODULES
+        for node in ast.walk(parsed(name))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert len(classes) > 100
@@ -341,16 +347,6 @@ def test_hugging_face_runs_from_the_root_with_its_kernels_and_without(tmp_path: 
     assert run(LLAMA, path=tmp_path).split() == ["True", str(package / "__init__.py"), version]
 
 
-def test_kernels_is_no_module_of_ours() -> None:
-    run(
-        "import kernels, importlib.util;"
-        "assert kernels.__file__ is None;"
-        "assert importlib.util.find_spec('kernels').loader is None or not importlib.util.find_spec('kernels').origin;"
-        "import recompute.kernels.rms_norm as ours;"
-        "assert ours.__name__ == 'recompute.kernels.rms_norm'"
-    )
-
-
 @pytest.mark.slow
 def test_mypy_resolves_the_kernels(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
@@ -388,27 +384,30 @@ def test_the_command_line_loads_torch_only_where_it_is_used() -> None:
     )
 
 
-def test_importing_does_nothing_else() -> None:
+def test_importing_does_nothing_else_nor_does_applying_a_policy_load_transformers() -> None:
+    """``kernels``, which is Hugging Face's name, is no module of ours. One process says it all: each takes seconds."""
     heavy = "matplotlib networkx transformers typer rich triton.language"
     heavy += " recompute.kernels.launch recompute.ablation.run_ablation recompute.ablation.ablate"
+    heavy += " recompute.integrations.deepspeed"
     run(
+        "import kernels, importlib.util;"
+        "assert kernels.__file__ is None;"
+        "assert importlib.util.find_spec('kernels').loader is None or not importlib.util.find_spec('kernels').origin;"
         "import sys, torch;"
+        "numpy = torch.Tensor.numpy;"
         "before = set(sys.modules); state = torch.get_rng_state();"
         "hooks = torch._C._autograd._top_saved_tensors_default_hooks(True);"
         "import recompute;"
         "new = set(sys.modules) - before;"
         "assert not new & set(sys.argv[1:]), new & set(sys.argv[1:]);"
         "assert not torch.cuda.is_initialized();"
+        "assert torch.Tensor.numpy is numpy;"
         "assert torch.equal(state, torch.get_rng_state());"
         "assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32;"
-        "assert hooks is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None",
-        *heavy.split(),
-    )
-
-
-def test_applying_a_policy_does_not_load_transformers() -> None:
-    run(
-        "import sys, torch, recompute;"
+        "assert hooks is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None;"
         "recompute.apply(torch.nn.Sequential(torch.nn.LayerNorm(4)), 'elementwise');"
-        "assert 'transformers' not in sys.modules"
+        "assert 'transformers' not in sys.modules;"
+        "import recompute.kernels.rms_norm as ours;"
+        "assert ours.__name__ == 'recompute.kernels.rms_norm'",
+        *heavy.split(),
     )

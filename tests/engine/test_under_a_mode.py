@@ -12,7 +12,6 @@ import pytest
 import torch
 from engine_testing import Holder, assert_as_plain, bits, both_actions, holding, policy, tokens
 from torch import Tensor, nn
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
@@ -94,6 +93,8 @@ def _fresh(value: Any) -> Any:
 
 def sampled() -> list[Any]:
     """Those ops that are known to need something, and some others."""
+    from torch.testing._internal.common_methods_invocations import op_db  # which takes seconds
+
     infos = [info for info in op_db if torch.float32 in info.dtypes and not name_of(info).startswith(UNSTEADY)]
     known = [info for info in infos if name_of(info) in CAST_INSIDE]
     assert {name_of(info) for info in known} == CAST_INSIDE

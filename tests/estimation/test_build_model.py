@@ -23,7 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {  # over whole layers
     "recompute": {"action": "recompute", "via": "hook"},
 }
 
-MODELS = ["llama", "mixtral", "t5", "convnet", *slow("qwen3", "gemma3", "qwen3_moe", "gpt2", "bert", "vit", "whisper")]
+MODELS = ["mixtral", "t5", "convnet", *slow("llama", "qwen3", "gemma3", "qwen3_moe", "gpt2", "bert", "vit", "whisper")]
 PRECISIONS = {
     "float32": (torch.float32, False),
     "bfloat16": (torch.bfloat16, False),

@@ -167,7 +167,7 @@ def test_many_layers_from_few_are_all_of_them(policy: str | None, tied: bool, mo
 @pytest.mark.parametrize(
     ("config", "policy"),
     [
-        (tiny(num_hidden_layers=26), "alternate"),
+        (tiny(num_hidden_layers=12), "alternate"),
         *slow((transformers.Gemma2Config(**{**models.SHAPE, "num_hidden_layers": 26, "sliding_window": 8}), None)),
     ],
 )

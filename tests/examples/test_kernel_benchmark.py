@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import io
 import json
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,28 +29,39 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleT
     return lambda name: importlib.import_module(f"kernel_benchmark.{name}")
 
 
-@pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., tuple[dict[str, Any], str]]:
+def benchmark(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Runs the benchmark quickly with these arguments; returns what results.json then holds, and what was printed."""
-
-    def run(*arguments: str) -> tuple[dict[str, Any], str]:
-        monkeypatch.syspath_prepend(FOLDER)
-        monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick", "--out", str(tmp_path), *arguments])
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.syspath_prepend(FOLDER)
+        patch.setattr(sys, "argv", ["kernels.py", "--quick", "--out", str(out), *arguments])
         runpy.run_path(str(FOLDER / "kernels.py"), run_name="__main__")
-        return json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail), capsys.readouterr().out
-
-    return run
+    return json.loads((out / "results.json").read_text(), parse_constant=pytest.fail), printed.getvalue()
 
 
-def test_every_op_is_measured_told_and_written(
-    run: Callable[..., Any], tmp_path: Path, benchmark_module: Callable[[str], ModuleType]
-) -> None:
-    results, printed = run()
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., tuple[dict[str, Any], str]]:
+    return functools.partial(benchmark, tmp_path)
+
+
+class Whole(NamedTuple):
+    """A run of all ops."""
+
+    folder: Path
+    results: dict[str, Any]
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("benchmark")
+    return Whole(folder, *benchmark(folder))
+
+
+def test_every_op_is_measured_told_and_written(whole: Whole, benchmark_module: Callable[[str], ModuleType]) -> None:
+    folder, results, printed = whole
     ways, timing = benchmark_module("ways"), benchmark_module("timing")
     assert list(results["ops"]) == [*ways.WAYS, timing.HOST]
-    markdown = (tmp_path / "results.md").read_text()
+    markdown = (folder / "results.md").read_text()
     for op, result in results["ops"].items():
         assert f"\n## {op}\n" in markdown
         assert f"\n{op} " in printed
@@ -55,7 +69,7 @@ def test_every_op_is_measured_told_and_written(
         assert all(f" {row['way']} " in markdown and f" {row['way']} " in printed for row in result["rows"])
         assert all(row["failure"] is None for row in result["rows"] if row["way"] in (ways.EAGER, ways.FUSED))
         assert all((row["seconds"] is None) == (row["failure"] is not None) for row in result["rows"])
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
     told = {(row["measure"], row["size"], row["way"]) for row in results["ops"][timing.HOST]["rows"]}
     assert told == {
         (direction, op, way)
@@ -66,12 +80,10 @@ def test_every_op_is_measured_told_and_written(
     }
 
 
-def test_the_ways_compute_the_same(run: Callable[..., Any], benchmark_module: Callable[[str], ModuleType]) -> None:
-    benchmarks = benchmark_module("cases").BENCHMARKS
-    results, _ = run("--ops", *benchmarks)
-    for op, benchmark in benchmarks.items():
-        for measure in benchmark.measures:
-            rows = [row for row in results["ops"][op]["rows"] if row["measure"] == measure.name]
+def test_the_ways_compute_the_same(whole: Whole, benchmark_module: Callable[[str], ModuleType]) -> None:
+    for op, case in benchmark_module("cases").BENCHMARKS.items():
+        for measure in case.measures:
+            rows = [row for row in whole.results["ops"][op]["rows"] if row["measure"] == measure.name]
             found = {row["way"]: row["errors"] for row in rows if row["way"] in RUN_ANYWHERE and not row["failure"]}
             assert set(found) == set(measure.ways) & set(RUN_ANYWHERE)
             for errors in found.values():
@@ -81,14 +93,12 @@ def test_the_ways_compute_the_same(run: Callable[..., Any], benchmark_module: Ca
             assert all(error < 1e-2 for error in found["eager"].values()), (op, measure.name)
 
 
-def test_bytes_held_are_those_of_the_formula(run: Callable[..., Any]) -> None:
-    results, _ = run("--ops", "gated_mlp")
+def test_bytes_held_are_those_of_the_formula(whole: Whole) -> None:
     intermediate = 256
-    held = {row["way"]: row["held_bytes_per_token"] for row in results["ops"]["gated_mlp"]["rows"]}
+    held = {row["way"]: row["held_bytes_per_token"] for row in whole.results["ops"]["gated_mlp"]["rows"]}
     assert held["recompute"] == 4 * intermediate
     assert held["eager"] == 8 * intermediate
-    results, _ = run("--ops", "mlp")
-    held = {row["way"]: row["held_bytes_per_token"] for row in results["ops"]["mlp"]["rows"]}
+    held = {row["way"]: row["held_bytes_per_token"] for row in whole.results["ops"]["mlp"]["rows"]}
     assert held["recompute"] == 2 * intermediate
     assert held["eager"] == 4 * intermediate
     assert held["recompute, up in 8 bits"] == pytest.approx(intermediate + intermediate / 128 * 4, abs=0.1)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from torch import Tensor
 
 FLOAT32_ROUNDING = 2**-24
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+each_device_of_compiled_code = pytest.mark.parametrize(
+    "device",
+    [
+        "reference",
+        *([] if torch.cuda.is_available() or find_spec("triton") is None else slow("interpreter")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
+"""A compiler sees the same ops whatever runs in them: the interpreter is slow here, but for one op's test."""
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 

@@ -26,8 +26,8 @@ ON_A_TAPE = ["gpt2", "gemma2", "bert"]  # whatever the rule says
 
 @functools.cache
 def planned(name: str, via: str) -> SavePlan:
-    """The plan of the last layer under a rule by which everything may run again."""
-    model = models.make(name)
+    """The plan of a layer under a rule by which everything may run again."""
+    model = models.make(name, num_hidden_layers=1)
     handle = recompute.apply(model, rules(rule(LAYER, **rerunning_rule(via))))
     for _ in range(2):  # kernels learn in the first forward what reads a norm
         model(**models.batch(name))
@@ -95,7 +95,7 @@ def test_a_rule_holds_what_was_predicted_also_when_it_was_written_to_a_file(name
     for one in some:
         policy = load_policy(rules(rule(LAYER, **(one.rule or {}))))
         assert ("hold" in policy.to_yaml()) == ("hold" in (one.rule or {}))
-        model = models.make(name)
+        model = models.make(name, num_hidden_layers=1)
         handle = recompute.apply(model, load_policy(policy.model_dump(mode="json")))
         for _ in range(2):
             model(**models.batch(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -117,8 +118,13 @@ def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
         assert abs(predicted_peak(profile, choices) - peak) <= state_nbytes + 0.002 * peak
 
 
+@functools.cache
+def profiled_mlps() -> Profile:
+    return profiled(2, match="layers.*.mlp")
+
+
 def test_regions_that_run_alike_are_one() -> None:
-    profile = profiled(2, match="layers.*.mlp")
+    profile = profiled_mlps()
     assert [place.path for place in profile.places] == ["", "layers.0.mlp", "layers.1.mlp", ""]
     assert [place.region for place in profile.places] == [0, 1, 1, 2]
     assert [region.name for region in profile.regions] == [
@@ -367,8 +373,7 @@ def test_a_layer_that_runs_twice_is_part_of_what_is_around_it() -> None:
 
 
 def test_match_names_the_regions() -> None:
-    profile = profiled(2, match="layers.*.mlp")
-    assert [place.path for place in profile.places] == ["", "layers.0.mlp", "layers.1.mlp", ""]
+    assert [place.path for place in profiled_mlps().places] == ["", "layers.0.mlp", "layers.1.mlp", ""]
 
 
 def test_bad_input_is_named() -> None:
