@@ -14,8 +14,10 @@ from recompute.attach.attachments import attach, attachments_of, detach, refuse_
 from recompute.attach.explain import Attachment, Stats, explanation, stats
 from recompute.compiled.unwrap import uncompiled
 from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.host.host_memory import pool_in
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.loading import load_policy
+from recompute.policy.meaning import meaning_of
 from recompute.policy.rules import Policy
 from recompute.substitution.head import KernelHeadRunner, LossObserver
 from recompute.substitution.kernel_runner import kernel_of
@@ -121,9 +123,15 @@ class AppliedPolicy:
         return bool(heads)
 
     def remove(self) -> None:
-        """Take the policy off: the model is what it was. Graphs that were built under it still run backward."""
+        """Take the policy off: the model is what it was. Graphs that were built under it still run backward.
+
+        Host memory that the policy offloaded to is freed, except what such graphs still need.
+        """
         for attachment in self._attachments:
             detach(attachment)
+        for rule in self.policy.rules:
+            if (offloading := meaning_of(rule).offloading) is not None:
+                pool_in(offloading.directory).free_unused()
         if (model := self._model()) is not None and _policies.get(model) is self.policy:
             del _policies[model]
 

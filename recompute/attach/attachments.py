@@ -102,7 +102,7 @@ def attach(attachments: list[Attachment]) -> None:
             if _calls_a_runner(type(module)):
                 continue
             try:
-                module.__class__ = _policed(type(module))  # type: ignore[arg-type]
+                module.__class__ = _policed(type(module))
             except TypeError as error:
                 raise UnsupportedError(
                     f"{_name(attachment.path, module)} cannot be put under a policy: {error}"

@@ -321,6 +321,37 @@ def test_host_memory_is_used_again_from_step_to_step() -> None:
     assert pool.nbytes == before
 
 
+def test_batches_of_any_length_share_host_memory_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pool, made = Layers(), HostPool(), []
+    plain, mapped = copy.deepcopy(model), pool._map
+    monkeypatch.setattr(offload, "pool_in", lambda directory: pool)
+    monkeypatch.setattr(pool, "_map", lambda nbytes: (made.append(nbytes), mapped(nbytes))[1])
+    recompute.apply(model, rules())
+    for rows in range(20, 41):  # each longer than all before
+        assert_same(outcome(model, batch(rows)), outcome(plain, batch(rows)))
+    longest = 2 * LAYERS * 40 * WIDTH * 4
+    assert longest < pool.nbytes <= 2 * longest
+    for _ in range(2):
+        made.clear()
+        for rows in (40, 19, 8, 3, 33, 25):
+            model(batch(rows)).sum().backward()
+    assert made == []
+    assert pool.nbytes <= 2 * longest
+
+
+def test_a_policy_that_is_removed_gives_host_memory_back() -> None:
+    model, pool = Layers(), pool_in(None)
+    pool.free_unused()
+    before = pool.nbytes
+    with recompute.apply(model, rules()):
+        model(batch()).sum().backward()
+        loss = model(batch()).sum()  # whose graph lives on
+        model(batch())
+        assert pool.nbytes - before > 2 * LAYERS * ACTIVATION
+    assert pool.nbytes - before == 2 * LAYERS * ACTIVATION
+    loss.backward()
+
+
 def test_memory_is_released_by_reference_count() -> None:
     model = Layers()
     recompute.apply(model, rules())
@@ -383,6 +414,46 @@ def test_what_another_rule_was_allowed_does_not_raise_the_limit() -> None:
     assert pool.nbytes == first.memory.nbytes == 1000
     with pytest.raises(HostMemoryError, match="1000 B are in use of at most 1000 B"):
         pool.buffer(1000, 1000, pin=False, who="a region")
+
+
+def test_the_smallest_unused_buffer_serves_that_is_not_twice_too_large() -> None:
+    pool = HostPool()
+    held = [pool.buffer(nbytes, 100_000, pin=False, who="a region") for nbytes in (1000, 700, 900)]
+    held.clear()
+    held = [pool.buffer(nbytes, 100_000, pin=False, who="a region") for nbytes in (600, 300)]
+    assert [(buffer._whole.nbytes, buffer.memory.nbytes) for buffer in held] == [(700, 600), (300, 300)]
+    held.clear()
+    assert pool.buffer(700, 100_000, pin=False, who="a region").memory.nbytes == 700
+
+
+def test_larger_buffers_take_no_room_from_what_a_rule_allows() -> None:
+    """Where they would, they are freed, and each tensor gets a buffer of its size."""
+    pool = HostPool()
+    held = [pool.buffer(1000, 4000, pin=False, who="a region") for _ in range(4)]
+    held.clear()
+    held = [pool.buffer(500, 4000, pin=False, who="a region") for _ in range(6)]
+    assert [buffer._whole.nbytes for buffer in held] == [1000, 1000, 500, 500, 500, 500]
+    assert pool.nbytes <= 4000
+
+
+def test_a_buffer_is_freed_only_when_the_copies_from_and_to_it_are_done() -> None:
+    pool, waited = HostPool(), []
+
+    class Event:
+        def synchronize(self) -> None:
+            waited.append(pool.nbytes)
+
+    for nbytes in (1000, 400):
+        pool.buffer(nbytes, None, pin=False, who="a region").busy = (Event(),) * 2  # type: ignore[assignment]
+    held = [pool.buffer(nbytes, None, pin=False, who="a region") for nbytes in (1000, 150)]
+    assert waited == []
+    held.append(pool.buffer(3000, None, pin=False, who="a region"))
+    assert waited == []
+    assert held[0].busy
+    held.clear()
+    pool.free_unused()
+    assert len(waited) == 4
+    assert pool.nbytes == 0
 
 
 def test_what_a_pool_has_taken_does_not_lower_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +549,7 @@ def test_tensors_go_to_files_without_a_name_and_come_back(tmp_path: Path, copies
     assert_step_as_without(Stack(), rules(action="offload", to="disk", path=str(tmp_path)), tokens(), drops=False)
     assert copies
     assert list(tmp_path.iterdir()) == []
-    assert pool_in(str(tmp_path)).nbytes > 0
+    assert pool_in(str(tmp_path))._most_in_use > pool_in(str(tmp_path)).nbytes == 0  # as the policy is gone
 
 
 def test_a_directory_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

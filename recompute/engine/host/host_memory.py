@@ -13,8 +13,8 @@ import os
 import tempfile
 import threading
 import weakref
-from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -38,28 +38,47 @@ Events = tuple[torch.cuda.Event, ...]
 class HostBuffer:
     """A buffer of a pool. It goes back when nobody refers to it."""
 
-    __slots__ = ("__weakref__", "_is_pinned", "_pool", "busy", "memory")
+    __slots__ = ("__weakref__", "_is_pinned", "_pool", "_whole", "busy", "memory")
 
-    def __init__(self, pool: HostPool, memory: Tensor, busy: Events, is_pinned: bool):
+    def __init__(self, pool: HostPool, whole: Tensor, nbytes: int, busy: Events, is_pinned: bool):
+        """whole: what the pool has mapped, which may be larger than was asked for."""
         self._pool = pool
         self._is_pinned = is_pinned
-        self.memory = memory
+        self._whole = whole
+        self.memory = whole if whole.numel() == nbytes else whole[:nbytes]
         """uint8, of shape (nbytes,)."""
         self.busy: Events = busy
         """The last copies to it and from it: only after these may it be written to again."""
 
     def __del__(self) -> None:
-        self._pool.take_back(self.memory, self.busy, self._is_pinned)
+        self._pool.take_back(self._whole, self.busy, self._is_pinned)
+
+
+class _Unused(NamedTuple):
+    """A buffer that nobody refers to."""
+
+    nbytes: int
+    memory: Tensor
+    busy: Events
+    is_pinned: bool
 
 
 class HostPool:
-    """Buffers in memory, or in files of one directory, by their sizes."""
+    """Buffers in memory, or in files of one directory.
+
+    A buffer serves for at least half of its bytes, so that batches of other lengths find buffers, too. Before a new one
+    would make the pool larger than twice what was ever in use at one time, those that were unused for the longest time
+    are freed. Lengths of which each is less than half of the next have buffers of their own, and all of these fit.
+    """
 
     def __init__(self, directory: str | None = None):
         """directory: of the files; None: memory."""
         self._directory = directory
         self._lock = threading.RLock()  # a buffer may come back from the garbage collector, inside of any call
-        self._unused: defaultdict[tuple[int, bool], list[tuple[Tensor, Events]]] = defaultdict(list)
+        self._unused: list[_Unused] = []
+        """Those that came back last are at the end. The garbage collector may append to it inside of any call."""
+        self._most_in_use = 0
+        """Bytes of the buffers that were in use at one time, when a new one was made."""
         self.nbytes = 0
         """Of all buffers, in use or not."""
 
@@ -76,31 +95,53 @@ class HostPool:
         limit = self.default_limit if limit is None else limit
         pin = pin and self._directory is None
         with self._lock:
-            if self.nbytes > limit:  # another rule was allowed more
-                self.free_unused()
-            if unused := self._unused[nbytes, pin]:
-                memory, busy = unused.pop()
-            else:
-                memory, busy = self._new(nbytes, pin, limit, who), ()
-        return HostBuffer(self, memory, busy, pin)
+            self._free_oldest(limit)  # another rule was allowed more
+            place = self._place_of_one_for(nbytes, pin, limit)
+            if place is None:
+                return HostBuffer(self, self._new(nbytes, pin, limit, who), nbytes, (), pin)
+            unused = self._unused.pop(place)
+        return HostBuffer(self, unused.memory, nbytes, unused.busy, pin)
 
     def take_back(self, memory: Tensor, busy: Events, is_pinned: bool) -> None:
+        unused = _Unused(memory.numel(), memory, busy, is_pinned)
         with self._lock:
-            self._unused[memory.numel(), is_pinned].append((memory, busy))
+            self._unused.append(unused)
 
     def free_unused(self) -> None:
         """Give back to the system what is not in use."""
         with self._lock:
-            unused, self._unused = self._unused, defaultdict(list)
-            for (nbytes, _), buffers in unused.items():
-                for _, busy in buffers:
-                    for event in busy:
-                        event.synchronize()
-                self.nbytes -= nbytes * len(buffers)
+            self._free_oldest(0)
+
+    def _place_of_one_for(self, nbytes: int, pin: bool, limit: int) -> int | None:
+        """The place of the unused buffer to take for ``nbytes``: the smallest that serves; None if there is none.
+
+        Those that are too large do not get more than half of the limit, so that the others find room below it.
+        """
+        best, most = None, 2 * nbytes
+        for place in reversed(range(len(self._unused))):
+            unused = self._unused[place]
+            if unused.is_pinned == pin and nbytes <= unused.nbytes <= most:
+                if unused.nbytes == nbytes:
+                    return place
+                best, most = place, unused.nbytes - 1
+        if best is not None and self._nbytes_in_use() + self._unused[best].nbytes > limit // 2:
+            return None
+        return best
+
+    def _nbytes_in_use(self) -> int:
+        return self.nbytes - sum(unused.nbytes for unused in self._unused)
+
+    def _free_oldest(self, most: int) -> None:
+        """Free unused buffers until the pool has at most ``most`` bytes, or none is left to free."""
+        while self.nbytes > most and self._unused:
+            unused = self._unused.pop(0)
+            for event in unused.busy:
+                event.synchronize()
+            self.nbytes -= unused.nbytes
 
     def _new(self, nbytes: int, pin: bool, limit: int, who: str) -> Tensor:
-        if self.nbytes + nbytes > limit:
-            self.free_unused()
+        most_in_use = max(self._most_in_use, self._nbytes_in_use() + nbytes)
+        self._free_oldest(min(limit, 2 * most_in_use) - nbytes)
         if self.nbytes + nbytes > limit:
             where = "host memory" if self._directory is None else self._directory
             raise HostMemoryError(
@@ -113,6 +154,7 @@ class HostPool:
         if pin:
             _pin(memory, mapped)
         self.nbytes += nbytes
+        self._most_in_use = most_in_use
         return memory
 
     def _map(self, nbytes: int) -> mmap.mmap:
