@@ -29,7 +29,7 @@ def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict
     name: is taken for the name of the model's class.
     """
     blocks = _blocks(model, name)
-    heads = _heads(model, blocks)
+    heads = set(_heads(model, blocks, _size_of_words(model)))
     entries: list[ModuleEntry] = []
     modules: dict[str, nn.Module] = {}
     pending: list[tuple[str, nn.Module, Place]] = [("", model, (None, None))]
@@ -72,23 +72,21 @@ def _blocks(model: nn.Module, name: str) -> dict[str, Place]:
     return {block.path: block.place for block in [block for block in found if block.is_whole] or found}
 
 
-def _heads(model: nn.Module, blocks: Collection[str]) -> set[str]:
+def _heads(parent: nn.Module, blocks: Collection[str], size: tuple[int, int] | None, path: str = "") -> Iterator[str]:
     """The paths of what gives a language model's logits: what ``type: head`` selects.
 
-    It is called lm_head, or is a Linear as large as the words' Embedding and in no block. Weights need not be tied.
+    It is a Linear as large as the words' Embedding and in no block. Weights need not be tied. Or else it is called
+    lm_head: a kernel stands in for Linears alone, so where lm_head has such a Linear inside, as RoBERTa's, that counts.
+
+    size: rows and columns of the words' Embedding.
     """
-    size = _size_of_words(model)
-    found: set[str] = set()
-    pending = [("", model)]
-    while pending:
-        path, parent = pending.pop()
-        for child_path, child, _ in _children(parent, path):
-            is_named = child_path.rpartition(".")[2] == "lm_head"
-            if is_named or (isinstance(child, nn.Linear) and (child.out_features, child.in_features) == size):
-                found.add(child_path)
-            elif child_path not in blocks:
-                pending.append((child_path, child))
-    return found
+    for child_path, child, _ in _children(parent, path):
+        if isinstance(child, nn.Linear) and (child.out_features, child.in_features) == size:
+            yield child_path
+            continue
+        inside = [] if child_path in blocks else list(_heads(child, blocks, size, child_path))
+        is_named = child_path.rpartition(".")[2] == "lm_head"
+        yield from [child_path] if is_named and not inside else inside
 
 
 def _size_of_words(model: nn.Module) -> tuple[int, int] | None:

@@ -260,8 +260,8 @@ class Rule(BaseModel):
     type: globs over class names, or the words "block" and "head"; () is any class. A block is one of a model's repeated
         layers: a child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or occurs
         there several times and has a norm. Only the outermost count: experts and attention heads are parts of a block.
-        A stage of a vision model is not a block, but the blocks in it are. A head is called lm_head, or is a Linear
-        with as many inputs and outputs as the words' Embedding has columns and rows, and is in no block.
+        A stage of a vision model is not a block, but the blocks in it are. A head is a Linear with as many inputs
+        and outputs as the words' Embedding has columns and rows, and in no block, or else what is called lm_head.
     layers: indices in the nearest ModuleList around a module, or in the Sequential or ModuleDict that its block is a
         child of; None is any index, and also modules in no list.
     via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).

@@ -183,7 +183,8 @@ def embedded(**parts: nn.Module) -> nn.Module:
         (embedded(output=nn.Linear(4, 11)), ["output"]),
         (embedded(predictions=Model(dense=nn.Linear(4, 4), decoder=nn.Linear(4, 11))), ["predictions.decoder"]),
         (embedded(lm_head=nn.Linear(4, 16)), ["lm_head"]),  # padded
-        (embedded(lm_head=Model(dense=nn.Linear(4, 4), decoder=nn.Linear(4, 11))), ["lm_head"]),  # all of it
+        (embedded(lm_head=Model(dense=nn.Linear(4, 4), decoder=nn.Linear(4, 11))), ["lm_head.decoder"]),  # RoBERTa's
+        (embedded(lm_head=Model(dense=nn.Linear(4, 4), decoder=nn.Linear(4, 16))), ["lm_head"]),  # all of it
         (Model(inner=Model(lm_head=nn.Linear(4, 16))), ["inner.lm_head"]),
         (embedded(classifier=nn.Linear(4, 5), back=nn.Linear(11, 4)), []),
         (embedded(blocks=nn.ModuleList([Block(), Block()]), gate=nn.Linear(4, 2)), []),
