@@ -21,3 +21,11 @@ def by_default(cases: Mapping[str, Any] | Sequence[str], *names: str) -> list[An
     return [
         pytest.param(value, id=name, marks=[] if name in names else [pytest.mark.slow]) for name, value in named.items()
     ]
+
+
+def one_in(count: int, cases: Mapping[str, Any] | Sequence[str]) -> list[Any]:
+    """The values of ``cases``, with their keys for ids: of each ``count`` one after another the first by default.
+
+    For long lists of cases of one claim, in folders of which ``.ci/run`` runs the slow ones too.
+    """
+    return by_default(cases, *list(cases)[::count])

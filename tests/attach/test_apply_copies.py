@@ -39,7 +39,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("how", by_default(list(COPIES), "deepcopy", "torch.save"))
+@pytest.mark.parametrize("how", by_default(list(COPIES), "torch.save"))
 @pytest.mark.parametrize("preset", ["full", "kernel", *slow("hook", "elementwise", "auto")])
 def test_copies_are_of_the_model_without_the_policy(how: str, preset: str) -> None:
     model, plain = decoder(), decoder()

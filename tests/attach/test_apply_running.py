@@ -86,7 +86,7 @@ HOOKED = {
 HOOKED["elementwise"] = HOOKED["auto"] = HOOKED["kernel"] = HOOKED["hook"]
 
 
-@pytest.mark.parametrize("attached", ["before", "after"])
+@pytest.mark.parametrize("attached", [*slow("before"), "after"])
 @pytest.mark.parametrize("preset", by_default(list(HOOKED), "full", "hook", "kernel"))
 def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attached: str) -> None:
     model, plain = decoder(), decoder()
@@ -108,7 +108,7 @@ def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attache
     [lambda _, __, output: output * 1.5, lambda _, __, output: output.mul_(1.5)],
     ids=["another tensor", "in place"],
 )
-@pytest.mark.parametrize("name", ["layers.0.input_layernorm", "layers.1.mlp.gate_proj", *slow("norm", "layers.1")])
+@pytest.mark.parametrize("name", ["layers.1.mlp.gate_proj", *slow("layers.0.input_layernorm", "norm", "layers.1")])
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_hooks_that_change_an_output_are_heeded(preset: str, name: str, hook: Callable[..., Any]) -> None:
     model, plain = decoder(), decoder()
@@ -159,7 +159,7 @@ class Adapter(nn.Module):
 
 
 @pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj", "down_proj")])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [*slow("before"), "after"])
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_adapters_are_respected(preset: str, when: str, projection: str) -> None:
     def adapt(model: TinyDecoder) -> None:
@@ -190,7 +190,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("via", ["hook", "kernel"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [*slow("before"), "after"])
 def test_another_activation_is_respected(when: str, name: str, via: str) -> None:
     mlp, plain = TinyMLP(), TinyMLP()
     plain.load_state_dict(mlp.state_dict())
@@ -209,7 +209,7 @@ def test_another_activation_is_respected(when: str, name: str, via: str) -> None
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj"), "down_proj"])
 def test_a_bias_that_comes_later_is_respected(projection: str) -> None:
     mlp = TinyMLP()
     recompute.apply(mlp, mlp_policy("kernel"))

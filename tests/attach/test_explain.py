@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tiers import slow
 from tiny import BATCH, HIDDEN, INTERMEDIATE, LENGTH, TOKENS, decoder, next_token_loss, rule, rules, token_ids
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -259,7 +260,7 @@ def number(cell: str) -> int:
 
 
 @pytest.mark.parametrize("policy", ["elementwise", "hook", "kernel", "full", "alternate"])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [*slow(1), 3])
 def test_the_last_row_is_stats_and_rows_add_up_to_it(policy: str, steps: int) -> None:
     model = decoder(layers=3)
     handle = recompute.apply(model, policy)

@@ -122,7 +122,7 @@ def with_what_takes_no_gradient(module: nn.Module, x: Tensor, is_masked: bool) -
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
-@pytest.mark.parametrize("call", [on_some_rows, with_a_flag, on_transposed, with_what_takes_no_gradient])
+@pytest.mark.parametrize("call", [on_some_rows, with_a_flag, *slow(on_transposed), with_what_takes_no_gradient])
 def test_two_kinds_of_calls_that_take_turns_are_both_captured(
     call: Callable[[nn.Module, Tensor, bool], Tensor], action: str
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Block, Norm, Step, Twins, body, fresh, tokens
 from engine_testing import assert_same, loss_of
-from tiers import by_default
+from tiers import by_default, slow
 from torch import Tensor, nn
 
 import recompute
@@ -81,7 +81,7 @@ class Products(nn.Module):
 INSIDE = {"block": Block, "norm": Norm, "mlp": MLP, "convolutions": Convolutions, "products": Products}
 
 
-@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("inside", by_default(INSIDE, "mlp", "convolutions", "products"))
 def test_regions_are_captured_and_give_the_bits_of_eager(inside: Callable[[], nn.Module], action: str) -> None:
     x = tokens(grad=False)

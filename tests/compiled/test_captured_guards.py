@@ -107,7 +107,12 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("steps", [2, *slow(7)], ids=["", "and is made anew"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    by_default(
+        CHANGES, *(CHANGES.keys() - {"dropout off", "frozen norm", "part in evaluation", "module without bias"})
+    ),
+)
 def test_code_does_not_run_where_what_it_was_made_for_has_changed(
     twins: Twins, step: Step, change: Callable[[nn.Module], Any], steps: int
 ) -> None:

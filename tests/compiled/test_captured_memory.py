@@ -178,7 +178,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "rules"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("make", "rules"),
+    [
+        pytest.param(*model, id=name, marks=pytest.mark.slow if name in ("gated", "norm", "activation") else ())
+        for name, model in MODELS.items()
+    ],
+)
 def test_a_step_counts_what_a_step_by_the_tape_counts(make: Callable[[], nn.Module], rules: dict[str, Any]) -> None:
     model, step = make(), train(tokens())
     by_tape = copy.deepcopy(model)

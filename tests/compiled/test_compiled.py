@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import warnings
@@ -68,10 +69,15 @@ POLICIES = {
 }
 
 
+@functools.cache
+def held_without_a_policy() -> int:
+    return held_in_a_step(compile_layers(decoder(layers=3)))
+
+
 @pytest.mark.parametrize("policy", by_default(POLICIES, "hooks", "layers by kernels"))
 def test_compiled_layers_hold_less_and_give_the_same(policy: dict[str, Any]) -> None:
     expected = train(decoder(layers=3))
-    without = held_in_a_step(compile_layers(decoder(layers=3)))
+    without = held_without_a_policy()
     torch.compiler.reset()
     model, counter = decoder(layers=3), CompileCounterWithBackend(BACKEND)
     recompute.apply(model, policy)
@@ -134,6 +140,7 @@ def whole(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, fullgraph=True, backend=BACKEND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiling", "first"),
     [

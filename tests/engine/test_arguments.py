@@ -33,6 +33,7 @@ from engine_testing import (
     tokens,
     weak,
 )
+from tiers import one_in, slow
 from torch import Tensor, nn
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -232,8 +233,8 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, Callable[..., Any]]]] = {
 
 
 @every_rule
-@pytest.mark.parametrize("given", ["positional", "keyword"])
-@pytest.mark.parametrize("kind", ARGUMENTS)
+@pytest.mark.parametrize("given", ["positional", *slow("keyword")])
+@pytest.mark.parametrize("kind", one_in(2, list(ARGUMENTS)))
 def test_an_argument_comes_back_as_it_was_whatever_it_is(rules: dict[str, Any], kind: str, given: str) -> None:
     make, use = ARGUMENTS[kind], ARGUMENTS[kind](tokens())[1]
     inside = holding(
@@ -336,7 +337,7 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @every_rule
-@pytest.mark.parametrize("kind", RESULTS)
+@pytest.mark.parametrize("kind", one_in(2, list(RESULTS)))
 def test_a_result_is_what_it_is_without_the_policy_whatever_it_is(rules: dict[str, Any], kind: str) -> None:
     model = holding(lambda self, x: RESULTS[kind](self.norm(x).cos()), norm=RMSNorm())
     assert_step_as_without(model, rules, tokens())

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from engine_testing import (
+    BOTH,
     HIDDEN,
+    RECOMPUTE,
     RULES_OF_SETTINGS,
     SETTINGS,
     TOKENS,
@@ -31,7 +33,7 @@ from engine_testing import (
     policy,
     tokens,
 )
-from tiers import by_default
+from tiers import by_default, slow
 from torch import Tensor, nn
 
 import recompute
@@ -207,7 +209,7 @@ def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], f
     assert_step_as_without(model, rules, tokens(grad=grad), drops=is_trained)
 
 
-@pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, "checkpoint", "recompute"))
+@pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, "recompute"))
 def test_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -> None:
     def run(model: nn.Module) -> Any:
         found = []
@@ -348,9 +350,9 @@ def _nest() -> nn.Module:
     return Holder(around(around(around(None))))
 
 
-@pytest.mark.parametrize("inner", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("outer", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("inner", by_default(SETTINGS, "checkpoint", "recompute", "checkpoint without attention"))
+@pytest.mark.parametrize("outer", by_default(SETTINGS, "checkpoint", "recompute", "checkpoint without attention"))
+@pytest.mark.parametrize("order", [*slow(1, 2), 3])
 def test_nested_regions_and_siblings_to_third_order_gradients(outer: Setting, inner: Setting, order: int) -> None:
     x = tokens(dtype=torch.float64)
     rules = {"rules": [*governing(outer, "inside", "**.beside")["rules"], *governing(inner, "**.region")["rules"]]}
@@ -488,7 +490,7 @@ def test_a_module_called_in_two_graphs_that_share_an_input_region() -> None:
     assert [bits(grad) for (grad,) in found] == [bits(grad) for (grad,) in expected]
 
 
-@every_policy_of_a_stack
+@pytest.mark.parametrize("rules", by_default({**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH}, "both"))
 def test_gradients_accumulate_over_micro_batches_and_steps(rules: dict[str, Any]) -> None:
     def run(model: nn.Module) -> Any:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

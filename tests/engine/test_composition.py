@@ -313,7 +313,7 @@ def _tangent(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return forward_ad.unpack_dual(function(forward_ad.make_dual(x.exp(), x.cos())).sin()).tangent.clone()
 
 
-@pytest.mark.parametrize("inner", [None, "checkpoint", "recompute"])
+@pytest.mark.parametrize("inner", [None, *slow("checkpoint"), "recompute"])
 @pytest.mark.parametrize("setting", ["checkpoint", "recompute", *slow("checkpoint that keeps")])
 @pytest.mark.parametrize("kind", INSIDE_OF_A_REGION)
 def test_derivatives_inside_of_a_region_are_those_without_a_policy(kind: str, setting: str, inner: str | None) -> None:

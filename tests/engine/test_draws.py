@@ -25,6 +25,7 @@ from engine_testing import (
     loss_of,
     tokens,
 )
+from tiers import one_in
 from torch import Tensor, nn
 
 import recompute
@@ -66,7 +67,7 @@ def _forked(x: Tensor) -> Tensor:
 
 
 @every_rule
-@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("kind", one_in(2, list(DRAWS)))
 def test_the_same_draws_and_the_stream_goes_on_where_it_was(rules: dict[str, Any], kind: str) -> None:
     model = holding(lambda self, x: DRAWS[kind](self.norm(x).sin()).exp().sin(), norm=RMSNorm())
     assert_step_as_without(model, rules, tokens(), drops=kind != "attention with dropout")
@@ -247,7 +248,7 @@ LATE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @every_rule
-@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.parametrize("kind", one_in(2, list(LATE)))
 @pytest.mark.parametrize("last", [False, True], ids=["in the middle", "last"])
 def test_ops_that_fill_saved_tensors_late(rules: dict[str, Any], kind: str, last: bool) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from engine_testing import holding
-from tiers import slow
+from tiers import one_in, slow
 from torch import Tensor, nn
 
 import recompute
@@ -72,7 +72,7 @@ def _through_a_storages_fill(tensor: Tensor) -> None:
 WRITES: dict[str, Callable[[Tensor], None]] = {
     name.removeprefix("_through_"): function for name, function in globals().items() if name.startswith("_through_")
 }
-every_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+every_write = pytest.mark.parametrize("write", one_in(2, WRITES))
 
 
 def _saved_before_and_after(x: Tensor, write: Callable[[Tensor], None]) -> Tensor:
@@ -322,6 +322,7 @@ def test_what_was_handed_out_is_forgotten_when_it_dies() -> None:
     assert len(exposed_memory._exposed) <= 600
 
 
+@pytest.mark.slow
 def test_methods_are_wrapped_only_once_a_region_is_made_and_go_on_as_before() -> None:
     code = (
         "import torch, recompute; before = torch.Tensor.numpy\n"

@@ -44,7 +44,7 @@ from engine_testing import (
     tokens,
     weak,
 )
-from tiers import by_default
+from tiers import by_default, slow
 from tiny import counted_ops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -270,7 +270,7 @@ def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward() -> None:
 
 
 @every_policy_of_a_stack
-@pytest.mark.parametrize("backwards", [0, 1, 2])
+@pytest.mark.parametrize("backwards", [0, *slow(1), 2])
 @pytest.mark.parametrize("retain_last", [False, True])
 def test_8_the_graph_dies_without_garbage_collection(rules: dict[str, Any], backwards: int, retain_last: bool) -> None:
     model, x = Stack(), tokens()
@@ -372,7 +372,7 @@ def test_9_checkpoints_in_checkpoints_with_dropped_outputs_in_the_innermost(dept
     assert_as_plain(model, rules, tokens())
 
 
-@every_policy
+@pytest.mark.parametrize("rules", by_default(POLICIES, "both"))
 def test_9_several_threads_train_one_model_at_once(rules: dict[str, Any]) -> None:
     model, x = Stack(p=0.0), tokens(grad=False)
     wanted = list(model.parameters())

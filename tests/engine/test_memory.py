@@ -15,6 +15,7 @@ from engine_testing import (
     CPU,
     HIDDEN,
     ROW_NBYTES,
+    RULES_OF_SETTINGS,
     SETTINGS,
     TOKENS,
     Census,
@@ -117,6 +118,7 @@ def test_a_retained_backward_leaves_no_more_held_than_before_it(rules: dict[str,
 # Many steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", by_default({name: governing(each) for name, each in SETTINGS.items()}, "recompute"))
 def test_memory_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
     model = Stack(count=1)
@@ -136,7 +138,7 @@ def test_memory_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
     assert trace.held_nbytes["99"] == trace.held_nbytes["20"]
 
 
-@every_policy_of_a_stack
+@pytest.mark.parametrize("rules", by_default({**RULES_OF_SETTINGS, "both": BOTH}, "both"))
 def test_objects_do_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
     model, x = Stack(count=2), tokens()
     handle = recompute.apply(model, rules)

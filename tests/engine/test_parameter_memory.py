@@ -60,6 +60,7 @@ def test_only_parameters_of_the_library_are_managed(deepspeed: None) -> None:
     assert not may_hold_memory(partitioned)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_loaded_as_soon_as_its_library_is_and_no_earlier() -> None:
     script = (
         "import sys, types, torch; from torch import nn;"

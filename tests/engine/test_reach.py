@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_testing import bits, both_actions, holding, policed, tokens
 from numpy.random import rand as numpy_by_name
+from tiers import one_in
 from torch import Tensor, nn
 
 import recompute
@@ -130,7 +131,7 @@ def steps(model: nn.Module) -> list[Any]:
 
 
 @both_actions
-@pytest.mark.parametrize("way", GLOBAL)
+@pytest.mark.parametrize("way", one_in(2, list(GLOBAL)))
 def test_the_global_generators_of_python_and_numpy_are_minded_wherever_they_are_drawn_from(
     way: str, action: str
 ) -> None:
@@ -265,7 +266,7 @@ OWN: dict[str, Callable[[], float]] = {
 
 
 @both_actions
-@pytest.mark.parametrize("way", OWN)
+@pytest.mark.parametrize("way", one_in(2, list(OWN)))
 def test_a_generator_that_only_a_helper_has_is_found_by_the_names_in_its_code(way: str, action: str) -> None:
     helper = OWN[way]
     model = holding(once(lambda: helper()))

@@ -24,6 +24,7 @@ from engine_testing import (
     policy,
     tokens,
 )
+from tiers import one_in
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -208,7 +209,7 @@ GENERATORS: dict[str, Callable[[torch.Generator], nn.Module]] = {
 
 
 @both_actions
-@pytest.mark.parametrize("way", GENERATORS)
+@pytest.mark.parametrize("way", one_in(2, list(GENERATORS)))
 def test_a_generator_is_found_in_whichever_way_the_region_gets_it(way: str, action: str) -> None:
     generator = GENERATOR if "global" in way else torch.Generator()
     model, x = GENERATORS[way](generator), tokens()

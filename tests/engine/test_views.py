@@ -27,6 +27,7 @@ from engine_testing import (
     policy,
     tokens,
 )
+from tiers import one_in, slow
 from torch import Tensor, nn
 
 import recompute
@@ -348,8 +349,8 @@ SAVED_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @every_rule
-@pytest.mark.parametrize("kind", SAVED_VIEWS)
-@pytest.mark.parametrize("source", ["regenerated", "input", "parameter"])
+@pytest.mark.parametrize("kind", one_in(2, list(SAVED_VIEWS)))
+@pytest.mark.parametrize("source", ["regenerated", "input", *slow("parameter")])
 def test_a_saved_view_comes_back_as_that_view(rules: dict[str, Any], kind: str, source: str) -> None:
     looks: list[Any] = []
 
@@ -417,7 +418,7 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @every_rule
-@pytest.mark.parametrize("kind", ALIASES)
+@pytest.mark.parametrize("kind", one_in(2, list(ALIASES)))
 def test_a_region_output_that_aliases_its_input_is_not_freed(rules: dict[str, Any], kind: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

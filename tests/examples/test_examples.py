@@ -28,7 +28,7 @@ def output_of(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsy
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("policy", ["elementwise", "kernel", *slow("none", "full", "hook", "auto")])
+@pytest.mark.parametrize("policy", ["kernel", *slow("elementwise", "none", "full", "hook", "auto")])
 def test_train_llama(
     policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from recompute.counters import memory_trace
 
 VOCABULARY, LENGTH, TEXTS, BATCH = 512, 24, 8, 2
 STEPS, ACCUMULATED = 2, 2
-MANY = 16_000  # words, of which logits are the most there is
+MANY = 40_000  # words, of which logits are the most there is
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

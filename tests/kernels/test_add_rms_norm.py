@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_testing import DTYPES, FLOAT32_ROUNDING, each_dtype, make, relative_error
+from kernel_testing import (
+    DTYPES,
+    FLOAT32_ROUNDING,
+    each_device_of_compiled_code,
+    each_dtype,
+    make,
+    relative_error,
+)
 from norm_testing import INTERPRETERS_ROUNDING
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -261,6 +268,7 @@ def test_strides_do_not_matter(has_residual: bool, device: str):
     assert all(map(torch.equal, expanded, ones))
 
 
+@each_device_of_compiled_code
 @each_residual
 def test_compiled_results_are_the_eager_ones(has_residual: bool, device: str):
     def block(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_testing import FLOAT32_ROUNDING, make
+from kernel_testing import (
+    FLOAT32_ROUNDING,
+    each_device_of_compiled_code,
+    make,
+)
 from mlp_testing import (
     Work,
     activate,
@@ -325,6 +329,7 @@ def test_float64_is_left_alone_by_autocast():
         assert call(mlp, x).dtype is mlp(x).dtype is torch.float64
 
 
+@each_device_of_compiled_code
 @each_form
 def test_compiled_results_are_the_eager_ones(packed: bool, device: str):
     inputs = make_inputs(packed, packed, device)

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_testing import FLOAT32_ROUNDING, each_dtype, make, relative_error, same_bits
+from kernel_testing import (
+    FLOAT32_ROUNDING,
+    each_device_of_compiled_code,
+    each_dtype,
+    make,
+    relative_error,
+    same_bits,
+)
 from loss_testing import (
     IGNORED,
     INTERPRETED,
@@ -378,6 +385,7 @@ def test_ops_pass_opcheck(device: str):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@each_device_of_compiled_code
 @pytest.mark.parametrize("return_logits", [False, True])
 def test_compiled_results_are_the_eager_ones(return_logits: bool, device: str):
     inputs, target = make_inputs(device)

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_testing import FLOAT32_ROUNDING, make, relative_error
+from kernel_testing import (
+    FLOAT32_ROUNDING,
+    each_device_of_compiled_code,
+    make,
+    relative_error,
+)
 from mlp_testing import (
     EPS,
     NoGradient,
@@ -304,6 +309,7 @@ def test_backward_under_autocast_of_a_forward_without(device: str):
         assert all(map(torch.equal, found, expected))
 
 
+@each_device_of_compiled_code
 @pytest.mark.parametrize("form", ["plain", *slow("no residual", "packed")])
 def test_compiled_results_are_the_eager_ones(form: str, device: str):
     inputs = make_inputs(form, device)

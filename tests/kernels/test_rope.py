@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_testing import FLOAT32_ROUNDING, each_dtype, relative_error, same_bits
+from kernel_testing import (
+    FLOAT32_ROUNDING,
+    each_device_of_compiled_code,
+    each_dtype,
+    relative_error,
+    same_bits,
+)
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -320,6 +326,7 @@ def test_ops_pass_opcheck(device: str):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@each_device_of_compiled_code
 def test_compiled_results_are_the_eager_ones(device: str):
     inputs = make(device, torch.bfloat16)
 

@@ -133,6 +133,7 @@ def test_other_layers_are_captured_with_the_kernels_bits(change: Any, options: d
     assert_same(gradients(code, batch), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["autocast", *slow("use_cache")])
 def test_layers_are_captured_under_autocast_and_with_a_cache(option: str) -> None:
     code, kernels, batch = models.make("llama"), models.make("llama"), models.batch("llama")
@@ -172,12 +173,13 @@ def test_layers_with_stacked_experts_are_captured_with_the_kernels_bits(name: st
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
 def test_layers_with_stacked_experts_are_captured_where_no_kernel_runs() -> None:
-    code, plain = (models.make("mixtral", dtype=torch.bfloat16, output_router_logits=False) for _ in "ab")
+    options = {"dtype": torch.bfloat16, "output_router_logits": False, "num_hidden_layers": 1}
+    code, plain = (models.make("mixtral", **options) for _ in "ab")
     batch = models.batch("mixtral")
     captured(code, batch, recompute.apply(code, "auto"))
     with runs_code() as count:
         found = gradients(code, batch)
-    assert count() == LAYERS + 1  # and the last norm
+    assert count() == 1 + 1  # and the last norm
     for _ in range(2):
         expected = gradients(plain, batch)
     assert_same(found, expected)
@@ -234,6 +236,7 @@ def _regions(handle: recompute.attach.apply.AppliedPolicy) -> list[bool]:
     return [region.is_captured for region in regions if region is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(["llama", "qwen3"], "llama"))
 def test_a_step_counts_what_it_counted_before(name: str) -> None:
     model, batch = models.make(name), models.batch(name)
@@ -285,6 +288,7 @@ def test_kernels_on_a_tape_are_captured_as_well(options: dict[str, Any]) -> None
     }
 
 
+@pytest.mark.slow
 def test_explain_says_which_layers_are_captured() -> None:
     model = models.make("llama")
     handle = recompute.apply(model, policy())
@@ -370,6 +374,7 @@ def test_a_second_backward_gives_the_same_bits() -> None:
     assert_same(list(torch.autograd.grad(loss, parameters)), list(first))
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_are_those_of_the_kernels() -> None:
     code, kernels = twins()
     batch = models.batch("llama")

@@ -315,6 +315,7 @@ def test_a_layer_compiles_with_kernels_in_its_place() -> None:
     torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, *slow(True)])
 def test_hugging_faces_checkpointing_runs_around_kernels(reentrant: bool) -> None:
     model, plain = make(), make()
@@ -416,7 +417,7 @@ SKIPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("capture", [*slow(False), True])
 @pytest.mark.parametrize("skip", by_default(SKIPS, "a setting"))
 def test_a_layer_that_branches_on_an_attribute_is_left_to_itself_when_that_changes(
     skip: Callable[[Any], Any], capture: bool

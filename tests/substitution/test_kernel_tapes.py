@@ -77,6 +77,7 @@ def of_the_kernels_alone(name: str, dtype: torch.dtype) -> list[list[Tensor]]:
     return three_steps(name, policy(), dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", by_default(OPTIONS, "everything"))
 def test_gradients_under_autocast_are_those_of_the_kernels_alone(options: dict[str, Any]) -> None:
     outcomes = []
@@ -102,7 +103,7 @@ def test_what_triton_ran_comes_back_from_triton(device: str) -> None:
     ("options", "layer"),
     [
         pytest.param({"rerun": "gemm"}, 2 * ROW + LSE, id="gemm"),  # its input, and what attention gives
-        pytest.param({"rerun": EVERYTHING, "price": 0}, ROW, id="everything"),
+        pytest.param({"rerun": EVERYTHING, "price": 0}, ROW, id="everything", marks=pytest.mark.slow),
         # What the kernels save, but for roots a row, which are the norm's whose output is made again anyway.
         pytest.param({"price": 0}, None, id="to the last byte"),
     ],
@@ -162,6 +163,7 @@ def test_the_frontier_of_a_layer_is_what_rules_with_its_prices_give() -> None:
             assert (plan.kept_nbytes, rerun_seconds(plan)) == (point.held_nbytes, pytest.approx(point.rerun_seconds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("via", [*slow("hook"), "kernel"])
 def test_the_finer_frontier_of_a_layer_is_what_rules_with_its_limits_give(via: str) -> None:
     """On the tape, and when the layer goes on as straight code."""
@@ -221,13 +223,13 @@ def test_a_layer_that_learns_is_planned_anew_and_departs_from_no_plan() -> None:
 
 
 def test_without_anything_said_kernels_run_alone() -> None:
+    model = models.make("llama", num_hidden_layers=LAYERS)
     for options in ({}, {"price": 1e9}, {"rerun": []}):
-        model = models.make("llama", num_hidden_layers=LAYERS)
-        handle = recompute.apply(model, policy(**options))
-        gradients(model, models.batch("llama"))
-        assert handle.plans() == {}
-        runners = [attachment.runner for attachment in handle._attachments]
-        assert sum(type(runner) is KernelLayerRunner for runner in runners) == LAYERS
+        with recompute.apply(model, policy(**options)) as handle:
+            gradients(model, models.batch("llama"))
+            assert handle.plans() == {}
+            runners = [attachment.runner for attachment in handle._attachments]
+            assert sum(type(runner) is KernelLayerRunner for runner in runners) == LAYERS
 
 
 def test_explain_says_which_kernels_and_what_they_keep() -> None:
@@ -362,6 +364,7 @@ def test_without_gradients_or_training_kernels_run_as_without_a_tape() -> None:
     assert handle.plans() == {}
 
 
+@pytest.mark.slow
 def test_frozen_weights_get_no_gradient_and_others_theirs() -> None:
     outcomes = []
     for given in (policy(), policy(rerun=EVERYTHING, price=0)):
@@ -374,6 +377,7 @@ def test_frozen_weights_get_no_gradient_and_others_theirs() -> None:
     assert_same(*outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, *slow(True)])
 def test_torchs_checkpoint_around_drops_everything_anyway(reentrant: bool) -> None:
     outcomes = []
@@ -386,6 +390,7 @@ def test_torchs_checkpoint_around_drops_everything_anyway(reentrant: bool) -> No
     assert_same(*outcomes)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_inside_runs_as_it_does() -> None:
     class Checkpointed(nn.Module):
         def __init__(self, attention: nn.Module):

@@ -169,6 +169,7 @@ LARGE = {"size": 40, "length": 64}
 """Of smaller tensors without gradients, such as a kernel gives in the place of several Linears, a tape holds copies."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox, one after the other"))
 def test_so_they_do_where_layers_are_not_captured(name: str) -> None:
     by_hooks, by_kernels = (under(name, layers(via, capture=False), 3, **LARGE)[0] for via in ("hook", "kernel"))
@@ -264,6 +265,7 @@ def test_triton_gives_what_the_references_give(name: str, device: str) -> None:
         torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["starcoder2", *slow("gpt2", "falcon")])
 def test_a_tile_of_tokens_at_a_time_holds_no_intermediate(name: str) -> None:
     given = [layers("kernel", **options) for options in ({"capture": False}, {"tile": 8})]  # which is not captured
@@ -311,6 +313,7 @@ def test_dropout_that_begins_after_the_policy_drops() -> None:
         torch.testing.assert_close(outcome(model, "falcon"), outcome(plain, "falcon"), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_neox", *slow("gpt2", "starcoder2", "cohere", "opt", "bert")])
 def test_autocast_casts_as_it_does_without_a_policy(name: str) -> None:
     model, plain = make(name), make(name)

@@ -91,7 +91,7 @@ def test_finds_the_norms_there_are(module: nn.Module, norm: KernelLayerNorm) -> 
     assert find_norm(copy.deepcopy(module).eval()) == norm
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
 @each_found
 def test_the_kernel_gives_what_the_norm_gives(module: nn.Module, norm: KernelLayerNorm, dtype: torch.dtype) -> None:
     module = copy.deepcopy(module).to(dtype)
@@ -227,7 +227,7 @@ def test_a_weight_for_each_head_is_broadcast_by_the_module() -> None:
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["torch", "in float32", "Cohere", "OLMo"])
+@pytest.mark.parametrize("kind", ["torch", *slow("in float32"), "Cohere", *slow("OLMo")])
 def test_dtypes_under_the_autocast_of_cuda(kind: str, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     module = copy.deepcopy(FOUND[kind][0]).to(dtype)
     stand_in = stood_in(module)
@@ -392,6 +392,7 @@ def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Mod
         torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
 
 
+@pytest.mark.slow
 def test_autocast_casts_layers_as_it_does_without_a_policy() -> None:
     model, plain = make("stablelm"), make("stablelm")
     recompute.apply(model, LAYER_RULES)
@@ -407,6 +408,7 @@ def test_autocast_casts_layers_as_it_does_without_a_policy() -> None:
         assert (value - other).norm() <= 0.05 * other.norm() + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAYERS[:1], *slow(*LAYERS[1:])])
 def test_a_tape_around_gives_the_bits_of_the_kernels_alone(name: str) -> None:
     outcomes = []

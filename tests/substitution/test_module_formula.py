@@ -8,6 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from tiers import by_default
 from torch import Tensor, nn
 
 import recompute
@@ -59,16 +60,23 @@ def test_modules_that_are_alike_are_traced_once(traces: list[nn.Module]) -> None
 
 @pytest.mark.parametrize(
     "change",
-    {
-        "a number": lambda module: setattr(module, "factor", 3.0),
-        "a sign of zero": lambda module: setattr(module, "factor", -0.0),
-        "a flag": lambda module: setattr(module, "in_float", True),
-        "a flag in a list": lambda module: module.options.update(negative=[True]),
-        "a function": lambda module: setattr(module, "function", torch.tanh),
-        "a parameter": lambda module: setattr(module, "bias", nn.Parameter(torch.ones(4))),
-        "a dtype": lambda module: module.to(torch.bfloat16),
-        "a part": lambda module: module.add_module("after", nn.Sigmoid()),
-    }.values(),
+    by_default(
+        {
+            "a number": lambda module: setattr(module, "factor", 3.0),
+            "a sign of zero": lambda module: setattr(module, "factor", -0.0),
+            "a flag": lambda module: setattr(module, "in_float", True),
+            "a flag in a list": lambda module: module.options.update(negative=[True]),
+            "a function": lambda module: setattr(module, "function", torch.tanh),
+            "a parameter": lambda module: setattr(module, "bias", nn.Parameter(torch.ones(4))),
+            "a dtype": lambda module: module.to(torch.bfloat16),
+            "a part": lambda module: module.add_module("after", nn.Sigmoid()),
+        },
+        "a sign of zero",
+        "a flag in a list",
+        "a function",
+        "a parameter",
+        "a part",
+    ),
 )
 def test_another_setting_is_traced_apart(change: Callable[[nn.Module], Any], traces: list[nn.Module]) -> None:
     module = Scale()

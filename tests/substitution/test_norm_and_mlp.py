@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiers import slow
 from tiny import TinyRMSNorm, gradients, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,7 +73,7 @@ def make_norm(cls: type[nn.Module], eps: float = 1e-5, dtype: torch.dtype = torc
     return norm.to(dtype)
 
 
-@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.3, 1.0])
+@pytest.mark.parametrize("eps", [1e-6, *slow(1e-5, 0.3), 1.0])
 @pytest.mark.parametrize(("cls", "casting"), NORMS)
 def test_finds_the_norms_there_are(cls: type[nn.Module], casting: str, eps: float) -> None:
     assert find_norm(make_norm(cls, eps)) == KernelRMSNorm("weight", eps, casting)
@@ -170,7 +171,7 @@ def test_what_only_looks_like_an_activation_of_gate_runs_as_it_is(compute: Calla
     assert all(torch.equal(*pair) for pair in zip(gradients(module, x), gradients(plain, x), strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*slow(*DTYPES[:1]), *DTYPES[1:2], *slow(*DTYPES[2:])])
 @pytest.mark.parametrize(("cls", "casting"), NORMS)
 def test_a_kernel_gives_what_the_norm_it_stands_in_for_gives(
     cls: type[nn.Module], casting: str, dtype: torch.dtype

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import one_in, slow
 from tiny import HIDDEN, TinyMLP, TinyRMSNorm, gradients, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -303,8 +304,8 @@ NO_NORMS = [
 ]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("forward", NO_NORMS)
+@pytest.mark.parametrize("training", [True, *slow(False)])
+@pytest.mark.parametrize("forward", one_in(2, {forward.__name__: forward for forward in NO_NORMS}))
 def test_what_is_nearly_a_norm_is_none(forward: Callable[..., Any], training: bool) -> None:
     module = norm_of(forward, bias=nn.Parameter(torch.ones(HIDDEN))).train(training)
     assert find_norm(module) is None
@@ -437,8 +438,8 @@ NO_MLPS = [
 ]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("forward", NO_MLPS)
+@pytest.mark.parametrize("training", [True, *slow(False)])
+@pytest.mark.parametrize("forward", one_in(2, {forward.__name__: forward for forward in NO_MLPS}))
 def test_what_is_nearly_a_gated_mlp_is_none(forward: Callable[..., Any], training: bool) -> None:
     assert find_gated_mlp(mlp_of(forward, dropout=nn.Dropout(0.1)).train(training)) is None
 

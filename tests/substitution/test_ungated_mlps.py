@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from models import BATCH, GPT2_SHAPE, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
-from tiers import slow
+from tiers import by_default, slow
 from tiny import assert_same, counted_ops, gradients, of_one_more, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,7 +69,16 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], UngatedMLP, str]] = {
         "relu",
     ),
 }
-each_found = pytest.mark.parametrize(("build", "parts", "activation"), FOUND.values(), ids=FOUND)
+each_found = pytest.mark.parametrize(
+    ("build", "parts", "activation"),
+    [
+        pytest.param(
+            *found, id=name, marks=() if name in ("GPT-2", "Falcon", "CLIP", "Sequential") else pytest.mark.slow
+        )
+        for name, found in FOUND.items()
+    ],
+)
+"""By default a Conv1D, a Linear of the model's own, usual Linears, and an MLP without a class of its own."""
 
 
 def made(build: Callable[[], nn.Module]) -> nn.Module:
@@ -206,11 +215,14 @@ MISSES = [
 
 @pytest.mark.parametrize("forward", MISSES)
 def test_what_is_nearly_an_mlp_is_none(forward: Callable[..., Tensor]) -> None:
-    assert find_kernel_mlp(MLP(as_it_is, dropout=nn.Dropout(0.1))) is not None
     assert find_kernel_mlp(MLP(forward, dropout=nn.Dropout(0.1))) is None
 
 
-@pytest.mark.parametrize("capture", [True, False])
+def test_what_the_misses_nearly_are_is_one() -> None:
+    assert find_kernel_mlp(MLP(as_it_is, dropout=nn.Dropout(0.1))) is not None
+
+
+@pytest.mark.parametrize("capture", [True, *slow(False)])
 def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture: bool) -> None:
     """And what is held of its mask is up to the tape around the kernel, as it is without one."""
     plain = MLP(dropped_by_a_module, dropout=nn.Dropout(0.5))
@@ -234,8 +246,13 @@ def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture: b
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: MLP(dropped_by_a_module, dropout=nn.Dropout(0.5)), lambda: gpt2(resid_pdrop=0.5)],
-    ids=["Linear", "Conv1D"],
+    by_default(
+        {
+            "Linear": lambda: MLP(dropped_by_a_module, dropout=nn.Dropout(0.5)),
+            "Conv1D": lambda: gpt2(resid_pdrop=0.5),
+        },
+        "Conv1D",
+    ),
 )
 def test_an_mlp_of_sequences_with_dropout_is_captured_with_the_kernels_bits(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -332,7 +349,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", by_default(CHANGES, "a hook on up", "another activation", "an adapter"))
 def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
     plain = made(gpt2)
     stand_in, x = stood_in(plain), torch.randn(7, HIDDEN)
@@ -358,8 +375,8 @@ def test_gradients_of_transposed_weights_are_not_copied() -> None:
     assert {p.grad.stride() for p in stand_in.parameters() if p.dim() == 2} == {(HIDDEN, 1), (INTERMEDIATE, 1)}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["GPT-2", "Starcoder 2"])
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
+@pytest.mark.parametrize("name", ["GPT-2", *slow("Starcoder 2")])
 def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.dtype) -> None:
     module = made(FOUND[name][0]).to(dtype)
     x = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
