@@ -237,12 +237,15 @@ def check(op: str, **tensors: Tensor | None) -> None:
     """Refuse tensors that ``op`` cannot compute with.
 
     Raises:
-        KernelError: a dtype other than float16, bfloat16, float32 and float64, or tensors on several devices.
+        KernelError: what is no tensor, a dtype other than float16, bfloat16, float32 and float64, or tensors on several
+            devices.
     """
     first: tuple[str, torch.device] | None = None
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
+        if tensor is None and first is not None:
+            continue  # every op needs the first of its tensors
+        if not isinstance(tensor, Tensor):
+            raise KernelError(f"{op}: {name} is {type(tensor).__name__}; expected a Tensor.")
         if tensor.dtype not in DTYPES:
             raise KernelError(f"{op}: {name} is {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}.")
         if first is None:

@@ -64,8 +64,8 @@ class HostMemoryError(RecomputeError, MemoryError):
     """More is to be offloaded than a rule allows, or than there is room for."""
 
 
-class ModelError(RecomputeError):
-    """There is no such model as is described, or it cannot be run without data of its own."""
+class ModelError(RecomputeError, ValueError):
+    """There is no such model as is described, or it cannot be run without data of its own, or not be trained."""
 
 
 class EstimateError(RecomputeError, ValueError):

@@ -21,7 +21,7 @@ def humanize(nbytes: int) -> str:
     return f"{nbytes / 1024**exponent:.{(0, 1, 1, 2, 2)[exponent]}f} {_UNITS[exponent]}"
 
 
-def parse_budget(budget: str | int, capacity_nbytes: int | None = None) -> int:
+def parse_budget(budget: str | float, capacity_nbytes: int | None = None) -> int:
     """Bytes that a budget names: ``"40GiB"``, ``"512 MiB"``, ``"40GB"`` (10⁹), ``"80%"`` of the capacity, or a number.
 
     Fractions of a byte are left out. Raises ``BudgetError`` for what is no positive number of bytes, and for a share
@@ -33,11 +33,11 @@ def parse_budget(budget: str | int, capacity_nbytes: int | None = None) -> int:
     return nbytes
 
 
-def parse_size(size: str | int, capacity_nbytes: int | None = None) -> int:
+def parse_size(size: str | float, capacity_nbytes: int | None = None) -> int:
     """Bytes that a size names, spelled as ``parse_budget`` has them; 0 is a size too."""
     found = f"a budget of {size!r}"
-    if isinstance(size, int) and not isinstance(size, bool):
-        nbytes = size
+    if (isinstance(size, int) and not isinstance(size, bool)) or (isinstance(size, float) and size.is_integer()):
+        nbytes = int(size)
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in (*_NBYTES, "%"):

@@ -23,6 +23,7 @@ from recompute.units import parse_budget
         ("100 %", 1000),
         ("0.5%", 5),
         (12345, 12345),
+        (1e9, 10**9),
     ],
 )
 def test_a_budget_is_read(budget: str | int, nbytes: int) -> None:

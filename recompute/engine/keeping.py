@@ -33,7 +33,7 @@ def keep(tensor: Tensor, name: str | None = None) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"recompute.keep takes a tensor, got {type(tensor).__name__}")
-    if name is not None and not is_tensor_name(name):
+    if name is not None and not (isinstance(name, str) and is_tensor_name(name)):
         raise ValueError(
             f"recompute.keep takes a name that a rule's keep can list, such as 'router_logits', got {name!r}"
         )

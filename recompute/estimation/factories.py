@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -61,6 +62,16 @@ def check_factory(factory: Any, name: str) -> Factory:
             f"{name}: expected a function without arguments that makes a model, or (model, batch), anew each time; "
             f"found {_kind(factory)}"
         )
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # it tells none
+        return factory
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ModelError(
+            f"{name}: expected a function without arguments that makes a model, or (model, batch); found {error}"
+        ) from error
     return factory
 
 

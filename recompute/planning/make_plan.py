@@ -24,7 +24,7 @@ def plan(
     model: nn.Module | Profile,
     example_batch: Any = None,
     *,
-    budget: str | int,
+    budget: str | float,
     profile: Profile | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
@@ -101,7 +101,7 @@ def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **o
     return profile(model, batch, kernels=kernels, compress=COMPRESS in (allowed or ()), **options)
 
 
-def check_request(budget: str | int, allowed: Collection[str] | None) -> None:
+def check_request(budget: str | float, allowed: Collection[str] | None) -> None:
     """Raise for mistakes that can be found before anything is measured, which takes minutes."""
     check_allowed(allowed)
     is_share = isinstance(budget, str) and budget.rstrip().endswith("%")

@@ -23,14 +23,15 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, object] | Policy) 
     if isinstance(source, Mapping):
         return validate(Policy, dict(source), label="policy")
     if not isinstance(source, (str, os.PathLike)):
-        raise PolicyError(f"expected a policy: a preset's name, a path, a mapping or a Policy; found {show(source)}")
-    presets = _presets()
-    if source in presets:
-        return load_document(Policy, presets[os.fspath(source)], kind="policy")
+        found = "None" if source is None else show(source)  # no YAML was read here
+        raise PolicyError(f"expected a policy: a preset's name, a path, a mapping or a Policy; found {found}")
+    presets, name = _presets(), os.fspath(source)
+    if name in presets:
+        return load_document(Policy, presets[name], kind="policy")
     if os.path.exists(source):
         return load_document(Policy, source, kind="policy")
     raise PolicyError(
-        f"no preset and no file is named {show(os.fspath(source))}{nearest(Path(source).stem, presets)}; "
+        f"no preset and no file is named {show(name)}{nearest(Path(source).stem, presets)}; "
         f"the presets are {', '.join(presets)}"
     )
 

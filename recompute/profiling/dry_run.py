@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute import counters
 from recompute.counters import Clock, MemoryTrace
+from recompute.errors import ModelError
 from recompute.profiling.model_run import Loss, arguments_of, fixed_signs, left_as_it_was, roots, sources_of
 from recompute.profiling.step_trace import StepTrace, trace_step
 
@@ -164,12 +165,12 @@ def dry_run(
     optimizer: makes one of the parameters that require a gradient; by default ``torch.optim.AdamW``.
     microbatches, microbatches_in_flight: as ``recompute.plan`` takes them.
 
-    Raises ``ValueError`` where nothing requires a gradient, and ``MutationError`` where running the model changes a
+    Raises ``ModelError`` where nothing requires a gradient, and ``MutationError`` where running the model changes a
     parameter.
     """
     parameters = list({id(each): each for each in model.parameters() if each.requires_grad}.values())
     if not parameters:
-        raise ValueError(f"expected a model to train; none of {type(model).__name__}'s parameters requires a gradient")
+        raise ModelError(f"expected a model to train; none of {type(model).__name__}'s parameters requires a gradient")
     with torch.inference_mode(False), torch.enable_grad(), left_as_it_was(model, sources_of(model, batch)):
         args, kwargs = arguments_of(batch)
         made = (optimizer or AdamW)(parameters)

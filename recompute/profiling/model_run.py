@@ -13,7 +13,7 @@ from recompute.engine.checkpoint.arguments import map_leaves, snapshot
 from recompute.engine.checkpoint.module_state import LearnedBuffers, ModuleState
 from recompute.engine.checkpoint.reachable_objects import find_generators
 from recompute.engine.rng import RngState
-from recompute.errors import MutationError
+from recompute.errors import ModelError, MutationError
 
 Loss = Callable[[Any], Tensor]
 
@@ -58,7 +58,7 @@ def roots(
         return [outputs["loss"]], [None]
     found = [tensor for tensor in outputs.values() if tensor.requires_grad]
     if not found:
-        raise ValueError("nothing in the model's output requires a gradient, so there is none to compare")
+        raise ModelError("nothing in the model's output requires a gradient, so there is none to compare")
     return found, [(gradient_of or fixed_signs)(tensor) for tensor in found]
 
 

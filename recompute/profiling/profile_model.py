@@ -67,8 +67,8 @@ def profile(
         counts bytes. As many again are timed as a whole, because telling regions apart slows a step down. Where a step
         takes longer than a second, one is timed; on CUDA it is the one whose bytes are counted.
 
-    Raises ``ModelError`` where there are no regions or nothing fits the device; ``AlreadyAppliedError`` for a model
-    under a policy; ``ValueError`` where nothing requires a gradient, or for steps below 1.
+    Raises ``ModelError`` where there are no regions, nothing requires a gradient or nothing fits the device;
+    ``AlreadyAppliedError`` for a model under a policy; ``ValueError`` for steps below 1.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.profile takes a torch.nn.Module, got {type(model).__name__}")

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
 from recompute.engine.cut.ops import Kind, facts, work
+from recompute.errors import ModelError
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
@@ -72,15 +73,15 @@ def roofline(
     sharding, devices: as ``recompute.estimate`` takes them. Bytes are then those of one device. Communication between
         devices takes no time here.
 
-    Raises ``ModelError`` for a device that is not known or a model that cannot run without values, and
-    ``EstimateError`` for a sharding that is not known.
+    Raises ``ModelError`` for a device that is not known, and a model that cannot run without values or of which nothing
+    requires a gradient; ``EstimateError`` for a sharding that is not known.
     """
     gpu = device if isinstance(device, Gpu) else find_gpu(device)
     sharding = check_sharding(sharding, devices)
     name = type(model).__name__
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise ValueError(f"expected a model to train; none of {name}'s parameters requires a gradient")
+        raise ModelError(f"expected a model to train; none of {name}'s parameters requires a gradient")
     with without_packing(name), fake_mode(), as_on_cuda(), torch.inference_mode(False), torch.enable_grad():
         fake = fake_copy(model, parameters[0].dtype)
         args, kwargs = arguments_of(fake_batch(batch))

@@ -73,12 +73,6 @@ def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
     return None if formula is None else _gated(formula)
 
 
-def find_ungated_mlp(module: nn.Module) -> UngatedMLP | None:
-    """The MLP that ``module`` computes, if that is all it does, and it is not gated."""
-    formula = formula_of(module)
-    return None if formula is None else _ungated(formula)
-
-
 def _gated(formula: Formula) -> GatedMLP | None:
     match formula.tree:
         case ("module", int(down), ("mul", left, right)):

@@ -213,6 +213,7 @@ X = torch.randn(ROWS, WIDTH)
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (MLP(), {}, ModelError, "expected a function .* found MLP"),
     ("mlp", {}, ModelError, "found str"),
+    (lambda width: MLP(), {}, ModelError, "a function without arguments .* found missing a required argument: 'width'"),
     (lambda: 3, {}, ModelError, r"expected it to return an nn.Module, or \(nn.Module, batch\); found int"),
     (cnn, {}, AblationError, r"expected a batch: pass one, or have cnn return \(model, batch\)"),
     (mlp, {"batch": X}, AblationError, "mlp returns a batch, and one is passed, too"),

@@ -26,6 +26,7 @@ from recompute.diagnostics.comparing_runs import deterministic, relative_error, 
 from recompute.errors import (
     AlreadyAppliedError,
     GradientMismatch,
+    ModelError,
     MutationError,
     NoEffectError,
     PolicyError,
@@ -415,7 +416,7 @@ def test_backward_starts_from_the_loss_or_from_every_output() -> None:
 
 
 def test_a_model_without_a_gradient_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing in the model's output requires a gradient"):
+    with pytest.raises(ModelError, match="nothing in the model's output requires a gradient"):
         recompute.verify(norms().requires_grad_(False), numbers(2, HIDDEN), policy="none")
 
 

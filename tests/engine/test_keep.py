@@ -73,6 +73,12 @@ def test_keep_returns_the_tensor_itself_outside_of_regions_and_takes_nothing_els
         recompute.keep([x])
 
 
+@pytest.mark.parametrize("name", ["a name", "gemm", 3])
+def test_keep_refuses_what_no_rule_can_list_as_a_name(name: Any) -> None:
+    with pytest.raises(ValueError, match=f"a name that a rule's keep can list, .* got {name!r}"):
+        recompute.keep(tokens(), name)
+
+
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("setting", [SETTINGS["checkpoint"], SETTINGS["recompute"]])
 def test_a_name_is_kept_where_the_rule_lists_it(setting: dict[str, Any], listed: bool) -> None:

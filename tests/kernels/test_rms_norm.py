@@ -358,6 +358,8 @@ def test_more_than_2_to_the_31_elements():
         ((torch.ones(2, 4, dtype=torch.complex64),), "x is torch.complex64"),
         ((torch.ones(2, 4), torch.ones(4, dtype=torch.int32)), "weight is torch.int32"),
         ((torch.ones(2, 4), torch.ones(4, device="meta")), "x is on cpu and weight on meta"),
+        ((torch.ones(2, 4), [1.0] * 4), "weight is list; expected a Tensor"),
+        ((None, torch.ones(4)), "x is NoneType; expected a Tensor"),
         ((torch.ones(2, 4), None, EPS, "lama"), "unknown casting 'lama'; expected one of llama, gemma, none"),
     ],
 )

@@ -72,6 +72,10 @@ def test_a_bare_name_is_a_preset_even_beside_a_file_of_that_name(tmp_path, monke
     assert load_policy(Path("./full").absolute()).rules == ()
 
 
+def test_a_path_that_is_a_presets_name_is_that_preset():
+    assert load_policy(Path("full")) == load_policy("full")
+
+
 def test_an_unknown_name_suggests_the_nearest_preset_and_lists_them_all():
     assert refusal_of("hok") == f"no preset and no file is named 'hok' (did you mean 'hook'?); {PRESETS}"
     assert refusal_of("xyzzy") == f"no preset and no file is named 'xyzzy'; {PRESETS}"
@@ -84,7 +88,7 @@ def test_a_path_that_does_not_exist_suggests_a_preset_of_that_name():
     assert refusal_of(Path("plan.yaml")) == f"no preset and no file is named 'plan.yaml'; {PRESETS}"
 
 
-@pytest.mark.parametrize(("source", "found"), [(None, "null"), (3, "3"), ([POLICY.rules[0]], "[Rule(")])
+@pytest.mark.parametrize(("source", "found"), [(None, "None"), (3, "3"), ([POLICY.rules[0]], "[Rule(")])
 def test_what_is_no_source_of_a_policy_is_refused(source, found):
     assert refusal_of(source).startswith(
         f"expected a policy: a preset's name, a path, a mapping or a Policy; found {found}"

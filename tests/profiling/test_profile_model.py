@@ -386,7 +386,7 @@ def test_bad_input_is_named() -> None:
         recompute.profile(model, ids, loss=loss, steps=0)
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module, got function"):
         recompute.profile(loss, ids)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="none of TinyDecoder's parameters requires a gradient"):
+    with pytest.raises(ModelError, match="none of TinyDecoder's parameters requires a gradient"):
         recompute.profile(model.requires_grad_(False), ids, loss=loss)
     model.requires_grad_(True)
     with recompute.apply(model), pytest.raises(AlreadyAppliedError, match="already under a policy"):

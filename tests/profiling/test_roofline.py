@@ -134,5 +134,5 @@ def test_what_is_not_here_is_not_measured() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(ModelError, match=r"expected one of H200, H100, .*; found 'h2000' \(did you mean 'H200'\?\)"):
         recompute.profile(nn.Linear(2, 2), torch.ones(1, 2), device="h2000")
-    with pytest.raises(ValueError, match="none of Linear's parameters requires a gradient"):
+    with pytest.raises(ModelError, match="none of Linear's parameters requires a gradient"):
         recompute.profile(nn.Linear(2, 2).requires_grad_(False), torch.ones(1, 2), device="H200")
