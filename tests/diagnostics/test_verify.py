@@ -34,6 +34,7 @@ from recompute.errors import (
     UnsupportedError,
 )
 from recompute.kernels import rms_norm as kernel_module
+from recompute.substitution.norm import find_norm
 
 ROOT = Path(__file__).resolve().parents[2]
 TAPED = rules(rule("Lying", "recompute", via="hook"))
@@ -91,6 +92,7 @@ def numbers(*shape: int) -> Tensor:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
     """Have ``kernel`` take the place of the norm's kernel; it is given that one's output as well."""
+    assert find_norm(TinyRMSNorm()) is not None  # what the kernel computes is found out once, of the right one
     right = kernel_module.rms_norm
     monkeypatch.setattr(kernel_module, "rms_norm", lambda x, weight, *rest: kernel(right(x, weight, *rest), x, weight))
 
