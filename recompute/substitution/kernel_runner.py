@@ -94,7 +94,8 @@ class KernelRunner(Runner, ABC):
         if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
             return self.fallback.run(module, forward, args, kwargs)
         self.statistics.dropped_outputs = []
-        if self.region is not None and isinstance(forward, MethodType):
+        # A call without gradients is never captured, and would be taken for one that the next steps are like.
+        if self.region is not None and isinstance(forward, MethodType) and torch.is_grad_enabled():
             return self.region.run(forward, args, kwargs, self.variant)
         return self.run_kernel(module, forward, args, kwargs)
 

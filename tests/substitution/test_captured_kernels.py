@@ -296,6 +296,17 @@ def test_explain_says_which_layers_are_captured() -> None:
     assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain()
 
 
+def test_a_call_without_gradients_before_each_step_keeps_no_layer_from_being_captured() -> None:
+    """As where reinforcement learning scores what the model has written."""
+    model, batch = models.make("llama"), models.batch("llama")
+    handle = recompute.apply(model, policy())
+    for _ in range(8):
+        with torch.no_grad():
+            model(**batch)
+        gradients(model, batch)
+    assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain()
+
+
 def test_capture_false_leaves_a_layer_to_its_kernels() -> None:
     model = models.make("llama")
     recompute.apply(model, policy(capture=False))
