@@ -74,7 +74,7 @@ def held_without_a_policy() -> int:
     return held_in_a_step(compile_layers(decoder(layers=3)))
 
 
-@pytest.mark.parametrize("policy", by_default(POLICIES, "hooks", "layers by kernels"))
+@pytest.mark.parametrize("policy", by_default(POLICIES, "layers by kernels"))
 def test_compiled_layers_hold_less_and_give_the_same(policy: dict[str, Any]) -> None:
     expected = train(decoder(layers=3))
     without = held_without_a_policy()
@@ -124,6 +124,7 @@ def test_no_more_is_held_than_in_eager_code_and_no_more_gemms_run_again(policy: 
         assert gemms <= eager_gemms + 1  # a checkpoint's last one, which torch stops before in eager code
 
 
+@pytest.mark.slow
 def test_a_rule_that_keeps_holds_more_than_the_one_around_it() -> None:
     inside, around = decoder(), decoder()
     recompute.apply(inside, rules(*MLP_KEPT))

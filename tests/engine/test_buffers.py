@@ -215,7 +215,7 @@ def assert_as_plain_or_refused_as_plain(
 
 
 @pytest.mark.parametrize("tape", by_default(TAPES, "recompute"))
-@pytest.mark.parametrize("update", by_default(UPDATES, "a counter", "views", ".data", "a new tensor", "out="))
+@pytest.mark.parametrize("update", by_default(UPDATES, "a counter", "views", ".data", "out="))
 @pytest.mark.parametrize("use", by_default(USES, "reads"))
 def test_a_buffer_that_a_region_changes_does_what_it_does_in_plain_eager(
     tape: Setting, update: Update, use: Callable[[Any, Tensor], Tensor]
