@@ -398,9 +398,10 @@ def test_layers_have_prices_of_their_own_as_a_plan_gives_them() -> None:
 def test_a_plan_serves_compiled_layers() -> None:
     """Where it leaves layers as they are, the compiler holds less of them than eager code does."""
     model = decoder(layers=4)
-    profile = recompute.profile(model, token_ids(), loss=lambda logits: logits.square().mean(), steps=1)
+    options = {"device": "H200", "kernels": False, "optimizer": torch.optim.SGD}  # estimated: no clock chooses
+    profile = recompute.profile(model, token_ids(), loss=lambda logits: logits.square().mean(), **options)
     least = floor(profile).prediction.peak_nbytes
-    for budget in (int(1.05 * least), least):
+    for budget in (least + 4096, least):
         policy = recompute.plan(profile, budget=budget).policy.model_dump()
         compiled = held_under(policy, compiled=True, layers=4)
         assert compiled <= held_under(policy, compiled=False, layers=4)
