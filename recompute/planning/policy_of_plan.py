@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from recompute.planning.prediction import Assignment, choices_of
 from recompute.policy.rules import NO_RULES, Policy, Rule
-from recompute.profiling.cost_table import Profile
+from recompute.profiling.cost_table import Profile, rule_beside_head
 
 
 def policy_of(profile: Profile, assignment: Assignment, description: str = "", name: str = "plan") -> Policy:
@@ -17,18 +17,26 @@ def policy_of(profile: Profile, assignment: Assignment, description: str = "", n
     Where such places are known to be in one ModuleList, the rule names the list and their ``layers``; else their paths.
     """
     groups: dict[tuple[str, str], tuple[Mapping[str, Any], list[str], list[int]]] = {}
-    for place, choice in zip(profile.places, choices_of(profile, assignment), strict=True):
-        if choice.rule is not None:
-            pattern = None if place.layer is None else _pattern(place.path, place.layer)
-            key = json.dumps(choice.rule, sort_keys=True), pattern or ""
-            _, paths, layers = groups.setdefault(key, (choice.rule, [], []))
-            paths += [place.path, *place.also]
-            layers += [] if place.layer is None else [place.layer]
+    for path, layer, fields in _governed(profile, assignment):
+        pattern = None if layer is None else _pattern(path, layer)
+        key = json.dumps(fields, sort_keys=True), pattern or ""
+        _, paths, layers = groups.setdefault(key, (fields, [], []))
+        paths.append(path)
+        layers += [] if layer is None else [layer]
     rules = []
     for (_, pattern), (fields, paths, layers) in groups.items():
         selected = {"match": pattern, "layers": layer_spans(layers)} if pattern else {"match": paths}
         rules.append(Rule(**{**selected, **fields}))
     return Policy(name=name, description=description, rules=rules or NO_RULES)
+
+
+def _governed(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, int | None, Mapping[str, Any]]]:
+    """The path of each module that gets a rule, its index in the list of layers around it, and the rule's fields."""
+    for place, choice in zip(profile.places, choices_of(profile, assignment), strict=True):
+        if choice.rule is not None:
+            yield place.path, place.layer, choice.rule
+            for path in place.also:
+                yield path, None, rule_beside_head(choice.rule)
 
 
 def _pattern(path: str, layer: int) -> str | None:

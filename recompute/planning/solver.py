@@ -106,8 +106,12 @@ def is_fastest(profile: Profile, solution: Solution) -> bool:
 
 
 def uniforms(profile: Profile, budget_nbytes: int) -> list[Uniform]:
-    """For each name of a choice, the uniform solution of it, if that is within the budget; the fastest first."""
-    names = dict.fromkeys(choice.name for region in profile.regions for choice in region.choices)
+    """For each name of a choice, the uniform solution of it, if that is within the budget; the fastest first.
+
+    What is before the first region and after the last one may have choices of its own, which make no uniform solution.
+    """
+    inner = profile.places[1:-1] or profile.places
+    names = dict.fromkeys(choice.name for place in inner for choice in profile.regions[place.region].choices)
     found = []
     for name in names:
         indices = [[choice.name for choice in region.choices] for region in profile.regions]

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
 from recompute.engine.cut.frontier import finer_frontier, frontier
 from recompute.engine.cut.ops import facts
 from recompute.engine.cut.save_plan import SavePlan, solve
@@ -24,6 +27,7 @@ _LEAST_FINER = 2  # of those that limits give, however many prices give
 # Two points are not worth telling apart if they differ by less than this, in shares of the most that any point holds
 # and of the region's own seconds.
 _CLOSE = 0.03
+_MIB = 1 << 20
 _ALIKE = 0.01  # of what a point holds: another one that holds as much may as well stand for it
 
 
@@ -84,6 +88,28 @@ def candidates_of(
     if by_hooks is not None and any(facts(step.op).family == "attention" for step in by_hooks.steps if step.is_costly):
         found.append(Candidate(f"{CHECKPOINT}, attention kept", {"action": "checkpoint", "keep": ["attention"]}, 1))
     found.append(Candidate(CHECKPOINT, {"action": "checkpoint"}, 0))
+    return found
+
+
+def head_candidates(via: str, head: nn.Module, logits: Tensor | None) -> list[Candidate]:
+    """The ways to have kernels stand in for what runs after the regions, up to ``head``.
+
+    logits: what the head returns in a forward, of any device; None if it is a norm, and the model has no head.
+
+    A head that holds its logits until backward does not make them again. That is a way of its own where it takes more
+    memory than what the kernel holds anyway.
+    """
+    from recompute.kernels.linear_cross_entropy import held_nbytes
+
+    rule = recomputing_rule(via)
+    found = [Candidate(KERNEL, rule, -1)]
+    if logits is not None:
+        weight: Any = head.weight
+        hidden = torch.empty((*logits.shape[:-1], weight.shape[1]), dtype=logits.dtype, device="meta")
+        usual, most = (held_nbytes(hidden, weight, logits_bytes) for logits_bytes in (None, math.inf))
+        if most > (1 + _CLOSE) * usual:
+            hold = size_as_written(-(-most // _MIB) * _MIB)
+            found.append(Candidate(f"{KERNEL}, holding the logits", {**rule, "hold": hold}, most))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -92,7 +93,12 @@ class Place(BaseModel):
     layer: NBytes | None = None
     """Its index in the list of layers around it, as a policy's ``layers`` counts; None: in no list, or not known."""
     also: Annotated[tuple[str, ...], Strict(False)] = ()
-    """Paths of other modules that are measured with it and get the same rule, as the norm before the head."""
+    """Paths of other modules that are measured with it, as the norm before the head; ``rule_beside_head`` is theirs."""
+
+
+def rule_beside_head(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the rule for what is measured with a head that has ``rule``: ``hold`` is for the head's logits."""
+    return {key: value for key, value in rule.items() if key != "hold"}
 
 
 class Profile(BaseModel):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
@@ -21,12 +22,13 @@ from recompute.policy.rules import BLOCK, NO_RULES, Policy, Rule
 from recompute.profiling.candidates import (
     HOOK,
     KEEP,
-    KERNEL,
     Candidate,
     candidates_of,
+    head_candidates,
     recomputing_rule,
     rerunning_rule,
 )
+from recompute.profiling.cost_table import rule_beside_head
 from recompute.profiling.dry_run import DryRun
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
 from recompute.substitution.norm import find_norm
@@ -56,12 +58,13 @@ class StepLayout:
     regions: Mapping[str, nn.Module]
     """The regions by path, in order: what is between the first and the last of ``paths``."""
     also: tuple[str, ...] = ()
-    """Modules that run after the regions and get the rule of the last path, too."""
+    """Modules that run after the regions and get the rule of the last path, too, as ``rule_beside_head`` has it."""
 
     def rules(self, chosen: Sequence[Candidate]) -> dict[str, Mapping[str, Any] | None]:
         """By path, when each place runs by one of these candidates."""
         found = {path: one.rule for path, one in zip(self.paths, chosen, strict=True) if path}
-        return found | dict.fromkeys(self.also, chosen[-1].rule)
+        rule = chosen[-1].rule
+        return found | dict.fromkeys(self.also, None if rule is None else rule_beside_head(rule))
 
 
 def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -99,7 +102,7 @@ def discover_layout(
     Warns with ``PolicyWarning`` of modules that do not run exactly once. They count as part of what is around them.
     """
     regions = find_regions(run.model, match)
-    order, later = _order(run, regions)
+    order, later, logits = _order(run, regions)
     for path in regions:
         if (times := order.count(path)) != 1:
             warn(f"profile: {path} runs {times} times in a forward, not once: no rule is considered for it")
@@ -127,21 +130,23 @@ def discover_layout(
     before = RegionKind(f"{name}: before the first region", [_AS_IT_IS])
     after = RegionKind(f"{name}: head and loss", [_AS_IT_IS])
     replaced = list(_with_kernels(run.model, later)) if kernels else []
-    if replaced:
-        after.candidates.append(Candidate(KERNEL, recomputing_rule(run.via), -1))
     *also, last = replaced or [""]
+    if replaced:
+        after.candidates += head_candidates(run.via, later[last], logits.get(last))
     return StepLayout(("", *regions, last), (before, *found, after), regions, tuple(also))
 
 
 _AS_IT_IS = Candidate(KEEP, None, 0)
 
 
-def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, nn.Module]]:
-    """The paths of the regions in the order in which they run, and what runs after all of them.
+def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, nn.Module], dict[str, Tensor]]:
+    """The paths of the regions in the order in which they run, what runs after all of them, and what Linears return.
 
-    Of that, the norms and the last Linear, which is the head if the model has one.
+    Of what runs after them, the norms and the last Linear, which is the head if the model has one. Of what a Linear
+    returns, a tensor on ``meta``.
     """
     order: list[str] = []
+    returned: dict[str, Tensor] = {}
     others: list[tuple[str, int]] = []  # with how many regions had begun by then
     modules = dict(run.model.named_modules())
     with ExitStack() as stack:
@@ -154,11 +159,17 @@ def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], di
             else:
                 continue
             stack.callback(module.register_forward_pre_hook(lambda *_, note=note: note()).remove)
+            if isinstance(module, nn.Linear):
+                stack.callback(module.register_forward_hook(partial(_note_output, returned, path)).remove)
         run.forward()
     paths = list(dict.fromkeys(path for path, begun in others if begun == len(order)))
     norms = [path for path in paths if find_norm(modules[path]) is not None]
     heads = [path for path in paths if is_plain_linear(modules[path])]
-    return order, {path: modules[path] for path in (*norms, *heads[-1:])}
+    return order, {path: modules[path] for path in (*norms, *heads[-1:])}, returned
+
+
+def _note_output(returned: dict[str, Tensor], path: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+    returned[path] = torch.empty_like(output, device="meta")
 
 
 def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:

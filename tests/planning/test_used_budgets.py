@@ -12,11 +12,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
+from recompute.estimation.gpus import GPUS
 from recompute.planning import solver
 from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.microbatches import with_microbatches
 from recompute.policy.document import parse_document
-from recompute.policy.rules import Policy
+from recompute.policy.rules import Policy, Rule
 from recompute.profiling.cost_table import Choice, Profile
 
 pytestmark = pytest.mark.slow
@@ -36,9 +37,9 @@ WITH_KERNELS = ["keep", "hook", "kernel", "checkpoint"]
 EXACT = ["keep", "hook", "checkpoint"]
 
 
-def profiled(**options: bool) -> Profile:
+def profiled(config: LlamaConfig = CONFIG, **options: bool) -> Profile:
     with torch.device("meta"):
-        model = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.config.use_cache = False
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
     return recompute.profile(model, {"input_ids": ids, "labels": ids}, device="H200", **options)
@@ -116,3 +117,25 @@ def test_the_written_policy_holds_what_the_plan_said(kernels: bool) -> None:
         peak = max(estimate.moments.values())
         assert abs(found.predicted_peak_bytes - peak) <= HIDDEN_STATE_NBYTES + 0.002 * peak
     assert told > 1
+
+
+def test_memory_that_layers_have_no_use_for_holds_the_heads_logits() -> None:
+    """What is held need not be made again. The norm before the head gets no limit, which would be one of a tape."""
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1, "vocab_size": 128 * 1024})
+    profile = profiled(config)
+    spare, tight = (
+        recompute.plan(profile, budget=budget) for budget in (1 << 40, solver.floor(profile).prediction.peak_nbytes)
+    )
+    logits_nbytes = LENGTH * config.vocab_size * 2
+
+    def rules(plan: recompute.Plan) -> dict[str, Rule]:
+        return {path: rule for rule in plan.policy.rules for path in rule.match if not path.startswith("model.layers")}
+
+    hold = rules(spare)["lm_head"].hold
+    assert hold is not None
+    assert 0 <= hold - logits_nbytes <= 0.01 * logits_nbytes
+    assert rules(spare)["model.norm"].hold is rules(tight)["lm_head"].hold is None
+    one_product = 2 * LENGTH * config.vocab_size * config.hidden_size / (0.75 * GPUS["H200"].half_flops)
+    assert 0.9 * one_product < tight.predicted_step_seconds - spare.predicted_step_seconds < one_product
+    estimate = recompute.estimate(config, policy=spare.policy, seq_len=LENGTH, advise=False)
+    assert spare.predicted_peak_bytes == pytest.approx(max(estimate.moments.values()), rel=0.002)

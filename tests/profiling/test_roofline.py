@@ -52,6 +52,20 @@ def test_an_op_takes_its_arithmetic_or_its_traffic() -> None:
 
 
 @pytest.mark.slow
+def test_a_head_takes_all_of_its_matrix_products() -> None:
+    """Three of the logits' size. A fourth makes them again, but for a quarter, held in the weight's gradient."""
+    tokens, hidden, vocabulary = 4096, 2048, 4 * 8448
+    with torch.device("meta"):
+        model = models.make("llama", torch.bfloat16, hidden_size=hidden, vocab_size=vocabulary, num_hidden_layers=1)
+    model.config.use_cache = False
+    profile = recompute.profile(model, models.batch("llama", size=1, length=tokens), device="H200")
+    one = 2 * tokens * hidden * vocabulary / FLOPS
+    head = ways(profile, 2)
+    for name, products in {"kernel": 3.75, "kernel, holding the logits": 3}.items():
+        assert head[name].forward_seconds + head[name].backward_seconds == pytest.approx(products * one, rel=0.01)
+
+
+@pytest.mark.slow
 def test_it_says_what_it_is_and_offers_what_the_device_has() -> None:
     profile = profiled()
     assert profile.source == "roofline"
