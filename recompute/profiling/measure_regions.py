@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,7 +35,10 @@ Progress = Callable[[str, int, int], None]
 
 
 _WARMUP = 2
-"""Steps before anything is measured. The first makes plans and compiles kernels, the second uses what these learned."""
+"""Steps before anything is measured. The first makes plans and compiles kernels, the second uses what these learned.
+
+Where steps are slow, a forward takes the place of the first.
+"""
 
 _STEPS_UNTIL_CAPTURED = WARMUP_FRAMES
 """More steps before any is timed, where steps are short. There the host's time tells: that of captured code, mostly."""
@@ -43,7 +46,8 @@ _STEPS_UNTIL_CAPTURED = WARMUP_FRAMES
 SLOW_SECONDS = 1.0
 """If the last step of a warm-up takes longer, one step is timed, as so long a step varies little.
 
-On CUDA it is the one whose bytes are counted: what counting takes the host is hidden behind the device's work.
+The marks and hooks in it take no time that tells. On CUDA it is the one whose bytes are counted: what counting takes
+the host is hidden behind the device's work.
 """
 
 
@@ -167,6 +171,8 @@ class _RegionMeasurer:
 
     @property
     def _steps_of_a_job(self) -> int:
+        if self.is_slow:
+            return _WARMUP + (0 if self._is_timed_as_counted else 1)
         if self._is_timed_as_counted:
             return _WARMUP + self._timed_steps
         return _WARMUP + 1 + self._steps_until_captured + 2 * self._timed_steps
@@ -249,8 +255,9 @@ class _RegionMeasurer:
         chosen = self._chosen(job)
         rules = self.layout.rules(chosen)
         with apply(self.run.model, policy_from_rules(rules)):
-            seconds = 0.0
-            for _ in range(_WARMUP):
+            if self.is_slow:
+                self.run.forward()
+            for _ in range(1 if self.is_slow else _WARMUP):
                 seconds = self._warm_up()
             self.is_slow = seconds > SLOW_SECONDS
             at_once = self._is_timed_as_counted
@@ -260,14 +267,15 @@ class _RegionMeasurer:
             for _ in range(0 if at_once else self._steps_until_captured):
                 self._warm_up()
             timed = [counted] if at_once else []
-            whole = list(timed)
+            whole: list[StepTrace] = []
             while len(timed) < self._timed_steps:
-                for traces, parts in ((timed, regions), (whole, None)):
-                    traces.append(self.run.step(parts, clock=self.run.clock()))
-                    self._tell()
+                timed.append(self._time(regions))
+                if not self.is_slow:
+                    whole.append(self._time(None))
         self.counted.append((chosen, counted))
         # Where the host sets the pace, marks and hooks slow a step down: scale by the time of whole steps without them.
-        factor = statistics.median(one.seconds for one in whole) / statistics.median(one.seconds for one in timed)
+        seconds_of_whole, seconds_of_timed = ([one.seconds for one in traces] for traces in (whole, timed))
+        factor = statistics.median(seconds_of_whole) / statistics.median(seconds_of_timed) if whole else 1.0
         self.optimizer_seconds += [factor * one.optimizer_seconds for one in timed]
         for place, (kind, candidate) in enumerate(zip(kinds, chosen, strict=True)):
             found = [one.parts[place].slowed(factor) for one in timed]
@@ -281,19 +289,28 @@ class _RegionMeasurer:
         self._tell()
         return seconds
 
+    def _time(self, regions: Mapping[str, nn.Module] | None) -> StepTrace:
+        """Run a step and time its parts, or the whole of it where ``regions`` is None."""
+        found = self.run.step(regions, clock=self.run.clock())
+        self._tell()
+        return found
+
     def _look_at_storages(self, chosen: Sequence[Candidate]) -> None:
         """See which storages the places hold that could travel, by rules under which next to nothing does."""
-        rules = self.layout.rules(chosen)
+        regions, rules = self.layout.regions, self.layout.rules(chosen)
+        ways = zip(self.layout.paths, self.layout.kinds, chosen, strict=True)
+        keys = {path: (id(kind), candidate.name) for path, kind, candidate in ways if path in regions}
+        if self.storages_of.keys() >= set(keys.values()):
+            return  # each was seen in an earlier job
         for path, candidate in zip(self.layout.paths, chosen, strict=True):
-            if path in self.layout.regions:
+            if path in regions:
                 rules[path] = offloading_rule(candidate.rule, sys.float_info.min)
         with apply(self.run.model, policy_from_rules(rules)) as handle:
             for _ in range(_WARMUP):
                 self.run.forward()
             found = dict(storages_that_may_travel(handle))
-        for path, kind, candidate in zip(self.layout.paths, self.layout.kinds, chosen, strict=True):
-            if path in self.layout.regions:  # of places that run alike the last counts, which has usual neighbours
-                self.storages_of[id(kind), candidate.name] = found[path]
+        for path, key in keys.items():  # of places that run alike the last counts, which has usual neighbours
+            self.storages_of[key] = found[path]
 
     def _tell(self) -> None:
         self.done += 1
