@@ -141,7 +141,7 @@ def _fuse(graph: Graph) -> None:
             reader.target, reader.args, reader.kwargs = activation_linear, (x, weight, bias, activation), {}
         node.replace_all_uses_with(active)
         graph.erase_node(node)
-        _erase_unused(graph, active, until=x)
+        erase_unused(graph, active, until=x)
 
 
 def _operands(node: Node) -> Any:
@@ -163,14 +163,14 @@ def _readers(graph: Graph, node: Node) -> list[Node]:
     return found
 
 
-def _erase_unused(graph: Graph, node: Node, *, until: Node) -> None:
+def erase_unused(graph: Graph, node: Node, *, until: Node) -> None:
     """Erase a node that nobody uses, and what it alone has used."""
     if node is until or node.users or node.op == "placeholder":
         return
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for each in inputs:
-        _erase_unused(graph, each, until=until)
+        erase_unused(graph, each, until=until)
 
 
 FUSION = Fusion((activated,), _fuse)
