@@ -2,9 +2,10 @@
 
 These are the second half of an MLP that is not gated. Where all of the MLP is in one module, ``feed_forward`` finds it.
 Elsewhere its parts lie apart: in the forward of a decoder layer, as OPT's, BART's and Whisper's, or in two modules, as
-BERT's. There ``linear_reader`` finds the Linear that reads the activation. The activation returns a ``LazyActive``. The
-Linear that finds this as its input computes both, and only what the activation reads is held. Whatever else comes to
-read it gets what the activation gives: so does a dropout that drops something.
+BERT's and ESM's. There ``linear_reader`` finds the Linear that reads the activation. The activation returns a
+``LazyActive``; so does a module that is a Linear and its activation, if that is an expression, as in ESM's. The Linear
+that finds this as its input computes both, and only what the activation reads is held. Whatever else comes to read it
+gets what the activation gives: so does a dropout that drops something.
 
 ReLU is left alone: autograd holds nothing of it but its output, which the Linear behind it holds, too.
 """
@@ -27,8 +28,8 @@ from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.linears import autocasts
-from recompute.substitution.feed_forward import find_activation
-from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, only_argument
+from recompute.substitution.feed_forward import ActiveLinear, find_activation, find_active_linear
+from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, is_plain_linear, only_argument
 from recompute.substitution.lazy_tensors import LazyTensor, mode_of
 from recompute.substitution.linear_reader import LinearReader, dropout_gives_its_input, find_linear_reader
 from recompute.substitution.norm import linear_operands
@@ -41,18 +42,27 @@ class KernelActivationLinearRunner(KernelRunner):
     settings: Settings
     """Of the activation."""
     reader: LinearReader
+    behind: ActiveLinear | None = None
+    """The Linear in the module whose output the activation reads; None: it reads the module's input."""
 
     @classmethod
     def for_module(
         cls, statistics: RegionStatistics, fallback: Runner | None, module: nn.Module, root: nn.Module
     ) -> KernelActivationLinearRunner | None:
-        """The runner of ``module``, if that is an activation that a Linear in ``root`` alone reads."""
-        if is_hooked(module) or next(module.parameters(), next(module.children(), None)) is not None:
+        """The runner of ``module``, if that is an activation that a Linear in ``root`` alone reads.
+
+        The module may be a Linear and the activation of that.
+        """
+        if is_hooked(module):
             return None
-        activation = find_activation(module)
+        if next(module.parameters(), next(module.children(), None)) is None:
+            behind, activation = None, find_activation(module)
+        else:
+            behind = find_active_linear(module)
+            activation = None if behind is None else behind.activation
         if activation is None or activation == "relu" or (reader := find_linear_reader(module, root)) is None:
             return None
-        return cls(statistics, fallback, activation, Settings.of(module), reader)
+        return cls(statistics, fallback, activation, Settings.of(module), reader, behind)
 
     def _what(self) -> str:
         return f"activation_linear ({self.activation}), with {self.reader.name}"
@@ -62,6 +72,7 @@ class KernelActivationLinearRunner(KernelRunner):
         return (
             not self.compresses  # of which the tape around knows more
             and not is_hooked(module)
+            and (self.behind is None or is_plain_linear(module._modules.get(self.behind.linear)))
             and self.settings.are_those_of(module)
             and self.reader.is_as_found()
         )
@@ -69,18 +80,21 @@ class KernelActivationLinearRunner(KernelRunner):
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if not self._is_as_found(module) or self.reader.has_backward_hooks():
             return forward(*args, **kwargs)
-        x, activation = only_argument(args, kwargs), self.activation
+        x, activation, active_of = only_argument(args, kwargs), self.activation, forward
+        if self.behind is not None:
+            x = _child(module, self.behind.linear)(x)
+            active_of = self.behind.activation_in(module).forward
 
         def with_linear(weight: Tensor, bias: Tensor | None) -> Tensor:
             def kernel(x: Tensor) -> Tensor:
                 return activation_linear(x, weight, bias, activation)
 
             def as_written(x: Tensor) -> Tensor:
-                return F.linear(forward(x), weight, bias)
+                return F.linear(active_of(x), weight, bias)
 
             return self.compute((base_of(module),), (x,), (weight, bias), kernel, as_written)
 
-        return LazyActive.of(x, lambda: forward(*args, **kwargs), with_linear)
+        return LazyActive.of(x, lambda: active_of(x), with_linear)
 
     def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return forward(*args, **kwargs)  # a compiler fuses what it can
@@ -97,7 +111,14 @@ class KernelActivationLinearRunner(KernelRunner):
             return active
         if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
             return active
-        return activated(active, only_argument(args, kwargs), self.activation)
+        x = only_argument(args, kwargs)
+        if self.behind is not None:
+            x = _child(module, self.behind.linear)(x)  # a second time: ``FUSION`` erases one of both
+        return activated(active, x, self.activation)
+
+
+def _child(module: nn.Module, name: str) -> Any:
+    return module._modules[name]
 
 
 class LazyActive(LazyTensor):
@@ -141,7 +162,8 @@ def _fuse(graph: Graph) -> None:
             reader.target, reader.args, reader.kwargs = activation_linear, (x, weight, bias, activation), {}
         node.replace_all_uses_with(active)
         graph.erase_node(node)
-        _erase_unused(graph, active, until=x)
+        erase_unused(graph, active, until=x)
+        erase_unused(graph, x)
 
 
 def _operands(node: Node) -> Any:
@@ -163,14 +185,14 @@ def _readers(graph: Graph, node: Node) -> list[Node]:
     return found
 
 
-def _erase_unused(graph: Graph, node: Node, *, until: Node) -> None:
+def erase_unused(graph: Graph, node: Node, *, until: Node | None = None) -> None:
     """Erase a node that nobody uses, and what it alone has used."""
     if node is until or node.users or node.op == "placeholder":
         return
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for each in inputs:
-        _erase_unused(graph, each, until=until)
+        erase_unused(graph, each, until=until)
 
 
 FUSION = Fusion((activated,), _fuse)

@@ -238,8 +238,11 @@ class KernelLayerRunner(KernelRunner):
             h = x + stream
             return self._as_written(1)(h), h
 
+        # The sum of two dtypes has the wider one, which the norm may treat in another way than that of x.
+        fits = attended.dtype is stream.dtype or isinstance(norm, KernelLayerNorm) or norm.dtypes is None
         if (
             not self._adds_to_mlp
+            or not fits
             or isinstance(norm, KernelLayerNorm)
             or self.mlp is None
             or is_hooked(mlp)
@@ -249,7 +252,8 @@ class KernelLayerRunner(KernelRunner):
             def sum_kernel(x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
                 return norm.add(x, stream, *operands)
 
-            y, h = self.compute(("sum", self._kinds[1]), inputs, operands, sum_kernel, sum_and_norm)
+            kernels = sum_kernel if fits else sum_and_norm
+            y, h = self.compute(("sum", self._kinds[1], fits), inputs, operands, kernels, sum_and_norm)
             computed, after = mlp(y), self.layer.after_mlp
             return h + (computed if after is None else _child(module, after)(computed))
         (weight,), (weights, biases), activation = operands, mlp_operands, self.mlp.activation

@@ -151,6 +151,32 @@ def find_activation(module: nn.Module) -> str | None:
     return name if name is not None and _is_activation(module, name) else None
 
 
+@dataclass(frozen=True)
+class ActiveLinear:
+    """The name of a submodule, and that of the activation of what it gives: an expression, as in ESM's layers."""
+
+    linear: str
+    activation: str
+
+    def activation_in(self, module: nn.Module) -> nn.Module:
+        """A module that computes the activation as the forward of ``module`` does."""
+        alone = copy_without_policy(module, module.training)
+        alone.__dict__["_modules"] = vars(alone)["_modules"] | {self.linear: nn.Identity()}
+        return alone
+
+
+def find_active_linear(module: nn.Module) -> ActiveLinear | None:
+    """A Linear and an activation of it, if that is all that ``module`` computes."""
+    formula = None if is_hooked(module) else formula_of(module)
+    match None if formula is None or formula.dropouts else _activated(formula, formula.tree):
+        case (Activation(module=None, known_as=str(name)), ("module", int(index), ("input", 0))):
+            found = ActiveLinear(formula.names[index], name)  # type: ignore[union-attr]
+        case _:
+            return None
+    is_linear = is_plain_linear(module._modules.get(found.linear))
+    return found if is_linear and _is_activation(found.activation_in(module), name) else None
+
+
 def _known_activation(formula: Formula) -> str | None:
     tree = _with_values(formula.tree, formula.numbers)
     return next((name for name, known in _ACTIVATIONS if tree == known), None)
@@ -216,13 +242,18 @@ _CUBIC = _sorted("add", _X, _sorted("mul", 0.044715, ("pow", _X, 3.0)))
 _TANH = ("tanh", _sorted("mul", (2 / torch.pi) ** 0.5, _CUBIC))
 _FACTOR = _sorted("add", 1.0, _sorted("mul", _X, _sorted("mul", 0.044715, _X)))
 _MEGATRON_TANH = ("tanh", _sorted("mul", _sorted("mul", 0.79788456, _X), _FACTOR))  # as Megatron and Bloom write it
+_FAST_FACTOR = _sorted("add", 1.0, _sorted("mul", _sorted("mul", 0.044715, _X), _X))
+_FAST_TANH = ("tanh", _sorted("mul", _sorted("mul", _X, 0.7978845608), _FAST_FACTOR))
+_ERF = ("erf", ("truediv", _X, 2**0.5))
 _ACTIVATIONS: list[tuple[str, Any]] = [
     ("silu", ("silu", _X)),
     ("gelu", ("gelu", _X)),
     ("gelu", ("gelu", _X, "none")),
+    ("gelu", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _ERF))),  # written out, as ESM has it
     ("gelu_tanh", ("gelu", _X, "tanh")),
     ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _TANH))),  # NewGELU, written out
     ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _MEGATRON_TANH))),
+    ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _FAST_TANH))),  # FastGELU
     ("quick_gelu", _sorted("mul", _X, ("sigmoid", _sorted("mul", 1.702, _X)))),
     ("relu", ("relu", _X)),
     ("relu2", ("square", ("relu", _X))),

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +88,8 @@ class Tracer(fx.Tracer):
     """
 
     proxy_buffer_attributes = True
+    takes_one_argument = True
+    """Whether it is for forwards with one argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +135,36 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+
+class TracerInDtype(Tracer):
+    """Traces a run in which the input and all parameters have one dtype, for a forward that asks which, as T5's norm.
+
+    Other forwards end with an error where they branch on an answer.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self._dtype = dtype
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        node = obj.node
+        if node.op == "call_function" and node.target in COMPARISONS:
+            dtypes = [each if isinstance(each, torch.dtype) else self._asked_for(each) for each in node.args]
+            if None not in dtypes:
+                return COMPARISONS[node.target](*dtypes)
+        return super().to_bool(obj)
+
+    def _asked_for(self, question: Any) -> torch.dtype | None:
+        """The dtype that a node asks for; None if it asks for none, or for one that is not known."""
+        if not isinstance(question, fx.Node) or question.target is not getattr or question.args[1] != "dtype":
+            return None
+        of: Any = question.args[0]
+        is_parameter = of.op == "get_attr" and str(of.target) in dict(self.root.named_parameters())
+        return self._dtype if of.op == "placeholder" or is_parameter else None
+
+
+COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {each: each for each in (operator.eq, operator.ne)}
 
 
 def drops_nothing(dropout: Any) -> bool:

@@ -314,6 +314,8 @@ class LayerTracer(Tracer):
     absent: the name of one that is None.
     """
 
+    takes_one_argument = False
+
     def __init__(self, absent: str | None) -> None:
         super().__init__()
         self._absent = absent

@@ -25,7 +25,7 @@ from recompute.compiled.autocast_settings import Autocast
 from recompute.engine.checkpoint.arguments import fingerprint, snapshot
 from recompute.engine.checkpoint.module_state import RUNNER, base_of
 from recompute.engine.rng import RngState
-from recompute.substitution.formula_tracer import Tracer, drops_nothing
+from recompute.substitution.formula_tracer import COMPARISONS, Tracer, drops_nothing
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None = None) ->
     module, whatever its forward does. Under ``tracing_once``, modules that are alike are traced once.
 
     Args:
-        tracer: makes a tracer for forwards with other numbers of arguments.
+        tracer: makes another tracer, as for forwards with other numbers of arguments.
     """
     if is_decorated(module) and getattr(vars(module).get(RUNNER), "runner", module) is not None:
         return None  # its forward runs a policy of its own
@@ -111,15 +111,16 @@ def _value_likeness(value: Any) -> Hashable:
 
 
 def _formula_of(module: nn.Module, tracer: Callable[[], Tracer] | None) -> Formula | None:
+    make = tracer or Tracer
     try:
-        if tracer is None and len(inspect.signature(base_of(module).forward).parameters) != 2:
+        if make().takes_one_argument and len(inspect.signature(base_of(module).forward).parameters) != 2:
             return None
     except ValueError:  # a builtin has no signature
         return None
-    trained = _traced(module, True, tracer or Tracer)
+    trained = _traced(module, True, make)
     if trained is None:
         return None
-    return trained if trained == _traced(module, False, tracer or Tracer) else None
+    return trained if trained == _traced(module, False, make) else None
 
 
 def is_decorated(module: nn.Module) -> bool:
@@ -203,6 +204,7 @@ _FUNCTIONS = {
     operator.matmul: "matmul",
     operator.getitem: "getitem",
     operator.pow: "pow",
+    operator.truediv: "truediv",
     torch.add: "add",
     torch.mul: "mul",
     torch.sub: "sub",
@@ -212,6 +214,7 @@ _FUNCTIONS = {
     torch.square: "square",
     torch.sigmoid: "sigmoid",
     torch.tanh: "tanh",
+    torch.erf: "erf",
     torch.relu: "relu",
     torch.addmm: "addmm",
     torch.matmul: "matmul",
@@ -258,7 +261,7 @@ def _is_all_read(graph: fx.Graph) -> bool:
 
 
 _INPUTS = {"placeholder", "get_attr"}
-_QUESTIONS = {getattr, operator.getitem, "size", "dim"}
+_QUESTIONS = {getattr, operator.getitem, "size", "dim", *COMPARISONS}
 """What changes nothing, even if nobody reads the answer: as one of the sizes in ``batch, length, width = x.shape``."""
 
 

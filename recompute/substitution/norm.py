@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from recompute.compiled.runner import Forward
 from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.thread_state import local
+from recompute.substitution.formula_tracer import TracerInDtype
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
 from recompute.substitution.lazy_tensors import LazyTensor, mode_of
 from recompute.substitution.module_formula import Formula, formula_of
@@ -38,6 +39,8 @@ class KernelRMSNorm:
     eps: float | None
     """None: that of ``torch.nn.RMSNorm``, the epsilon of the dtype in which it computes."""
     casting: str
+    dtypes: frozenset[torch.dtype] | None = None
+    """The dtypes that the module computes this for, of both its input and its weight; None: for all."""
     settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
     def __str__(self) -> str:
@@ -45,12 +48,18 @@ class KernelRMSNorm:
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
         """The weight; None where ``module`` is another than it was, or broadcasts it, which the kernel does not do."""
-        if not self.settings.are_those_of(module):
+        if not self.settings.are_those_of(module) or not self.takes(x.dtype):
             return None
         if self.weight is None:
             return (None,)
         weight = getattr(module, self.weight)
+        if self.dtypes is not None and weight.dtype is not x.dtype:
+            return None
         return (weight,) if type(weight) in PLAIN_TENSORS and weight.shape == x.shape[-1:] else None
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether the module computes this for an input of a dtype."""
+        return self.dtypes is None or dtype in self.dtypes
 
     def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
         from recompute.kernels.rms_norm import rms_norm
@@ -157,8 +166,29 @@ def _find_norm(module: nn.Module) -> KernelNorm | None:
             return None
         return KernelRMSNorm(None if module.weight is None else "weight", module.eps, "none")
     formula = formula_of(module)
-    if formula is None:
+    return _norm_that_asks(module) if formula is None else _norm_of(formula)
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _norm_that_asks(module: nn.Module) -> KernelRMSNorm | None:
+    """The norm that ``module`` computes if it asks for the dtype of its weight or of its input, and both have one."""
+    if len(list(module.parameters())) != 1:
         return None
+    formulas = {dtype: formula_of(module, functools.partial(TracerInDtype, dtype)) for dtype in _DTYPES}
+    norms = {dtype: None if formula is None else _norm_of(formula) for dtype, formula in formulas.items()}
+    found = {
+        dtype: replace(norm, dtypes=None)
+        for dtype, norm in norms.items()
+        if isinstance(norm, KernelRMSNorm) and norm.weight is not None and norm.takes(dtype)
+    }
+    if len(set(found.values())) != 1:
+        return None
+    return replace(next(iter(found.values())), dtypes=frozenset(found))
+
+
+def _norm_of(formula: Formula) -> KernelNorm | None:
     if (found := _functional_layer_norm(formula) or _functional_rms_norm(formula)) is not None:
         return found
     for pattern, make_norm in _patterns():
@@ -247,6 +277,31 @@ class _LlamaPattern(nn.Module):
         return hidden.to(x.dtype) if self.weight is None else self.weight * hidden.to(x.dtype)
 
 
+class _T5Pattern(_LlamaPattern):
+    """As T5's: what is normalized is not rounded, unless its dtype is narrower than that in which it was normalized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        assert self.weight is not None
+        return self.weight * (x * torch.rsqrt(variance + _EPS))
+
+
+class _LateCastPattern(_LlamaPattern):
+    """As CPM-Ant's: only the square is computed in a wider dtype by name, and the product because of that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        assert self.weight is not None
+        return self.weight * (x * torch.rsqrt(variance + _EPS)).to(x.dtype)
+
+
+class _NarrowT5Pattern(_LlamaPattern):
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        assert self.weight is not None
+        return self.weight * (x * torch.rsqrt(variance + _EPS)).to(self.weight.dtype)
+
+
 class _GemmaPattern(_LlamaPattern):
     def forward(self, x: Tensor) -> Tensor:
         hidden = x.float()
@@ -300,8 +355,9 @@ class _CoherePattern(_LlamaPattern):
 def _patterns() -> tuple[tuple[Formula, Callable[[tuple[str, ...], float], KernelNorm]], ...]:
     """Formulas, and what makes of the names of attributes and of an epsilon the norm that each computes."""
 
-    def rms_norm(casting: str) -> Callable[[tuple[str, ...], float], KernelNorm]:
-        return lambda names, eps: KernelRMSNorm(names[0] if names else None, eps, casting)
+    def rms_norm(casting: str, *dtypes: torch.dtype) -> Callable[[tuple[str, ...], float], KernelNorm]:
+        those = frozenset(dtypes) if dtypes else None
+        return lambda names, eps: KernelRMSNorm(names[0] if names else None, eps, casting, those)
 
     def layer_norm(names: tuple[str, ...], eps: float) -> KernelNorm:
         weight, bias = (*names, None, None)[:2]
@@ -311,6 +367,9 @@ def _patterns() -> tuple[tuple[Formula, Callable[[tuple[str, ...], float], Kerne
         (_LlamaPattern(), rms_norm("llama")),
         (_GemmaPattern(), rms_norm("gemma")),
         (_LlamaPattern(weight=False), rms_norm("llama")),
+        (_LateCastPattern(), rms_norm("llama")),
+        (_T5Pattern(), rms_norm("llama", torch.float32, torch.float64)),
+        (_NarrowT5Pattern(), rms_norm("llama", *_DTYPES)),
         (_RoundedOncePattern(), rms_norm("none")),
         (_HeliumPattern(), rms_norm("none")),
         (_Gemma4Pattern(), rms_norm("none")),

@@ -7,13 +7,12 @@ from torch import nn
 from recompute.compiled.runner import Runner
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.substitution.activation_and_linear import KernelActivationLinearRunner
+from recompute.substitution.activation_and_product import KernelActivationRunner
 from recompute.substitution.decoder_layer import KernelLayerRunner
-from recompute.substitution.experts import KernelActivationRunner, has_stacked_experts
-from recompute.substitution.feed_forward import GATE_ACTIVATIONS, KernelMLPRunner, find_activation, find_kernel_mlp
+from recompute.substitution.feed_forward import KernelMLPRunner, find_kernel_mlp
 from recompute.substitution.kernel_runner import KernelRunner
 from recompute.substitution.norm import KernelNormRunner, find_norm
 from recompute.substitution.rotary import KernelRotaryRunner, find_rotary
-from recompute.substitution.settings import Settings
 
 
 def find_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:
@@ -37,9 +36,10 @@ def find_inner_kernel(
 ) -> KernelRunner | None:
     """The same for a module inside of ``root``, which a rule names.
 
-    It may also be an activation whose ``parent`` has stacked experts, or that a Linear in ``root`` reads.
+    It may also be an activation that its ``parent`` multiplies by something, or that a Linear in ``root`` reads.
     """
-    if has_stacked_experts(parent) and (activation := find_activation(module)) in GATE_ACTIVATIONS:
-        return KernelActivationRunner(statistics, fallback, activation, Settings.of(module))
+    before_product = KernelActivationRunner.for_module(statistics, fallback, module, parent)
+    if before_product is not None:
+        return before_product
     before_linear = KernelActivationLinearRunner.for_module(statistics, fallback, module, root)
     return before_linear or find_kernel(statistics, module, fallback)

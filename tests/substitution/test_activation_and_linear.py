@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,14 +59,26 @@ class Half(nn.Module):
         return self.act(self.dense(x))
 
 
+class Written(Half):
+    """The same in ESM: no module computes the activation alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dense(x)
+        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
 class PostNorm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, first: type[Half] = Half) -> None:
         super().__init__()
-        self.first, self.dense = Half(), nn.Linear(INTERMEDIATE, HIDDEN)
+        self.first, self.dense = first(), nn.Linear(INTERMEDIATE, HIDDEN)
         self.dropout, self.norm = nn.Dropout(0.25), nn.LayerNorm(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.dropout(self.dense(self.first(x))) + x)
+
+
+def esm() -> nn.Module:
+    return PostNorm(Written)
 
 
 def made(build: Callable[[], nn.Module]) -> nn.Module:
@@ -98,7 +111,7 @@ def kernels_in(module: nn.Module, x: Tensor = X) -> int:
     return ops.get("recompute.activation_backward_", 0)
 
 
-ACTIVATIONS = {name: ACT2FN[name] for name in ("gelu", "gelu_new", "quick_gelu", "silu", "relu2")}
+ACTIVATIONS = {name: ACT2FN[name] for name in ("gelu", "gelu_new", "quick_gelu", "silu", "relu2", "gelu_fast")}
 ACTIVATIONS["bloom"] = BloomGelu()
 
 
@@ -132,7 +145,7 @@ def test_it_has_the_kernels_own_bits(capture: bool) -> None:
     assert kernels_in(found, X) == 1
 
 
-@pytest.mark.parametrize("build", [*slow(Layer), PostNorm])
+@pytest.mark.parametrize("build", [*slow(Layer), PostNorm, esm])
 @pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
 def test_it_holds_what_the_tape_holds(build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     module, x = made(build).to(dtype), X.to(dtype).requires_grad_()
@@ -150,6 +163,49 @@ def test_it_holds_what_the_tape_holds(build: Callable[[], nn.Module], dtype: tor
     assert len(set(counts)) == 1
     kept, eager = counts[0]
     assert eager - kept >= x.shape[0] * INTERMEDIATE * dtype.itemsize
+
+
+@pytest.mark.parametrize("capture", [*slow(False), True])
+def test_a_linear_and_an_expression_of_it_have_the_bits_of_a_linear_and_a_module(capture: bool) -> None:
+    plain = made(esm)
+    (found, handle), (other, _) = (under(each, capture=capture) for each in (plain, made(PostNorm)))
+    assert "kernel: activation_linear (gelu), with dense" in handle.explain()
+    for _ in range(7):
+        assert_same(gradients(found, X), gradients(other, X))
+        torch.testing.assert_close(gradients(found, X), gradients(plain, X))
+    assert ("1 of 1 run as captured code" in handle.explain()) is capture
+    assert kernels_in(found) == 1
+
+
+class WrittenWithDropout(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(Written.forward(self, x), 0.25, self.training)
+
+
+class WrittenTwice(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        return Written.forward(self, x) + 0 * self.dense(x)
+
+
+class WrittenOtherwise(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dense(x)
+        return x * 0.5 * (1.0 + torch.erf(x / 1.4))
+
+
+class WrittenOfHalf(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.dense(x).detach()) + self.dense(x)
+
+
+@pytest.mark.parametrize("first", [WrittenWithDropout, *slow(WrittenTwice, WrittenOfHalf), WrittenOtherwise])
+@pytest.mark.parametrize("capture", [True, *slow(False)])
+def test_what_is_nearly_a_linear_and_an_activation_runs_as_it_is(first: type[Half], capture: bool) -> None:
+    module = made(lambda: PostNorm(first))
+    found, handle = under(module, capture=capture)
+    assert "activation_linear" not in handle.explain()
+    for _ in range(7):
+        torch.testing.assert_close(gradients(found, X), gradients(module, X))
 
 
 def test_without_gradients_it_computes_the_same() -> None:
@@ -319,17 +375,60 @@ def test_changes_of_the_parts_are_not_passed_over(change: Callable[[nn.Module], 
         torch.testing.assert_close(gradients(module, X), gradients(plain, X))
 
 
+@pytest.mark.parametrize("build", [PostNorm, *slow(esm)])
 @pytest.mark.parametrize("path", ["first.act", *slow("first", "first.dense", "dense", "norm")])
 @pytest.mark.parametrize("captured", [True, *slow(False)])
-def test_a_hook_on_the_backward_of_any_module_around_gets_its_gradients(path: str, captured: bool) -> None:
+def test_a_hook_on_the_backward_of_any_module_around_gets_its_gradients(
+    path: str, captured: bool, build: Callable[[], nn.Module]
+) -> None:
     """For which torch gives a Function what the module is given, and that takes no lazy tensor."""
-    plain = made(PostNorm)
+    plain = made(build)
     module, _ = under(plain)
     for _ in range(7 if captured else 0):
         gradients(module, X)
     for each in (plain, module):
         each.get_submodule(path).register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 1.5,))
     for _ in range(4):
+        torch.testing.assert_close(gradients(module, X), gradients(plain, X))
+
+
+CHANGES_OF_ESM: dict[str, Callable[[Any], Any]] = {
+    "a hook on its module": lambda layer: layer.first.register_forward_hook(scaled_by(1.5)),
+    "a hook on its Linear": lambda layer: layer.first.dense.register_forward_hook(scaled_by(1.5)),
+    "a hook before its Linear": lambda layer: layer.first.dense.register_forward_pre_hook(lambda _, x: (x[0] * 2,)),
+    "an adapter": lambda layer: setattr(layer.first, "dense", Widened(layer.first.dense)),
+    "another forward": lambda layer: setattr(layer.first, "__class__", WrittenOtherwise),
+    "an adapter behind": lambda layer: setattr(layer, "dense", WithAdapter(layer.dense)),
+    "a frozen Linear": lambda layer: layer.first.dense.requires_grad_(False),
+}
+
+
+class Widened(nn.Module):
+    def __init__(self, linear: nn.Module):
+        super().__init__()
+        self.base, self.a = linear, nn.Linear(HIDDEN, INTERMEDIATE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.a(x)
+
+
+@pytest.mark.parametrize("when", by_default(["before", "after", "captured"], "captured"))
+@pytest.mark.parametrize("change", by_default(CHANGES_OF_ESM, "a hook on its Linear", "an adapter"))
+def test_changes_of_a_linear_with_an_activation_are_not_passed_over(
+    change: Callable[[nn.Module], Any], when: str
+) -> None:
+    plain = made(esm)
+    module = copy.deepcopy(plain)
+    for each in (plain, module) if when == "before" else (plain,):
+        torch.manual_seed(0)
+        change(each)
+    recompute.apply(module, rules(rule("PostNorm", "recompute", via="kernel")), strict=False)
+    for _ in range(7 if when == "captured" else 0):
+        gradients(module, X)
+    if when != "before":
+        torch.manual_seed(0)
+        change(module)
+    for _ in range(7):
         torch.testing.assert_close(gradients(module, X), gradients(plain, X))
 
 

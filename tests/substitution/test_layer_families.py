@@ -103,6 +103,8 @@ FAMILIES: dict[str, Family] = {
     "opt, post-norm": Family(causal("OPT", **OPT, dropout=0.1, do_layer_norm_before=False), PARTS, last_norm=0),
     "whisper": Family(lambda: models.make("whisper"), PARTS, kind="whisper", last_norm=24, stacks=2),
     "bart with dropout": Family(bart, PARTS, kind="t5", last_norm=16, stacks=2),
+    "t5": Family(lambda: models.make("t5", dropout_rate=0.0), PARTS, 0, "glu_backward", "t5", 8, 2),
+    "t5 with dropout": Family(lambda: models.make("t5", dropout_rate=0.1), PARTS, 0, "glu_backward", "t5", 8, 2),
     "bert": Family(lambda: models.make("bert", **NO_BERT_DROPOUT), PARTS, kind="bert", last_norm=16),
     "bert with dropout": Family(lambda: models.make("bert", hidden_dropout_prob=0.1), PARTS, kind="bert", last_norm=16),
 }
@@ -199,7 +201,7 @@ def test_the_kernels_run(name: str) -> None:
     ops = ops_of(model, name)
     assert ("kernel: add_layer_norm" in handle.explain()) is (family.explained == WHOLE)
     assert family.explained in handle.explain()
-    for op in ("activation_backward_", "glu_backward_"):
+    for op in ("activation_backward_", "glu_backward_", "glu_backward"):
         assert ops.get(f"recompute.{op}", 0) == (LAYERS * family.stacks if op == family.mlps else 0)
 
 

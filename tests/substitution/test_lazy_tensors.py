@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.errors import MutationError, UnsupportedError
-from recompute.substitution.experts import LazyActivation
+from recompute.substitution.activation_and_product import LazyActivation
 from recompute.substitution.head import LazyLogits
 from recompute.substitution.lazy_tensors import LazyTensor
 from recompute.substitution.norm import LazyNorm, LearnedLinears
