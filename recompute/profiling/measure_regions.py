@@ -122,8 +122,12 @@ class _RegionMeasurer:
     report: Progress
     may_offload: bool
     done: int = 0
-    ahead: int = 0
-    """Steps that are still to run."""
+    began: int = 0
+    """The steps that were done when the present job began."""
+    warmup_of_this_job: int = _WARMUP
+    """The steps that the present job runs before it measures any."""
+    jobs_ahead: int = 0
+    """Jobs that are still to come after it."""
     counted: list[tuple[list[Candidate], StepTrace]] = field(default_factory=list)
     """For each step whose bytes were counted, the candidate of each place and what the step took."""
     seconds_of: dict[tuple[int, str], list[StepPart]] = field(default_factory=dict)
@@ -156,26 +160,30 @@ class _RegionMeasurer:
     def run_all(self) -> None:
         """Measure every candidate that has not been measured yet."""
         jobs = self._jobs()
-        self.ahead = len(jobs) * self._steps_of_a_job
         while jobs:
             job = jobs.pop(0)
+            self.jobs_ahead = len(jobs)
             failure = self._try(job)
             if failure is None:
                 continue
             if len(job) > 1:
                 half = len(job) // 2
                 jobs[:0] = [job[:half], job[half:]]
-                self.ahead += 2 * self._steps_of_a_job
             else:
                 warn(f"profile: {job[0].candidate.name} is left out for {self._names(job[0])}: {failure}")
 
     @property
-    def _steps_of_a_job(self) -> int:
-        if self.is_slow:
-            return _WARMUP + (0 if self._is_timed_as_counted else 1)
+    def _warmup_steps(self) -> int:
+        return 1 if self.is_slow else _WARMUP
+
+    @property
+    def _measured_steps(self) -> int:
+        """The steps of a job after its warm-up."""
         if self._is_timed_as_counted:
-            return _WARMUP + self._timed_steps
-        return _WARMUP + 1 + self._steps_until_captured + 2 * self._timed_steps
+            return self._timed_steps
+        if self.is_slow:
+            return 1 + self._timed_steps
+        return 1 + self._steps_until_captured + 2 * self._timed_steps
 
     @property
     def _steps_until_captured(self) -> int:
@@ -237,14 +245,13 @@ class _RegionMeasurer:
 
     def _try(self, job: Sequence[_Placement]) -> Exception | None:
         """Measure a job. Returns the error if it runs out of memory or a way cannot be used here; else None."""
-        done = self.done
+        self.began = self.done
         try:
             self._measure(job)
         except (torch.OutOfMemoryError, RecomputeError) as error:
             failure = error.with_traceback(None)  # the traceback would hold the tensors of the step
         else:
             return None
-        self.ahead -= self._steps_of_a_job - (self.done - done)
         gc.collect()
         if self.run.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -257,7 +264,8 @@ class _RegionMeasurer:
         with apply(self.run.model, policy_from_rules(rules)):
             if self.is_slow:
                 self.run.forward()
-            for _ in range(1 if self.is_slow else _WARMUP):
+            self.warmup_of_this_job = self._warmup_steps
+            for _ in range(self.warmup_of_this_job):
                 seconds = self._warm_up()
             self.is_slow = seconds > SLOW_SECONDS
             at_once = self._is_timed_as_counted
@@ -313,9 +321,10 @@ class _RegionMeasurer:
             self.storages_of[key] = found[path]
 
     def _tell(self) -> None:
+        """Report a step, and how many there are as far as is known: each job sees anew whether steps are slow."""
         self.done += 1
-        self.ahead = max(0, self.ahead - 1)
-        self.report("training steps", self.done, self.done + self.ahead)
+        this, next_one = self.warmup_of_this_job + self._measured_steps, self._warmup_steps + self._measured_steps
+        self.report("training steps", self.done, self.began + this + self.jobs_ahead * next_one)
 
     def table(self) -> dict[str, Any]:
         """The fields of a profile that are measured by steps."""

@@ -236,10 +236,12 @@ class LazyLogits(LazyTensor):
             if head.observe is not None and loss.argmax is not None:
                 head.observe(loss.argmax, target, ignore_index)
             loss = loss.loss
-        if head.count is not None:  # PyTorch would hold the log-probabilities, under autocast in float32
-            itemsize = 4 if mode_of(self.device)[1] else self.dtype.itemsize
-            head.count(head.hidden, head.weight, self.shape.numel() * itemsize + head.tanh_nbytes)
-        return loss.to(self.dtype)
+        dtype = self.dtype
+        if mode_of(self.device)[1] and dtype is not torch.float64:
+            dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
+        if head.count is not None:
+            head.count(head.hidden, head.weight, self.shape.numel() * dtype.itemsize + head.tanh_nbytes)
+        return loss.to(dtype)
 
 
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})

@@ -14,6 +14,7 @@ from capture_testing import (
     STEPS_TO_SETTLE,
     Around,
     Layers,
+    Norm,
     Twins,
     body,
     captured_twins,
@@ -214,6 +215,17 @@ def test_the_settings_of_torchs_frontend_are_as_before() -> None:
     captured_twins(nn.Linear(SIZE, SIZE), tokens())
     assert torch._dynamo.config.get_config_copy() == before
     assert not torch.compiler.is_compiling()
+
+
+def test_the_frontend_is_reset_afterwards() -> None:
+    """Here, as it resets what tests of a file share, too: nothing in this one."""
+    step = train(tokens())
+    twins = Twins(Around(Norm())).settle(step)
+    torch._dynamo.reset()
+    assert twins.runs_code(step) == 0
+    for _ in range(2):
+        twins.step(step)
+    assert twins.runs_code(step) == 1
 
 
 def test_a_decoder_of_transformers() -> None:

@@ -175,13 +175,6 @@ def test_torch_compile_of_the_model_afterwards(x: Tensor) -> None:
     assert twins.runs_code(train(x)) == 1
 
 
-def test_the_frontend_is_reset_afterwards(x: Tensor) -> None:
-    twins = captured_twins(Block(), x)
-    torch._dynamo.reset()
-    for _ in range(3):
-        twins.step(train(x))
-
-
 def test_the_policy_is_removed_while_graphs_are_alive(x: Tensor) -> None:
     twins = captured_twins(Block(), x)
     losses = []

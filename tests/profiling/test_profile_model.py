@@ -279,12 +279,22 @@ def test_gradients_that_are_no_numbers_change_no_weight() -> None:
     assert_same_state(state_of(model), before)
 
 
-@pytest.mark.slow
-def test_progress_is_told() -> None:
+@pytest.mark.parametrize("slow_from", [9, *slow(0, 1000)])
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, slow_from: int) -> None:
+    """Also where a machine gets busy meanwhile, so that fewer steps are timed from then on."""
+    calls = itertools.count()
+    warm_up = DryRun.warm_up
+
+    def timed(run: DryRun, regions: Any) -> float:
+        warm_up(run, regions)
+        return 0.0 if next(calls) < slow_from else 2 * measure_regions.SLOW_SECONDS
+
+    monkeypatch.setattr(DryRun, "warm_up", timed)
     told: list[tuple[str, int, int]] = []
-    profiled(2, progress=lambda *now: told.append(now))
+    profiled(1, match="layers.*.mlp", progress=lambda *now: told.append(now))
     done = [now[1] for now in told if now[0] == "training steps"]
     assert done == list(range(1, len(done) + 1))
+    assert all(now[1] <= now[2] for now in told)
     assert told[-1][1] == told[-1][2] == len(done)
 
 

@@ -410,6 +410,19 @@ def test_autocast_where_it_is_used_does_not_cast_what_it_is_made_of(
     torch.testing.assert_close(*outcomes, rtol=1e-2 if casts else 1e-5, atol=1e-2 if casts else 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_under_autocast_a_loss_has_the_dtype_that_pytorch_gives_it(dtype: torch.dtype) -> None:
+    """A sum over some thousand tokens has no place in float16, nor a loss that a GradScaler scales."""
+    hidden, weight = make(4096, HIDDEN).to(dtype), make(VOCABULARY, HIDDEN, seed=1).to(dtype) * 100
+    target = TARGET.repeat(4096)[:4096]
+    losses = []
+    for logits in (LazyLogits.of(hidden, weight), F.linear(hidden, weight)):
+        with torch.autocast("cpu", torch.float16):
+            losses.append([F.cross_entropy(logits, target, reduction=how) for how in ("none", "mean", "sum")])
+    assert losses[1][2] > torch.finfo(torch.float16).max
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+
+
 def test_a_hook_doubles_the_gradient_of_what_was_made_before() -> None:
     hidden, weight = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
     gradients = []
