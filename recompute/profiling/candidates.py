@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from recompute.engine.cut.frontier import finer_frontier, frontier
@@ -17,6 +16,7 @@ from recompute.engine.cut.ops import facts
 from recompute.engine.cut.save_plan import SavePlan, solve
 from recompute.policy.meaning import REPEATABLE
 from recompute.policy.rules import FAMILIES, PRICE, size_as_written
+from recompute.substitution.head import held_by_loss
 from recompute.units import humanize
 
 _MOST_POINTS = 8  # that prices give, of a frontier of hooks or of kernels
@@ -99,14 +99,11 @@ def head_candidates(via: str, head: nn.Module, logits: Tensor | None) -> list[Ca
     A head that holds its logits until backward does not make them again. That is a way of its own where it takes more
     memory than what the kernel holds anyway.
     """
-    from recompute.kernels.linear_cross_entropy import held_nbytes
-
     rule = recomputing_rule(via)
     found = [Candidate(KERNEL, rule, -1)]
     if logits is not None:
         weight: Any = head.weight
-        hidden = torch.empty((*logits.shape[:-1], weight.shape[1]), dtype=logits.dtype, device="meta")
-        usual, most = (held_nbytes(hidden, weight, logits_bytes) for logits_bytes in (None, math.inf))
+        usual, most = held_by_loss(logits, weight), held_by_loss(logits, weight, math.inf)
         if most > (1 + _CLOSE) * usual:
             hold = size_as_written(-(-most // _MIB) * _MIB)
             found.append(Candidate(f"{KERNEL}, holding the logits", {**rule, "hold": hold}, most))

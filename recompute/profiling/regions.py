@@ -168,8 +168,9 @@ def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], di
     return order, {path: modules[path] for path in (*norms, *heads[-1:])}, returned
 
 
-def _note_output(returned: dict[str, Tensor], path: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-    returned[path] = torch.empty_like(output, device="meta")
+def _note_output(returned: dict[str, Tensor], path: str, module: nn.Module, args: tuple, output: Any) -> None:
+    if isinstance(output, Tensor):  # not so of some subclasses of Linear
+        returned[path] = torch.empty(output.shape, dtype=output.dtype, device="meta")
 
 
 def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:

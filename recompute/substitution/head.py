@@ -68,6 +68,18 @@ class KernelHeadRunner(KernelRunner):
         self.held.count_known(hidden, kernels, HeldMemory(logits_nbytes, 0, holds_input=weight.requires_grad))
 
 
+def held_by_loss(logits: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
+    """The bytes that the loss of a head holds until backward without its logits, beside what it is given.
+
+    logits: those of the head, (..., V), on any device. weight: (V, H).
+    logits_bytes: the memory for logits, as ``linear_cross_entropy`` takes it.
+    """
+    from recompute.kernels.linear_cross_entropy import held_nbytes
+
+    hidden = torch.empty((*logits.shape[:-1], weight.shape[1]), dtype=logits.dtype, device="meta")
+    return held_nbytes(hidden, weight, logits_bytes)
+
+
 def _warn_of_logits(name: str) -> None:
     warn(
         f"{name} is compiled: logits are made, and held for backward, though its rule has a kernel compute the loss "

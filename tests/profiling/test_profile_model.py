@@ -180,6 +180,32 @@ def test_every_choice_is_unique_and_the_rule_of_a_policy() -> None:
     assert profile.capacity_nbytes is None
 
 
+class LinearWithBias(nn.Linear):
+    """Returns its bias beside its output, as Megatron's do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:  # type: ignore[override]
+        return F.linear(x, self.weight), self.bias
+
+
+class WithSuchAHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(tiny.decoder(layers=2).layers)
+        self.head = LinearWithBias(tiny.HIDDEN, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        output, bias = self.head(x)
+        return output + bias
+
+
+def test_a_linear_that_returns_more_than_a_tensor_is_no_head() -> None:
+    profile = recompute.profile(WithSuchAHead(), torch.ones(1, 4, tiny.HIDDEN), steps=1)
+    assert [choice.name for choice in profile.regions[-1].choices] == ["keep"]
+    assert profile.places[-1].path == ""
+
+
 @pytest.mark.slow
 def test_a_profile_is_what_it_is_after_a_round_trip(tmp_path: Path) -> None:
     profile = profiled(2)
