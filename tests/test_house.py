@@ -368,6 +368,7 @@ def test_the_public_names() -> None:
         assert name == "errors" or callable(getattr(recompute, name))
 
 
+@pytest.mark.slow
 def test_the_command_line_loads_torch_only_where_it_is_used() -> None:
     """It answers in milliseconds, and judges what it was given before it waits for torch, which takes seconds."""
     heavy = "torch transformers triton matplotlib"

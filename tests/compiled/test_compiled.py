@@ -177,6 +177,7 @@ def test_layers_that_are_wrapped_keep_their_paths() -> None:
     close(train(model), train(decoder()))
 
 
+@pytest.mark.slow
 def test_taken_off_compiled_code_is_what_it_was() -> None:
     model = compile_layers(decoder())
     without = held_in_a_step(model)
@@ -186,6 +187,7 @@ def test_taken_off_compiled_code_is_what_it_was() -> None:
     assert held_in_a_step(model) == without
 
 
+@pytest.mark.slow
 def test_evaluation_and_inference_hold_nothing() -> None:
     model, plain = compile_layers(decoder()), decoder()
     recompute.apply(model, rules(rule(LAYER)))

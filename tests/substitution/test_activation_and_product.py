@@ -353,6 +353,7 @@ def test_triton_gives_what_the_reference_gives(device: str) -> None:
     torch.testing.assert_close(gradients(found, X.to(device)), gradients(module, X.to(device)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_t5_holds_what_its_tape_holds_with_its_dropout() -> None:
     batch, bytes_held = models.batch("t5"), []
     for via in ("hook", "kernel"):
