@@ -24,15 +24,16 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tabulate import tabulate
-from torch import Tensor
+from torch import nn
 from torch.optim import AdamW
-from transformers import LlamaForCausalLM
 
 import recompute
 from recompute import counters
 from recompute.ablation.ablation_config import AblationConfig
+from recompute.ablation.ablation_report import describe_models
 from recompute.ablation.peers import under
-from recompute.ablation.subjects import build_model, load_text, sample_batches
+from recompute.ablation.subjects import experiment_of, load_text
+from recompute.ablation.trials import Experiment
 from recompute.counters import resolve_device
 from recompute.errors import BudgetError
 from recompute.policy.document import load_document
@@ -65,20 +66,24 @@ class Point:
 class Trainer:
     """Real training steps, which change the weights a little."""
 
-    batch: Tensor
-    model: LlamaForCausalLM
+    experiment: Experiment
+    model: nn.Module
     optimizer: AdamW | None = None
+
+    @property
+    def batch(self) -> Any:
+        return self.experiment.batches[0]
 
     def step(self) -> None:
         if self.optimizer is None:
             self.optimizer = AdamW(self.model.parameters(), lr=1e-6, fused=True)
-        self.model(input_ids=self.batch, labels=self.batch).loss.backward()
+        self.experiment.loss(self.model, self.batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def measure(self) -> tuple[int, float]:
         """The peak, static bytes included, and the median seconds of a step."""
-        device = self.batch.device
+        device = self.experiment.device
         for _ in range(WARMUP):
             self.step()
         seconds = []
@@ -94,16 +99,16 @@ class Trainer:
 
 
 def main(config_path: Path, out: Path, count: int, peers: bool, profile_path: Path | None) -> None:
-    config = load_document(AblationConfig, config_path, kind="configuration").single()
-    if config.dtype == "autocast":
-        raise SystemExit(f"{config_path}: dtype: expected float32 or bfloat16; found autocast")
+    config = load_document(AblationConfig, config_path, kind="configuration")
+    comparison, *others = config.comparisons()
+    if others or comparison.dtype == "autocast":
+        raise SystemExit(f"{config_path}: expected one model, length and batch size, in float32 or bfloat16")
     device = resolve_device(config.device)
-    _, text = load_text(config.text)
-    batch = sample_batches(config, text, config.sequence_lengths[0])[0].to(device)
+    experiment = experiment_of(comparison, load_text(config.text)[1], device, lambda *_: None)
 
     def trainer() -> Trainer:
         gc.collect()
-        return Trainer(batch, build_model(config, device))
+        return Trainer(experiment, experiment.make())
 
     points: list[Point] = []
     ways = {way: "uniform" for way in UNIFORM}
@@ -116,12 +121,11 @@ def main(config_path: Path, out: Path, count: int, peers: bool, profile_path: Pa
         del one
         show(points[-1])
     one = trainer()
-    inputs = {"input_ids": batch, "labels": batch}
     start = counters.wall_seconds(device)
     if profile_path is not None:
         profile = Profile.load(profile_path)
     else:
-        profile = recompute.profile(one.model, inputs, optimizer=partial(AdamW, fused=True))
+        profile = recompute.profile(one.model, one.batch, optimizer=partial(AdamW, fused=True))
     profile_seconds = counters.wall_seconds(device) - start
     out.mkdir(parents=True, exist_ok=True)
     profile.save(out / "profile.json")
@@ -195,10 +199,9 @@ def markdown(results: dict[str, Any], points: list[Point]) -> str:
             f"Of torch's memory budgets' time, in the geometric mean: {statistics.geometric_mean(ratios):.3f}."
         )
     machine, config = results["machine"], results["config"]
-    shape = config["model"]
     blocks.append(
         f"Whole training steps (fused AdamW); peaks include {humanize(results['static_bytes'])} of parameters and "
-        f"optimizer states. Llama with {shape['layers']} layers, hidden size {shape['hidden_size']}, sequence "
+        f"optimizer states. {describe_models(config)}; sequence "
         f"{config['sequence_lengths'][0]}, batch {config['batch_size']}, {config['dtype']}. Profiled in "
         f"{results['profile_seconds']:.0f} s. {machine['gpu'] or machine['cpu']}, torch {machine['torch']}, "
         f"{machine['date'][:10]}."

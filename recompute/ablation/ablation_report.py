@@ -135,15 +135,16 @@ def describe(results: Mapping[str, Any]) -> str:
     repeats = f", each {config['repeats']} times" if config.get("repeats", 1) > 1 else ""
     models = config.get("models") or {}
     if models and all(isinstance(source, str) and names_factory(source) for source in models.values()):
-        return f"{_models(config)}; {_listed(config, 'dtype')}, {config['steps']} steps{repeats}. {where}"
+        return f"{describe_models(config)}; {_listed(config, 'dtype')}, {config['steps']} steps{repeats}. {where}"
     return (
-        f"{_models(config)}; batch {_listed(config, 'batch_size')}, "
+        f"{describe_models(config)}; batch {_listed(config, 'batch_size')}, "
         f"sequence {', '.join(map(str, config['sequence_lengths']))}, {_listed(config, 'dtype')}, {config['steps']} "
         f"steps{of_layers} on bytes of: {results['text']['source']}{repeats}. {where}"
     )
 
 
-def _models(config: Mapping[str, Any]) -> str:
+def describe_models(config: Mapping[str, Any]) -> str:
+    """What a configuration trains: each model by its name and fields, or the shape of its Llama."""
     if models := config.get("models"):
         return "; ".join(f"{name}: {_model(source)}" for name, source in models.items())
     return _model(config["model"])

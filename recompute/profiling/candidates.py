@@ -28,6 +28,8 @@ _LEAST_FINER = 2  # of those that limits give, however many prices give
 # and of the region's own seconds.
 _CLOSE = 0.03
 _MIB = 1 << 20
+TILE = 16384
+"""Of an MLP in tiles, the tokens at a time, as the preset ``long`` has them."""
 _ALIKE = 0.01  # of what a point holds: another one that holds as much may as well stand for it
 
 
@@ -62,12 +64,14 @@ def candidates_of(
     via_kernels: str | None,
     *,
     on_a_tape: bool = False,
+    in_tiles: bool = False,
     compress: bool = False,
 ) -> list[Candidate]:
     """The ways to run a region whose ops these plans list.
 
     on_a_tape: whether a tape runs around its kernels, whatever the rule says. If not, a rule without a family to run
         again and without a price drops nothing but what kernels regenerate themselves.
+    in_tiles: also those in which a kernel computes the MLP over some tokens at a time.
     compress: also those that hold what they can in 8 bits.
     """
     as_it_is, cheap = _Point(None, _saved_nbytes(by_hooks), 0.0), _cheap(by_hooks, HOOK)
@@ -85,6 +89,8 @@ def candidates_of(
         if compress:
             found.append(_in_8_bits(how, point))
         found += frontier_of.candidates(how)
+    if via_kernels is not None and in_tiles:
+        found += _in_tiles(via_kernels, plain)
     if by_hooks is not None and any(facts(step.op).family == "attention" for step in by_hooks.steps if step.is_costly):
         found.append(Candidate(f"{CHECKPOINT}, attention kept", {"action": "checkpoint", "keep": ["attention"]}, 1))
     found.append(Candidate(CHECKPOINT, {"action": "checkpoint"}, 0))
@@ -114,6 +120,18 @@ def _saved_nbytes(plan: SavePlan | None) -> int:
     """The bytes that are held if nothing is dropped: what autograd saves and what is not alive anyway."""
     known = () if plan is None else [plan.facts[number] for number in plan.demanded]
     return sum(each.nbytes for each in known if not each.alive)
+
+
+def _in_tiles(via: str, plain: _Point) -> Iterator[Candidate]:
+    """The ways that never have a tensor of the MLP's width for all tokens: for sequences so long that it is the peak.
+
+    The last one counts as holding least of all, less than a checkpoint, whose backward has such tensors.
+    """
+    rerun = rerunning_rule(via)
+    others = [family for family in rerun["rerun"] if family != "attention"]
+    yield Candidate(f"{KERNEL}, in tiles", {**(plain.rule or {}), "tile": TILE}, plain.held_nbytes)
+    yield Candidate(f"{KERNEL}, in tiles, attention kept", {**rerun, "rerun": others, "tile": TILE}, 1)
+    yield Candidate(f"{KERNEL}, in tiles, all run again", {**rerun, "tile": TILE}, -1)
 
 
 class _Point(NamedTuple):

@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
@@ -22,6 +23,7 @@ from recompute.policy.rules import BLOCK, NO_RULES, Policy, Rule
 from recompute.profiling.candidates import (
     HOOK,
     KEEP,
+    TILE,
     Candidate,
     candidates_of,
     head_candidates,
@@ -102,7 +104,7 @@ def discover_layout(
     Warns with ``PolicyWarning`` of modules that do not run exactly once. They count as part of what is around them.
     """
     regions = find_regions(run.model, match)
-    order, later, logits = _order(run, regions)
+    order, later, logits, tokens = _order(run, regions)
     for path in regions:
         if (times := order.count(path)) != 1:
             warn(f"profile: {path} runs {times} times in a forward, not once: no rule is considered for it")
@@ -112,7 +114,7 @@ def discover_layout(
             f"{type(run.model).__name__}: expected regions that run once in a forward; found none that does"
         )
     by_hooks = _plans(run, regions, HOOK)
-    stand_ins = _with_kernels(run.model, regions) if kernels else {}
+    stand_ins, with_mlps = _with_kernels(run.model, regions) if kernels else ({}, set())
     by_kernels = _plans(run, stand_ins, run.via) if stand_ins else {}
     kinds: dict[Any, RegionKind] = {}
     found = []
@@ -122,14 +124,15 @@ def discover_layout(
             alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
             last = alike[-1]  # not the first one, which has other neighbours than the rest
             via_kernels = run.via if last in stand_ins else None
-            options = {"on_a_tape": stand_ins.get(last, False), "compress": compress}
+            in_tiles = last in with_mlps and tokens[last] > TILE
+            options = {"on_a_tape": stand_ins.get(last, False), "in_tiles": in_tiles, "compress": compress}
             candidates = candidates_of(by_hooks.get(last), by_kernels.get(last), via_kernels, **options)
             kinds[key] = RegionKind(base_of(module).__name__, candidates)
         found.append(kinds[key])
     name = type(run.model).__name__
     before = RegionKind(f"{name}: before the first region", [_AS_IT_IS])
     after = RegionKind(f"{name}: head and loss", [_AS_IT_IS])
-    replaced = list(_with_kernels(run.model, later)) if kernels else []
+    replaced = list(_with_kernels(run.model, later)[0]) if kernels else []
     *also, last = replaced or [""]
     if replaced:
         after.candidates += head_candidates(run.via, later[last], logits.get(last))
@@ -139,13 +142,22 @@ def discover_layout(
 _AS_IT_IS = Candidate(KEEP, None, 0)
 
 
-def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, nn.Module], dict[str, Tensor]]:
-    """The paths of the regions in the order in which they run, what runs after all of them, and what Linears return.
+class _Order(NamedTuple):
+    """What a forward shows."""
 
-    Of what runs after them, the norms and the last Linear, which is the head if the model has one. Of what a Linear
-    returns, a tensor on ``meta``.
-    """
+    regions: list[str]
+    """Their paths in the order in which they run."""
+    later: dict[str, nn.Module]
+    """Of what runs after all of them, the norms and the last Linear, which is the head if the model has one."""
+    returned: dict[str, Tensor]
+    """What each Linear returns, on ``meta``."""
+    tokens: dict[str, int]
+    """Of each region, how many vectors its input has."""
+
+
+def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> _Order:
     order: list[str] = []
+    tokens: dict[str, int] = {}
     returned: dict[str, Tensor] = {}
     others: list[tuple[str, int]] = []  # with how many regions had begun by then
     modules = dict(run.model.named_modules())
@@ -154,6 +166,8 @@ def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], di
         for path, module in modules.items():
             if path in regions:
                 note: Any = partial(order.append, path)
+                hook = partial(_note_tokens, tokens, path)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             elif not any(module.children()) and not any(around in regions for around in _around(path)):
                 note = partial(lambda path: others.append((path, len(order))), path)
             else:
@@ -165,7 +179,13 @@ def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> tuple[list[str], di
     paths = list(dict.fromkeys(path for path, begun in others if begun == len(order)))
     norms = [path for path in paths if find_norm(modules[path]) is not None]
     heads = [path for path in paths if is_plain_linear(modules[path])]
-    return order, {path: modules[path] for path in (*norms, *heads[-1:])}, returned
+    return _Order(order, {path: modules[path] for path in (*norms, *heads[-1:])}, returned, tokens)
+
+
+def _note_tokens(tokens: dict[str, int], path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    inputs = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point())
+    first = next(inputs, None)
+    tokens[path] = 0 if first is None else first.shape[:-1].numel()
 
 
 def _note_output(returned: dict[str, Tensor], path: str, module: nn.Module, args: tuple, output: Any) -> None:
@@ -198,14 +218,18 @@ def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePla
                 return found
 
 
-def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, bool]:
-    """The regions in which kernels can stand in for something, and whether a tape runs around these kernels."""
+def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> tuple[dict[str, bool], set[str]]:
+    """The regions in which kernels can stand in for something, and whether a tape runs around these kernels.
+
+    Then the regions in which they can stand in for an MLP.
+    """
     rule = recomputing_rule("auto")
     with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
-        paths = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner)]
+        runners = {path: runner for path, runner in _runners(handle) if isinstance(runner, KernelRunner)}
         taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, TapeRunner)}
-    found = {around for path in paths for around in (path, *_around(path))}
-    return {path: path in taped for path in regions if path in found}
+    found = {around for path in runners for around in (path, *_around(path))}
+    mlps = {around for path, runner in runners.items() if runner.has_mlp for around in (path, *_around(path))}
+    return {path: path in taped for path in regions if path in found}, mlps
 
 
 def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:

@@ -112,6 +112,10 @@ class KernelLayerRunner(KernelRunner):
         return isinstance(self.norms[1], KernelLayerNorm) or self.mlp.dropout is not None
 
     @property
+    def has_mlp(self) -> bool:  # type: ignore[override]
+        return self._adds_to_mlp
+
+    @property
     def variant(self) -> Hashable:
         return self._linears.count
 

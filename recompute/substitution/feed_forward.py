@@ -430,6 +430,7 @@ def how_it_holds(runner: KernelRunner, mlp: KernelMLP) -> str:
 @dataclass
 class KernelMLPRunner(KernelRunner):
     mlp: KernelMLP
+    has_mlp = True
 
     @property
     def wants_tape(self) -> bool:  # type: ignore[override]

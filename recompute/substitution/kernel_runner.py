@@ -51,6 +51,8 @@ class KernelRunner(Runner, ABC):
     """The tokens that kernels compute at a time where they can; None: all."""
     stands_in_for_parts = False
     """Whether kernels may also stand in for modules inside of this one."""
+    has_mlp = False
+    """Whether it computes an MLP by a kernel, which may do so in tiles of tokens."""
     wants_tape = False
     """Whether a tape around the kernels holds less, of what is not theirs, than the kernels alone."""
 

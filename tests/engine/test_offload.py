@@ -6,6 +6,9 @@ import contextlib
 import copy
 import functools
 import gc
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -630,6 +633,26 @@ def test_the_device_holds_less_by_what_stats_say() -> None:
         lean = held()
         moved = (handle.stats() - before).offloaded_nbytes // 2
     assert eager - lean == pytest.approx(moved * 7 / 8, rel=0.02)  # the last region stays
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_was_forked_takes_no_pinned_page_away() -> None:
+    ones = torch.ones(1 << 22, dtype=torch.uint8, device="cuda")
+    memory = HostPool().buffer(ones.numel(), None, pin=True, who="a test").memory
+    assert memory.is_pinned()
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        memory.fill_(2)  # takes another page, where the child has the same one
+        memory.copy_(ones, non_blocking=True)
+        torch.cuda.synchronize()
+        assert memory.eq(1).all()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.gpu

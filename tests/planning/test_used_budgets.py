@@ -18,6 +18,7 @@ from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.microbatches import with_microbatches
 from recompute.policy.document import parse_document
 from recompute.policy.rules import Policy, Rule
+from recompute.profiling import candidates, regions
 from recompute.profiling.cost_table import Choice, Profile
 
 pytestmark = pytest.mark.slow
@@ -50,14 +51,14 @@ def profile() -> Profile:
     return profiled()
 
 
-def with_choices_of_prices(profile: Profile) -> Profile:
-    """The profile without the ways that limits of bytes give."""
+def without(profile: Profile, key: str) -> Profile:
+    """The profile without the choices whose rules have this key."""
 
-    def has_price(choice: Choice) -> bool:
-        return "hold" not in (choice.rule or {})
+    def has_none(choice: Choice) -> bool:
+        return key not in (choice.rule or {})
 
     regions = [
-        region.model_copy(update={"choices": tuple(filter(has_price, region.choices))}) for region in profile.regions
+        region.model_copy(update={"choices": tuple(filter(has_none, region.choices))}) for region in profile.regions
     ]
     return profile.model_copy(update={"regions": tuple(regions)})
 
@@ -78,7 +79,7 @@ def unused(profile: Profile, budgets: Sequence[int]) -> list[float]:
 @pytest.mark.parametrize(("in_flight", "at_most"), [(1, 0.02), (4, 0.05)])
 def test_little_of_a_budget_is_left_also_with_few_layers(profile: Profile, in_flight: int, at_most: float) -> None:
     fine = only_allowed(with_microbatches(profile, 4, in_flight), WITH_KERNELS)
-    coarse = with_choices_of_prices(fine)
+    coarse = without(fine, "hold")
     budgets = list(budgets_of(coarse))
     left, left_by_prices = unused(fine, budgets), unused(coarse, budgets)
     assert max(left) <= at_most < 0.7 * max(left_by_prices)
@@ -89,7 +90,7 @@ def test_little_of_a_budget_is_left_also_with_few_layers(profile: Profile, in_fl
 def test_plans_are_never_slower_for_it_nor_than_a_uniform_policy(
     profile: Profile, allowed: list[str], some_faster: int
 ) -> None:
-    coarse = with_choices_of_prices(only_allowed(profile, allowed))
+    coarse = without(only_allowed(profile, allowed), "hold")
     faster = 0
     for budget in budgets_of(coarse):
         found = recompute.plan(profile, budget=budget, allowed=allowed)
@@ -139,3 +140,17 @@ def test_memory_that_layers_have_no_use_for_holds_the_heads_logits() -> None:
     assert 0.9 * one_product < tight.predicted_step_seconds - spare.predicted_step_seconds < one_product
     estimate = recompute.estimate(config, policy=spare.policy, seq_len=LENGTH, advise=False)
     assert spare.predicted_peak_bytes == pytest.approx(max(estimate.moments.values()), rel=0.002)
+
+
+def test_mlps_in_tiles_fit_a_budget_that_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (candidates, regions):
+        monkeypatch.setattr(module, "TILE", LENGTH // 8)
+    width = 8 * CONFIG.hidden_size
+    config = LlamaConfig(**{**CONFIG.to_dict(), "intermediate_size": width, "num_hidden_layers": 7})
+    profile = profiled(config)
+    least, others = (solver.floor(each).prediction.peak_nbytes for each in (profile, without(profile, "tile")))
+    assert others - least > 2 * LENGTH * width * 2  # two tensors as wide as the MLP
+    plan = recompute.plan(profile, budget=least)
+    assert {rule.tile for rule in plan.policy.rules if "layers" in str(rule.match)} == {LENGTH // 8}
+    estimate = recompute.estimate(config, policy=plan.policy, seq_len=LENGTH, advise=False)
+    assert plan.predicted_peak_bytes == pytest.approx(max(estimate.moments.values()), rel=0.005)

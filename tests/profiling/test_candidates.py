@@ -21,6 +21,7 @@ FAMILIES = by_default(["llama", "gpt2", "gemma2", "bert"], "llama", "gpt2")
 WHOLE = by_default(["llama", "gpt2", "gemma2"], "llama", "gpt2")
 """Those whose layers have kernels for more than norms."""
 LAYER = ["*Layer", "*Block"]
+ANY = rerunning_rule("kernel")["rerun"]
 ON_A_TAPE = ["gpt2", "gemma2", "bert"]  # whatever the rule says
 
 
@@ -38,6 +39,15 @@ def ways(name: str, *, kernels: bool = True) -> list[Candidate]:
     by_kernels = planned(name, "kernel") if kernels else None
     taped = name in ON_A_TAPE
     return candidates_of(planned(name, "hook"), by_kernels, "kernel" if kernels else None, on_a_tape=taped)
+
+
+def test_an_mlp_in_tiles_is_offered_with_attention_kept_and_run_again() -> None:
+    plans = planned("llama", "hook"), planned("llama", "kernel")
+    usual, tiled = (candidates_of(*plans, "kernel", in_tiles=in_tiles) for in_tiles in (False, True))
+    added = [one for one in tiled if one not in usual]
+    assert [(one.rule or {}).get("tile") for one in added] == [candidates.TILE] * 3
+    assert [(one.rule or {}).get("rerun") for one in added] == [None, ["gemm", "convolution"], ANY]
+    assert min(tiled, key=lambda one: one.predicted_nbytes) is added[-1]
 
 
 def told_by(key: str, found: Collection[Candidate], via: str) -> list[Candidate]:

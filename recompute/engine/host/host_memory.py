@@ -1,12 +1,14 @@
 """Memory off the device, for what is offloaded: bounded, and used again from step to step.
 
 It is mapped and not allocated, so that each buffer has pages of its own. Pages of memory are pinned for CUDA, which
-then copies them without waiting. Pages of a file are not. The file has no name from the start, so the system takes its
-space back when the process ends, however that happens.
+then copies them without waiting. To pin them is what a first step under offloading waits for: large pages, private to
+the process and written to by all threads, take a tenth of the time of others. Pages of a file are not pinned. The file
+has no name from the start, so the system takes its space back when the process ends, however that happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -30,7 +32,6 @@ _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-
 
 Events = tuple[torch.cuda.Event, ...]
 
@@ -159,7 +160,7 @@ class HostPool:
 
     def _map(self, nbytes: int) -> mmap.mmap:
         if self._directory is None:
-            return mmap.mmap(-1, nbytes)
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         try:
             with tempfile.TemporaryFile(prefix="recompute-", dir=self._directory) as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is found now, and not by a write
@@ -180,7 +181,15 @@ def pool_in(directory: str | None) -> HostPool:
 
 
 def _pin(memory: Tensor, mapped: mmap.mmap) -> None:
-    """Pin a buffer's pages as long as they are mapped."""
+    """Pin a buffer's pages as long as they are mapped.
+
+    A process forked from this one does not get them. If it did, whichever of the two wrote to a page first would get
+    another page for it, and the device would not know of that.
+    """
+    with contextlib.suppress(OSError):  # this system has no large pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    mapped.madvise(mmap.MADV_DONTFORK)
+    memory.zero_()
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     torch.cuda.check_error(runtime.cudaHostRegister(address, memory.numel(), 0))
     weakref.finalize(mapped, runtime.cudaHostUnregister, address)
