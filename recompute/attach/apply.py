@@ -87,7 +87,7 @@ class AppliedPolicy:
             parameter = next((each for a in self._attachments for each in a.module.parameters()), None)
             self._stopwatch = Stopwatch(torch.device("cpu") if parameter is None else parameter.device)
         for attachment in self._attachments:
-            attachment.runner.statistics.stopwatch = self._stopwatch
+            attachment.runner.statistics.regenerated.stopwatch = self._stopwatch
 
     def plans(self) -> dict[str, SavePlan]:
         """What the last forward of each module on a tape kept and dropped, by module path; "" is the model.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import autocast_in_force, cast_of
-from recompute.compiled.codegen import Versioned
+from recompute.compiled.codegen import GeneratedCode, Versioned
 from recompute.compiled.fallback import Given, Other, contributions_of
 from recompute.compiled.program import DroppedOutputs, Program
 from recompute.engine.cut.layout import Layout
@@ -32,6 +33,7 @@ from recompute.engine.saved_tensors import (
     pack_through,
     top_hooks,
 )
+from recompute.engine.thread_state import stopwatch_of
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING = nullcontext()
@@ -155,18 +157,23 @@ class CapturedFrame:
             settings = self._numerics.replayed
         elif left and (outputs := program.outputs) is not None:
             self._count(outputs.backward_reruns, outputs.backward_nbytes)
-            return outputs.backward(held, kept, self._states, given, left)
+            return self._timed(outputs.backward)(held, kept, self._states, given, left)
         self._count(program.reruns, program.rerun_nbytes)
         if settings is None:
-            return program.backward(held, kept, self._states, given)
+            return self._timed(program.backward)(held, kept, self._states, given)
         left.clear()
-        return program.under_settings(settings, held, kept, self._states, given)
+        return self._timed(program.under_settings)(settings, held, kept, self._states, given)
+
+    def _timed(self, code: GeneratedCode) -> Callable[..., Any]:
+        """The code, which also times what it runs again if that was asked for."""
+        stopwatch = stopwatch_of(self.statistics)
+        return code if stopwatch is None else partial(code.timed(), stopwatch)
 
     def _count(self, reruns: int, nbytes: int) -> None:
         """Count what backward runs again."""
-        statistics = self.statistics
-        statistics.regenerations += 1 if self._is_checkpoint else reruns
-        statistics.regenerated_nbytes += self._program.plan.dropped_nbytes if self._is_checkpoint else nbytes
+        regenerated = self.statistics.regenerated
+        regenerated.count += 1 if self._is_checkpoint else reruns
+        regenerated.nbytes += self._program.plan.dropped_nbytes if self._is_checkpoint else nbytes
 
     def leave(self, left: Sequence[Tensor]) -> None:
         """Hold what gave back outputs until backward, if that is still to come."""
@@ -206,9 +213,11 @@ class CapturedFrame:
 
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
-        program = self._program
+        program, stopwatch, regenerated = self._program, stopwatch_of(self.statistics), self.statistics.regenerated
         is_differentiated = torch.is_grad_enabled()
         self._on_replay(program, is_differentiated)
+        regenerated.count += 1  # as a checkpoint does
+        regenerated.nbytes += program.plan.dropped_nbytes
         inputs = Given(self.statistics.name)
         for (position, _), value in zip(program.held, self._values(saved), strict=True):
             inputs.hold(position, value)
@@ -227,7 +236,10 @@ class CapturedFrame:
             self._numerics.replayed(),
             torch.enable_grad(),
         ):
+            started = None if stopwatch is None else stopwatch.start()
             outputs = self._graph(*given)
+            if stopwatch is not None:
+                stopwatch.stop(started)
             given += [cast_of(given[position]) for position in program.casts]
         found = contributions_of(outputs, gradients, given, program.edges)
         if not _keeps_graph():
@@ -283,8 +295,9 @@ class _Outputs(Recipe):
             frame.leave(left)
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
         # The recipe itself counts one regeneration, and the bytes that it gives.
-        self.statistics.regenerations += outputs.reruns - 1
-        self.statistics.regenerated_nbytes += outputs.rerun_nbytes - nbytes_of(given_back.values())
+        regenerated = self.statistics.regenerated
+        regenerated.count += outputs.reruns - 1
+        regenerated.nbytes += outputs.rerun_nbytes - nbytes_of(given_back.values())
         return given_back
 
 

@@ -114,7 +114,8 @@ class CapturedRegion:
         if stand_in is not None and not stand_in.is_taped:
             self._untaped = stand_in.run
         if self._untaped is not None:
-            tape.statistics = RegionStatistics(self.statistics.name)  # the tape's own, which nobody asks for
+            # The tape's own, of which nobody asks for more than what runs again.
+            tape.statistics = RegionStatistics(self.statistics.name, regenerated=self.statistics.regenerated)
         self._frames = 0
         self.recorded: RecordedFrame | None = None
         """The last frame whose calls were recorded. A graph is to be taken of the next call that has none."""

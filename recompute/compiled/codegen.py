@@ -9,7 +9,9 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -175,11 +177,12 @@ class Code:
         given: Collection[str] = (),
         *,
         again_first: bool = False,
-    ) -> Any:
+    ) -> GeneratedCode:
         """The function that begins with ``head``, goes on with the statements and returns ``result``.
 
-        head: its first lines. last: the variables that ``result`` reads. given: those that ``head`` makes.
-        again_first: write what runs again before all else, in the span of the argument ``settings``.
+        head: its first lines; the first of them is its signature. last: the variables that ``result`` reads. given:
+        those that ``head`` makes. again_first: write what runs again before all else, in the span of the argument
+        ``settings``.
         """
         statements = self.statements
         if again_first:
@@ -188,26 +191,52 @@ class Code:
         lines = list(head)
         if unused := [variable for variable in given if variable not in uses and variable not in last]:
             lines.append(f"del {', '.join(unused)}")
-        is_inside = False
-        for index, statement in enumerate(statements):
-            if again_first and statement.again and not is_inside:
-                lines.append("with settings():")
-            is_inside = again_first and statement.again
-            indent = "    " if is_inside else ""
-            lines += [indent + line for line in statement.text.split("\n")]
-            gone = [
-                v
-                for v in (*statement.reads, *statement.makes)
-                if uses[v] == index and v not in last and v not in self.names
-            ]
-            if gone:
-                lines.append(f"{indent}del {', '.join(dict.fromkeys(gone))}")
-        source = "\n    ".join([*lines, f"return {result}"])
-        names = dict(self.names)
-        exec(compile(source, "<a captured region>", "exec"), names)
-        function = names["run"]
-        function.source = source
+        for again, group in groupby(enumerate(statements), key=lambda pair: pair[1].again):
+            block = []
+            for index, statement in group:
+                block += statement.text.split("\n")
+                gone = [
+                    v
+                    for v in (*statement.reads, *statement.makes)
+                    if uses[v] == index and v not in last and v not in self.names
+                ]
+                if gone:
+                    block.append(f"del {', '.join(dict.fromkeys(gone))}")
+            if again and again_first:
+                block = ["with settings():", *[f"    {line}" for line in block]]
+            lines += [_START, *block, _STOP] if again else block
+        lines.append(f"return {result}")
+        untimed = [line for line in lines if line not in (_START, _STOP)]
+        function = _function(untimed, self.names)
+        signature, *body = lines
+        timed = signature.replace("run(", "run(stopwatch, ", 1), *body
+        function.timed = cache(partial(_function, timed, self.names))
         return function
+
+
+class GeneratedCode(Protocol):
+    """A function that was made of statements."""
+
+    source: str
+
+    def __call__(self, *args: Any) -> Any: ...
+
+    def timed(self) -> Callable[..., Any]:
+        """The same function, with one argument more in front: the ``Stopwatch`` that times what it runs again."""
+
+
+_START, _STOP = "started = stopwatch.start()", "stopwatch.stop(started)"
+"""The lines around what runs again, where that is timed."""
+
+
+def _function(lines: Sequence[str], names: dict[str, Any]) -> Any:
+    """The function ``run`` that these lines are, which refers to objects by these names."""
+    source = "\n    ".join(lines)
+    names = dict(names)
+    exec(compile(source, "<a captured region>", "exec"), names)
+    function = names["run"]
+    function.source = source
+    return function
 
 
 def _moved(value: Any, moved: dict[int, int]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tag
 
 from recompute.compiled.autocast_settings import Autocast
-from recompute.compiled.codegen import Code, code_that_holds
+from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
@@ -74,7 +74,7 @@ class DroppedOutputs:
     is at its peak, and runs again.
     """
 
-    run: Callable[..., Any]
+    run: GeneratedCode
     """``(held, kept, states) -> (outputs, left)``."""
     values: tuple[tuple[int, int], ...]
     """The positions of the outputs that it gives back, and their values in the plan."""
@@ -86,7 +86,7 @@ class DroppedOutputs:
     """How many ops it runs."""
     rerun_nbytes: int
     """The bytes that these give."""
-    backward: Callable[..., Any]
+    backward: GeneratedCode
     """``(held, kept, states, gradients, left) -> contributions``: the region's backward after it."""
     backward_reruns: int
     backward_nbytes: int
@@ -97,11 +97,11 @@ class Program:
     """What runs in the place of a region."""
 
     plan: SavePlan
-    forward: Callable[..., Any]
+    forward: GeneratedCode
     """``(name, *given, *casts) -> (outputs, kept, states)``."""
-    backward: Callable[..., Any]
+    backward: GeneratedCode
     """``(held, kept, states, gradients) -> contributions``."""
-    under_settings: Callable[..., Any]
+    under_settings: GeneratedCode
     """``(settings, held, kept, states, gradients)``: ``backward``, with what runs again in the span of ``settings``."""
     outputs: DroppedOutputs | None
     """What gives back the outputs that others have saved and dropped; None if there can be none."""
@@ -417,7 +417,7 @@ class ProgramWriter:
         made = {self._made_by(step, slot) for step, slot in origins if step is not None}
         return frozenset(number for number in made if number is not None)
 
-    def _write_forward(self) -> tuple[Any, dict[int, str]]:
+    def _write_forward(self) -> tuple[GeneratedCode, dict[int, str]]:
         code = Code(self.recording)
         given = [number for number, buffer in enumerate(self.recording.buffers) if buffer.given is not None]
         given.sort(key=lambda number: self.recording.buffers[number].given or 0)

@@ -31,7 +31,7 @@ from recompute.engine.saved_tensors import (
     seen_as,
     version_of,
 )
-from recompute.engine.thread_state import in_backward, is_fake, local, sharing_values
+from recompute.engine.thread_state import in_backward, is_fake, local, sharing_values, stopwatch_of
 from recompute.errors import RegenerationError
 
 
@@ -218,7 +218,7 @@ class Recipe(ABC):
 
     def _fill_all(self) -> None:
         """Run this after the recipes that it needs. It does not recurse: a chain may be longer than Python's stack."""
-        stopwatch = None if local.regenerating else self.statistics.stopwatch
+        stopwatch = stopwatch_of(self.statistics)
         started = None if stopwatch is None else stopwatch.start()
         pending = [(self, self.missing_inputs())]
         while pending:
@@ -253,8 +253,8 @@ class Recipe(ABC):
                 local.regenerating -= 1
             for handle in dropped:
                 handle.is_ready = True
-            self.statistics.regenerations += 1
-            self.statistics.regenerated_nbytes += nbytes_of(self._values.values())
+            self.statistics.regenerated.count += 1
+            self.statistics.regenerated.nbytes += nbytes_of(self._values.values())
             self.group.filled(self)
 
     @abstractmethod

@@ -22,6 +22,18 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 @dataclass
+class Regenerations:
+    """How often backward made something run again, what came back, and what times it."""
+
+    count: int = 0
+    """Times that an op ran again, or a whole region."""
+    nbytes: int = 0
+    """Bytes that came back, including those of values that only served to bring others back."""
+    stopwatch: Stopwatch | None = None
+    """None unless times were asked for."""
+
+
+@dataclass
 class RegionStatistics:
     """The name of a region, for messages, and its totals since the policy was applied."""
 
@@ -35,10 +47,8 @@ class RegionStatistics:
     """Bytes that live only because its frames, or the kernels in its place, saved them for backward."""
     eager_nbytes: int = 0
     """Bytes that the same code holds for backward without the policy."""
-    regenerations: int = 0
-    """Times backward made it, or an op in it, run again."""
-    regenerated_nbytes: int = 0
-    """Bytes that came back, including those of values that only served to bring others back."""
+    regenerated: Regenerations = field(default_factory=Regenerations)
+    """What backward has run again. The tape by which a region is captured counts it for the region, too."""
     offloaded_tensors: int = 0
     """Storages that were copied off the device."""
     offloaded_nbytes: int = 0
@@ -51,12 +61,18 @@ class RegionStatistics:
     """Bytes of their codes and scales, which are among those kept."""
     worst_code_error: Tensor | None = None
     """The largest error of a number that was held so, relative to the largest one of its block. On its device."""
-    stopwatch: Stopwatch | None = None
-    """Times the regenerations, if that was asked for."""
     plan: SavePlan | None = None
     """What its last frame kept and dropped, and why."""
     dropped_outputs: list[DroppedOutput] = field(default_factory=list)
     """The outputs of its last frame that were dropped too."""
+
+    @property
+    def regenerations(self) -> int:
+        return self.regenerated.count
+
+    @property
+    def regenerated_nbytes(self) -> int:
+        return self.regenerated.nbytes
 
 
 class DroppedOutput(NamedTuple):

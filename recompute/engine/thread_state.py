@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.stopwatch import Stopwatch
 
 
 class _ThreadState(threading.local):
@@ -59,6 +60,11 @@ def packing_for_recipe() -> Iterator[None]:
         yield
     finally:
         local.packing_for_recipe = before
+
+
+def stopwatch_of(statistics: RegionStatistics) -> Stopwatch | None:
+    """What is to time a regeneration that begins now. None if that was not asked for, or if it is a part of another."""
+    return None if local.regenerating else statistics.regenerated.stopwatch
 
 
 def in_backward() -> bool:
