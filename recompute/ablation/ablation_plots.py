@@ -176,12 +176,16 @@ def _memory_parts(row: RowDict, base: RowDict) -> Parts:
 
 
 def _time_parts(row: RowDict, base: RowDict) -> Parts:
-    """Seconds. What is longer in backward than the baseline's is a part of its own."""
+    """Seconds. Where the time of regenerating is not known, what backward takes longer than the baseline's is shown."""
     backward, plain = row.get("backward_seconds") or 0.0, base.get("backward_seconds") or math.inf
+    regenerating = row.get("regenerating_seconds")
+    again = 0.0 if regenerating is None else min(regenerating, backward)
+    added = max(0.0, backward - plain) if regenerating is None else 0.0
     return {
         "forward": row.get("forward_seconds") or 0.0,
-        "backward": min(backward, plain),
-        f"added to backward of {BASELINE}": max(0.0, backward - plain),
+        "backward": backward - again - added,
+        "regenerating": again,
+        f"added to backward of {BASELINE}": added,
         "optimizer": row.get("optimizer_seconds") or 0.0,
     }
 

@@ -174,7 +174,8 @@ def tables(rows: Sequence[RowDict]) -> list[tuple[str, list[list[str]]]]:
     """Titles and tables: what every row has; then what times and memory are made of, where that was measured."""
     found = [("Memory, time, losses and gradients", _cells(rows))]
     if any(row.get("backward_seconds") is not None for row in rows):
-        found.append(("Milliseconds of a step, by part: the median, and both quartiles", _filled(rows, _TIMES)))
+        times = _without(_TIMES, {"of that regenerating": "regenerating_seconds"}, rows)
+        found.append(("Milliseconds of a step, by part: the median, and both quartiles", _filled(rows, times)))
     if any(row.get("parameter_bytes") is not None for row in rows):
         found.append(("Bytes between forward and backward, by what they are", _filled(rows, _MEMORY)))
     return found
@@ -191,10 +192,14 @@ def _cells(rows: Sequence[RowDict]) -> list[list[str]]:
         "losses": _losses,
         "gradients": _gradients,
     }
-    for key, name in (("forward_cpu_seconds", "CPU ms a forward"), ("longest_sequence", "longest sequence")):
-        if all(row.get(key) is None for row in rows):
-            del columns[name]
-    return _filled(rows, columns)
+    keys = {"CPU ms a forward": "forward_cpu_seconds", "longest sequence": "longest_sequence"}
+    return _filled(rows, _without(columns, keys, rows))
+
+
+def _without(columns: Mapping[str, Cell], keys: Mapping[str, str], rows: Sequence[RowDict]) -> dict[str, Cell]:
+    """The columns but for those of ``keys`` for which no row has a number. keys: that of the number, by column."""
+    unknown = {column for column, key in keys.items() if all(row.get(key) is None for row in rows)}
+    return {column: cell for column, cell in columns.items() if column not in unknown}
 
 
 def _filled(rows: Sequence[RowDict], columns: Mapping[str, Cell]) -> list[list[str]]:
@@ -248,6 +253,7 @@ _TIMES: Mapping[str, Cell] = {
     "step": _with_quartiles("step_seconds"),
     "forward": _with_quartiles("forward_seconds"),
     "backward": _with_quartiles("backward_seconds"),
+    "of that regenerating": _with_quartiles("regenerating_seconds"),
     "added to backward": _plain("backward_added_seconds", lambda seconds: f"{seconds * 1e3:+.1f}"),
     "optimizer": _with_quartiles("optimizer_seconds"),
 }

@@ -10,8 +10,9 @@ from tabulate import tabulate
 
 from recompute.ablation import results_file
 from recompute.ablation.row_places import AXES, place_of, varied
+from recompute.ablation.trials import TIMED
 
-_TIMES = ("step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "forward_cpu_seconds")
+_TIMES = tuple(f"{name}_seconds" for name in TIMED)
 _COUNTS = (
     "activation_bytes_held",
     "logits_bytes_held",

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama import modeling_llama
 
-from recompute.attach.apply import PolicyLike, apply
+from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
 from recompute.errors import AblationError
 from recompute.policy.document import nearest
 from recompute.policy.loading import load_policy
@@ -80,8 +80,10 @@ def under(
     model: nn.Module,
     policies: Mapping[str, PolicyLike] = MappingProxyType({}),
     match: str | Sequence[str] | None = None,
-) -> Iterator[None]:
+) -> Iterator[AppliedPolicy | None]:
     """Put the model under a policy or a peer. It stays so after the block, except that Liger's changes are undone.
+
+    The block gets the handle of a policy of ours in eager code; None of what else there is.
 
     policy: a name in ``policies``, or the name of a peer or a preset, or a policy file.
     match: globs over the paths of the modules that a peer takes for layers; None: by the names of their classes.
@@ -90,15 +92,14 @@ def under(
         with under(policy.removesuffix(COMPILED), model, policies, match):
             for layer in find_regions(model, match).values():
                 layer.compile()
-            yield
+            yield None
         torch.compiler.reset()
     elif policy in policies or not is_peer(policy):
-        if policy != BASELINE or policy in policies:
-            apply(model, load_policy(policies.get(policy, policy)))
-        yield
+        is_plain = policy == BASELINE and policy not in policies
+        yield None if is_plain else apply(model, load_policy(policies.get(policy, policy)))
     elif policy in ("liger", "liger-loss"):
         with _liger(policy, model):
-            yield
+            yield None
     elif policy.startswith(("torch-compile", "torch-budget")):
         budget = _MEMORY_BUDGET.fullmatch(policy)
         with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
@@ -107,21 +108,21 @@ def under(
                     layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
                     model.set_submodule(path, layer)
                 layer.compile()
-            yield
+            yield None
         torch.compiler.reset()
     elif policy == "cut-cross-entropy":
         _cut_cross_entropy(model)
-        yield
+        yield None
     elif policy in ("torch-save-on-cpu", "torchtune-offload"):
         offloading = _torchtune_offload() if policy == "torchtune-offload" else _save_on_cpu
         for layer in find_regions(model, match).values():
             layer.forward = partial(_run_inside, offloading, layer.forward)
-        yield
+        yield None
     else:
         options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
         for layer in find_regions(model, match).values():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-        yield
+        yield None
 
 
 def _run_inside(

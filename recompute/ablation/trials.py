@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from recompute import counters
 from recompute.ablation.longest_sequence import is_out_of_memory
 from recompute.ablation.peers import BASELINE, COMPILED, EXACT_PEERS, is_peer, under
-from recompute.attach.apply import PolicyLike
+from recompute.attach.apply import AppliedPolicy, PolicyLike
 from recompute.diagnostics.comparing_runs import (
     COMPRESSION_TOLERANCE,
     Widened,
@@ -39,11 +39,14 @@ Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
 
 
-Timings = Mapping[str, Sequence[float]]
+Timings = dict[str, tuple[float, ...]]
 """The seconds of each timed step, by what they are of: ``TIMED``."""
 
 _PIECE = 1 << 26  # elements of a gradient that are compared at once
-TIMED = ("step", "forward", "backward", "optimizer", "forward_cpu")
+TIMED = ("step", "forward", "backward", "optimizer", "forward_cpu", "regenerating")
+_REGENERATING_STEPS = 3
+"""Steps in which regenerating is timed by itself. They come after the others, as on CUDA each of its parts costs two
+events."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class AblationRow:
     ``step_seconds`` ends when the device has finished, and its parts are by the device's clock. ``forward_cpu_seconds``
     is the time that launching forward takes the CPU; it is None where the model itself runs on the CPU.
     ``backward_added_seconds`` is the backward's time minus that of the baseline's. That is what regenerating adds, less
-    what the policy makes faster. ``timings`` has the seconds of each timed step, for each repeat.
+    what the policy makes faster. ``regenerating_seconds`` is the part of backward in which it runs again what the
+    policy has dropped; what a kernel regenerates in registers takes no time of its own. It is known of our policies in
+    eager code alone. ``timings`` has the seconds of each timed step, for each repeat.
 
     ``longest_sequence`` is the longest of those that were tried whose whole step fits the budget; 0 if none does.
 
@@ -104,6 +109,8 @@ class AblationRow:
     forward_cpu_seconds: float | None = None
     forward_cpu_seconds_quartiles: tuple[float, float] | None = None
     backward_added_seconds: float | None = None
+    regenerating_seconds: float | None = None
+    regenerating_seconds_quartiles: tuple[float, float] | None = None
     losses: tuple[float, ...] | None = None
     losses_match: bool | None = None
     loss_error: float | None = None
@@ -232,8 +239,9 @@ class Experiment:
 
         def train() -> Timings:
             model = self.make()
-            with under(policy, model, self.policies, self.layers):
-                return _train(self, model, self.optimizer(model.parameters()), policy).timings
+            with under(policy, model, self.policies, self.layers) as handle:
+                timings = _train(self, model, self.optimizer(model.parameters()), policy).timings
+                return timings | _regenerating(self, model, handle)
 
         return attempted(train)
 
@@ -289,7 +297,7 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
     if tolerance is not None and _compresses(policy, experiment.policies):
         tolerance = max(tolerance, COMPRESSION_TOLERANCE)
     model = experiment.make()
-    with under(policy, model, experiment.policies, experiment.layers):
+    with under(policy, model, experiment.policies, experiment.layers) as handle:
         optimizer = experiment.optimizer(model.parameters())
         with deterministic(device.type == "cuda"):
             trained = _train(experiment, model, optimizer, policy, _looks(experiment.baseline, policy))
@@ -297,6 +305,8 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
         with seeded(experiment.seed, device):
             forward = partial(experiment.forward, model, experiment.batches[-1])
             memory = counters.step_memory(forward, device, _decoder_in(model))
+        static_bytes = _static_bytes(model, optimizer)
+        timings = timed.timings | _regenerating(experiment, model, handle)
     if policy == BASELINE:
         experiment.baseline = Baseline(trained.losses, *trained.looks)
     held, elements = memory.activation_bytes_held, experiment.token_elements
@@ -307,10 +317,10 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
         activation_bytes_held=held,
         logits_bytes_held=_after_decoder(experiment, memory),
         peak_bytes=memory.peak_bytes,
-        **_static_bytes(model, optimizer),
+        **static_bytes,
         bytes_per_token_layer_hidden=None if elements is None else held / elements,
         losses=trained.losses,
-    ).timed([timed.timings])
+    ).timed([timings])
     return _compared(row, trained, experiment.baseline, tolerance) if experiment.baseline else row
 
 
@@ -412,6 +422,23 @@ def _train(
         looks=tuple(seen),
         timings={name: tuple(each[warmup:]) for name, each in seconds.items() if each},
     )
+
+
+def _regenerating(experiment: Experiment, model: nn.Module, handle: AppliedPolicy | None) -> Timings:
+    """The seconds of each of some steps that go to running again what the policy has dropped, by the name of that."""
+    if handle is None:
+        return {}
+    handle.time_regeneration()
+    seconds = []
+    with seeded(experiment.seed, experiment.device):
+        for batch in experiment.batches[-_REGENERATING_STEPS:]:
+            model.zero_grad()
+            before = handle.stats()
+            experiment.forward(model, batch).backward()
+            spent = (handle.stats() - before).regenerating_seconds
+            assert spent is not None, "it was asked for"
+            seconds.append(spent)
+    return {"regenerating": tuple(seconds)}
 
 
 def _is_exact(policy: str, policies: Mapping[str, PolicyLike]) -> bool:

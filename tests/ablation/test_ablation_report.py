@@ -263,6 +263,18 @@ def test_times_by_part_and_memory_by_kind_have_tables_of_their_own() -> None:
     assert memory[1] == ["none", "1.0 MiB", "1.0 MiB", "2.0 MiB", "8.0 MiB", "3.0 MiB"]
 
 
+def test_what_regenerating_takes_is_a_part_of_backward_where_it_is_known() -> None:
+    full = timed("full", 0.12, 0.07, regenerating_seconds=0.03, regenerating_seconds_quartiles=[0.02, 0.04])
+    rows = [timed("none"), full, timed("torch-checkpoint", 0.13, 0.08)]
+    _, times, _ = tables_in(ablation_report.markdown(results(*rows)))
+    assert [line[4] for line in times] == ["of that regenerating", "-", "30.0 (20.0 to 40.0)", "-"]
+    parts = [ablation_plots._time_parts(each, rows[0]) for each in rows]
+    assert [each["regenerating"] for each in parts] == [0.0, 0.03, 0.0]
+    assert [each["backward"] for each in parts] == pytest.approx([0.05, 0.04, 0.05])
+    assert [each["added to backward of none"] for each in parts] == pytest.approx([0.0, 0.0, 0.03])
+    assert [sum(each.values()) for each in parts] == pytest.approx([0.09, 0.11, 0.12])  # the bar's length stays
+
+
 def test_columns_tell_apart_what_differs_and_nothing_else() -> None:
     rows = [timed("none"), timed("none", model="n"), timed("none", dtype="autocast", model="n")]
     table = cells(ablation_report.markdown(results(*rows)))

@@ -145,6 +145,16 @@ def test_numbers_are_consistent(rows: dict[str, AblationRow]) -> None:
         assert row.forward_cpu_seconds is None
 
 
+def test_what_regenerating_takes_is_known_of_our_policies(rows: dict[str, AblationRow]) -> None:
+    for policy in ("full", "hook", "alternate", "elementwise"):
+        regenerating, backward = rows[policy].regenerating_seconds, rows[policy].backward_seconds
+        assert regenerating is not None
+        assert backward is not None
+        assert 0 < regenerating < 10 * backward  # medians of different steps
+        assert all(len(timings["regenerating"]) == TINY.steps for timings in rows[policy].timings)
+    assert {rows[name].regenerating_seconds for name in ("none", "torch-checkpoint", "torch-selective")} == {None}
+
+
 @pytest.mark.parametrize("policy", ["hook", "kernel"])
 def test_a_wrong_gradient_does_not_match(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def scale_a_gradient(model: Any, policy: object) -> None:
