@@ -1,9 +1,11 @@
 """Memory off the device, for what is offloaded: bounded, and used again from step to step.
 
 It is mapped and not allocated, so that each buffer has pages of its own. Pages of memory are pinned for CUDA, which
-then copies them without waiting. To pin them is what a first step under offloading waits for: large pages, private to
-the process and written to by all threads, take a tenth of the time of others. Pages of a file are not pinned. The file
-has no name from the start, so the system takes its space back when the process ends, however that happens.
+copies pinned memory without waiting. Pages of a file are not pinned. The file has no name from the start, so the system
+takes its space back when the process ends, however that happens.
+
+Pinning takes long, and happens in the first step under offloading. It takes far less time for large pages that are
+private to the process and that all threads have written to before.
 """
 
 from __future__ import annotations
