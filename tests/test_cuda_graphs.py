@@ -89,6 +89,18 @@ def test_a_region_in_a_graph_runs_by_the_tape(monkeypatch: pytest.MonkeyPatch) -
         assert any(captured() for _ in range(4))
 
 
+def test_what_runs_again_in_a_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that are recorded while a graph is captured measure no time."""
+    model, x = blocks("cpu"), torch.randn(4, WIDTH, requires_grad=True)
+    with recompute.apply(model, DRAWS_NOTHING["hooks"]) as handle:
+        handle.time_regeneration()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        model(x).sum().backward()
+    assert handle.stats().regenerations > 0
+    assert handle.stats().regenerating_seconds == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", [*DRAWS_NOTHING.values(), rules(rule("Block"))], ids=[*DRAWS_NOTHING, "checkpoint"])
 def test_compiled_code_has_cuda_graphs_under_a_policy(policy: dict[str, Any]) -> None:

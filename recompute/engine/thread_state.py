@@ -63,8 +63,12 @@ def packing_for_recipe() -> Iterator[None]:
 
 
 def stopwatch_of(statistics: RegionStatistics) -> Stopwatch | None:
-    """What is to time a regeneration that begins now. None if that was not asked for, or if it is a part of another."""
-    return None if local.regenerating else statistics.regenerated.stopwatch
+    """What is to time a regeneration that begins now. None if that was not asked for, or if it is a part of another.
+
+    None, too, while a CUDA graph is being captured, in which events measure no time.
+    """
+    stopwatch = statistics.regenerated.stopwatch
+    return None if stopwatch is None or local.regenerating or is_in_cuda_graph() else stopwatch
 
 
 def in_backward() -> bool:

@@ -19,6 +19,9 @@ from recompute.policy.rules import FAMILIES, PRICE, size_as_written
 from recompute.substitution.head import held_by_loss
 from recompute.units import humanize
 
+TILE = 16384
+"""Of an MLP in tiles, the tokens at a time, as the preset ``long`` has them."""
+
 _MOST_POINTS = 8  # that prices give, of a frontier of hooks or of kernels
 # Of both frontiers together, once those are added that limits of bytes give. A Llama layer has 17 ways to run then.
 # They are profiled in as many steps as the 15 that it has by prices: in one assignment for 32 layers, in four for 8.
@@ -27,10 +30,8 @@ _LEAST_FINER = 2  # of those that limits give, however many prices give
 # Two points are not worth telling apart if they differ by less than this, in shares of the most that any point holds
 # and of the region's own seconds.
 _CLOSE = 0.03
-_MIB = 1 << 20
-TILE = 16384
-"""Of an MLP in tiles, the tokens at a time, as the preset ``long`` has them."""
 _ALIKE = 0.01  # of what a point holds: another one that holds as much may as well stand for it
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
