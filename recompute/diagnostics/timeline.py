@@ -23,12 +23,24 @@ from recompute.estimation.module_tracker import ModuleTracker, pattern_of, unit_
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.units import humanize
 
-Phase = Literal["forward", "backward", "regeneration"]
+Phase = Literal["forward", "backward", "regeneration", "compression", "offloading"]
 
-_MADE = {"forward": "made in forward", "backward": "made in backward", "regeneration": "regenerated"}
+_MADE: dict[Phase, str] = {
+    "forward": "made in forward",
+    "backward": "made in backward",
+    "regeneration": "regenerated",
+    "compression": "compressed, or decompressed",
+    "offloading": "brought back",
+}
 _SMALL = 4096  # a trace leaves out tensors that are less than one part in so many of the peak
 _OTHERS = "other modules"
-_COLORS = {_OTHERS: "0.8", _MADE["backward"]: "0.5", _MADE["regeneration"]: "crimson"}
+_COLORS = {
+    _OTHERS: "0.8",
+    _MADE["backward"]: "0.5",
+    _MADE["regeneration"]: "crimson",
+    _MADE["compression"]: "gold",
+    _MADE["offloading"]: "black",
+}
 _DISTINCT = (0, 1, 2, 4, 5, 6, 8, 9)  # of matplotlib's ten: neither red nor grey
 
 
@@ -39,6 +51,7 @@ class TensorLifetime:
     path: str
     """The path of the module whose forward, or whose part of backward, made it; "" outside of all modules."""
     phase: Phase
+    """What made it. Codes that a kernel makes count as made in forward."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
@@ -49,7 +62,7 @@ class TensorLifetime:
 
 
 class Span(NamedTuple):
-    """A module's forward, or a row of ops of its backward or of what backward regenerates for it."""
+    """A module's forward, or a row of ops of its backward or of what the policy does for it."""
 
     path: str
     phase: Phase
@@ -114,9 +127,11 @@ class Timeline(AbstractContextManager["Timeline"]):
     def _where(self) -> tuple[Phase, str]:
         path = self._tracker.path
         if not in_backward():
-            return ("regeneration" if local.regenerating else "forward"), path
+            return local.work or ("regeneration" if local.regenerating else "forward"), path
         if self.backward is None:
             self.backward = self._latest
+        if local.work is not None:
+            return local.work, path or self._tracker.in_backward()
         # We regenerate, or one of torch's checkpoints does, in whose backward modules run again.
         if local.regenerating or path:
             return "regeneration", path or self._tracker.in_backward()
@@ -171,7 +186,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             yield {
                 "ph": "X",
                 "pid": 0,
-                "tid": _TRACKS["regeneration" if span.phase == "regeneration" else "modules"],
+                "tid": _TRACKS["modules" if span.phase in ("forward", "backward") else "what the policy adds"],
                 "cat": span.phase,
                 "name": f"{span.path or type(self.model).__name__}{phase}",
                 "ts": 1e6 * span.start,
@@ -223,7 +238,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         return held.nbytes * ((self.seconds if held.freed is None else held.freed) - held.made)
 
     def plot(self) -> Figure:
-        """Bytes alive over time: what forward made, by module; what was regenerated; and what backward made."""
+        """Bytes alive over time: what forward made, by module; what backward made; and what the policy brought back."""
         made: dict[str, list[TensorLifetime]] = {}
         for held in self.tensors:
             name = _MADE[held.phase] if held.phase != "forward" else pattern_of(held.path) or "outside of all modules"
@@ -251,4 +266,4 @@ class Timeline(AbstractContextManager["Timeline"]):
         return figure
 
 
-_TRACKS = {"modules": 1, "regeneration": 2}
+_TRACKS = {"modules": 1, "what the policy adds": 2}

@@ -18,7 +18,7 @@ from recompute.engine.saved_tensors import (
     pack_through,
     packed_in,
 )
-from recompute.engine.thread_state import local, packing_for_recipe
+from recompute.engine.thread_state import packing_for_recipe, working
 
 
 class Codes(NamedTuple):
@@ -55,11 +55,8 @@ class CompressedTensor(Recipe):
     ):
         """tensor: dense, and without a graph. outer: the saved-tensor hooks by which the codes are held."""
         super().__init__(RegionStatistics(statistics.name), "codes of 8 bits", group)  # this is no regeneration
-        local.regenerating += 1  # no op of a tape around
-        try:
+        with working("compression"):
             encoded = codec.encode(tensor)
-        finally:
-            local.regenerating -= 1
         self._codec = codec
         self._dtype = tensor.dtype
         with packing_for_recipe():
@@ -74,7 +71,8 @@ class CompressedTensor(Recipe):
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         codes, scales = (part.get() for part in self._parts)
-        tensor = self._codec.decode(codes, scales, self._dtype)
+        with working("compression"):
+            tensor = self._codec.decode(codes, scales, self._dtype)
         return dict.fromkeys(wanted, KeptTensor(tensor, self.statistics.name))
 
 
@@ -86,9 +84,6 @@ def note_compressed(statistics: RegionStatistics, encoded: Codes, nbytes: int) -
     statistics.compressed_nbytes += nbytes
     statistics.codes_nbytes += encoded.nbytes
     worst = statistics.worst_code_error
-    local.regenerating += 1  # no op of a tape around
-    try:
+    with working("compression"):
         error = encoded.error.detach()
         statistics.worst_code_error = error if worst is None else torch.maximum(worst.to(error.device), error)
-    finally:
-        local.regenerating -= 1

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.stopwatch import Stopwatch
+
+EngineWork = Literal["compression", "offloading"]
 
 
 class _ThreadState(threading.local):
@@ -25,6 +27,8 @@ class _ThreadState(threading.local):
         """The tapes, checkpoint frames and replays that are running, the innermost last."""
         self.regenerating = 0
         """How many recipes are running, one inside of the other. Tapes take no op for a step then."""
+        self.work: EngineWork | None = None
+        """What the engine is doing that is neither a part of the model nor running some of it again."""
         self.sharing: set[Any] | None = None
         """The ``RecipeGroup`` of each recipe that has run inside of ``sharing_values``; None outside of it."""
         self.packing_for_recipe = False
@@ -50,6 +54,21 @@ def sharing_values() -> Iterator[None]:
         local.sharing = before
         for group in sharing:
             group.release()
+
+
+@contextmanager
+def working(work: EngineWork) -> Iterator[None]:
+    """The span in which the engine compresses, decompresses, or copies off the device and back.
+
+    Ops in it are no ops of the model: no tape takes them for a step.
+    """
+    before, local.work = local.work, work
+    local.regenerating += 1
+    try:
+        yield
+    finally:
+        local.work = before
+        local.regenerating -= 1
 
 
 @contextmanager

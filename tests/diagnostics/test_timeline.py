@@ -202,5 +202,22 @@ def test_what_was_offloaded_is_seen_to_come_back() -> None:
     before = handle.stats()
     timeline = timeline_of(model)
     offloaded = (handle.stats() - before).offloaded_nbytes
-    came_back = sum(held.nbytes for held in timeline.tensors if held.phase == "regeneration")
+    came_back = sum(held.nbytes for held in timeline.tensors if held.phase == "offloading")
     assert 0 < came_back < offloaded  # what the last layer holds has not left
+    assert not any(held.phase == "regeneration" for held in timeline.tensors)
+
+
+def test_what_compressing_takes_is_no_regeneration() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    x = torch.randn(128, 64, requires_grad=True)
+    handle = recompute.apply(model, {"rules": [{"type": "Sequential", "action": "compress"}]})
+    model(x).sum().backward()
+    before = handle.stats()
+    with Timeline(model) as timeline:
+        model(x).sum().backward()
+    step = handle.stats() - before
+    assert timeline.backward is not None
+    compressing = [held for held in timeline.tensors if held.phase == "compression"]
+    assert 0 < step.codes_nbytes <= alive_at(timeline, timeline.backward, "compression")
+    assert step.compressed_nbytes <= sum(held.nbytes for held in compressing if held.made > timeline.backward)
+    assert {held.phase for held in timeline.tensors} == {"forward", "backward", "compression"}

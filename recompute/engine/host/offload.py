@@ -41,7 +41,7 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.tape.op_arguments import parameter_of
-from recompute.engine.thread_state import is_in_cuda_graph, local
+from recompute.engine.thread_state import is_in_cuda_graph, local, working
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Offloading, travelling
 
@@ -278,8 +278,7 @@ class OffloadedStorage(Recipe):
                 self.group.filled(self)  # to be released at the end of the backward, if nobody comes for it
 
     def _copy_back(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        local.regenerating += 1  # as part of no backward's own ops
-        try:
+        with working("offloading"):
             memory = torch.empty(self.whole.shape, dtype=torch.uint8, device=self._device)
             if self._buffer is None:
                 return memory, None
@@ -287,8 +286,6 @@ class OffloadedStorage(Recipe):
             event = _copy(memory, self._buffer.memory, out_of_device=False, after=after)
             self._note_use(event)
             return memory, event
-        finally:
-            local.regenerating -= 1
 
     def _note_use(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
