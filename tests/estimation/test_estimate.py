@@ -312,6 +312,30 @@ def test_tables_say_it_all(plain: Estimate) -> None:
         assert part in text
 
 
+class OwnLanguageModel(nn.Module):
+    """Written by hand, with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1000, 64)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.readout = nn.Linear(64, 1000, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.readout(self.blocks(self.words(ids)))
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def test_a_model_without_a_configuration_has_logits_too() -> None:
+    ids = torch.zeros(2, 256, dtype=torch.int64)
+    found = estimate(OwnLanguageModel(), batch={"ids": ids}, dtype="float32", advise=True)
+    assert found.logits_peak_bytes == 3 * 512 * 1000 * 4  # logits, log-probabilities and a gradient
+    assert "a chunked cross-entropy" in [each.what for each in found.advice]
+    chunked = estimate(OwnLanguageModel(), batch=(ids,), dtype="float32", loss="chunked")
+    assert chunked.logits_peak_bytes < found.logits_peak_bytes / 2
+    assert chunked.peak_bytes < found.peak_bytes
+
+
 class Asks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if bool(x.max() > 0) else -x
