@@ -88,7 +88,7 @@ def _of_hugging_face(comparison: Comparison, text: bytes, common: dict[str, Any]
     config = comparison.config.model_copy(update={"batch_size": batch_size})
     source = hugging_face_source(comparison)
     sizes = {"sequence_length": length, "batch_size": batch_size, "dtype": _dtype_of(comparison.dtype)}
-    options: dict[str, Any] = {**sizes, "stretches": True, "seed": config.seed}
+    options: dict[str, Any] = {**sizes, "seed": config.seed}
     made, shapes = build(source, device=torch.device("meta"), **options)
     model: Any = made
     read = model.config.get_text_config()

@@ -68,5 +68,5 @@ def fake_model_and_batch(
             f"found {type(model).__name__}: {model!r}"
         )
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
-    with build_fake(model, device=torch.device("cpu"), stretches=True, **sizes) as (network, given):
+    with build_fake(model, device=torch.device("cpu"), **sizes) as (network, given):
         yield ModelAndBatch(network, given if batch is None else fake_batch(batch), describe(network, given))
