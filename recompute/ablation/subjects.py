@@ -21,7 +21,7 @@ from recompute.ablation.row_places import place_of, varied
 from recompute.ablation.trials import Experiment, Progress, seeded
 from recompute.errors import AblationError, ModelError
 from recompute.estimation.build_model import build, refusals_named
-from recompute.estimation.check_paths import check_source
+from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import (
     Factory,
     call,
@@ -31,7 +31,6 @@ from recompute.estimation.factories import (
     load_factory,
     loss_in,
     make,
-    names_factory,
     placed,
 )
 from recompute.estimation.llama import ModelShape, build_llama
@@ -114,7 +113,7 @@ def hugging_face_source(comparison: Comparison) -> str | PretrainedConfig:
     try:
         check_source(source)
     except ModelError as error:
-        raise ModelError(f"{where}: {error}; or package.module:factory, or a mapping with a model_type") from error
+        raise ModelError(f"{where}: {error}; or a mapping with a model_type") from error
     return source
 
 
