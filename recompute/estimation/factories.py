@@ -88,7 +88,7 @@ def make(
         raise ModelError(f"{name}: expected it to return an nn.Module, or (nn.Module, batch); found {_kind(made)}")
     if batch is not None:
         batch = check_batch(batch, name)
-        _check_taken(model, batch, name)
+        check_taken(model, batch, name)
     if is_fake():
         move(model, device, dtype)
     else:
@@ -114,7 +114,7 @@ def _failures_named(factory: Factory, name: str) -> Iterator[None]:
         ) from error
 
 
-def _check_taken(model: nn.Module, batch: Any, name: str) -> None:
+def check_taken(model: nn.Module, batch: Any, name: str) -> None:
     """Raise ``ModelError`` where forward's signature does not take the batch."""
     if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
         return  # what forward is given in the end is not known

@@ -312,6 +312,12 @@ def test_tables_say_it_all(plain: Estimate) -> None:
         assert part in text
 
 
+def test_a_batch_that_forward_does_not_take_is_told_as_that() -> None:
+    expected = "a batch that the forward of Block takes, which is forward.x.* found the keywords y"
+    with pytest.raises(ModelError, match=expected):
+        estimate(Block(), batch={"y": torch.empty(1, 8, 64)})
+
+
 class OwnLanguageModel(nn.Module):
     """Written by hand, with a loss of its own."""
 
