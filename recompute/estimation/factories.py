@@ -119,7 +119,7 @@ def check_taken(model: nn.Module, batch: Any, name: str) -> None:
     if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
         return  # what forward is given in the end is not known
     try:
-        signature = inspect.signature(model.forward)
+        signature = inspect.signature(model.forward, follow_wrapped=False)  # a wrapper may take more than it passes on
     except (TypeError, ValueError):  # it tells none
         return
     try:

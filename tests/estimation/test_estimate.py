@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,15 @@ def test_a_batch_that_forward_does_not_take_is_told_as_that() -> None:
     expected = "a batch that the forward of Block takes, which is forward.x.* found the keywords y"
     with pytest.raises(ModelError, match=expected):
         estimate(Block(), batch={"y": torch.empty(1, 8, 64)})
+
+
+def test_a_wrapped_forward_takes_what_its_wrapper_takes() -> None:
+    class Wrapped(Block):
+        @functools.wraps(Block.forward)
+        def forward(self, *args: Any, scale: float = 1.0, **others: Any) -> Tensor:
+            return super().forward(*args, **others) * scale
+
+    assert estimate(Wrapped(), batch={"x": torch.empty(1, 8, 64), "scale": 2.0}).activation_bytes > 0
 
 
 class OwnLanguageModel(nn.Module):
