@@ -292,7 +292,7 @@ def verify(
 ) -> None:
     """Check that a model with random weights has the same gradients with a policy as without it.
 
-    Exits with 1 if it has not, or if the policy drops nothing of the model, so that there is nothing to check.
+    Exits with 1 if it has not, or if the policy's rules drop nothing, so that there is nothing to check.
     """
     rules = _load_policy(policy)
 
