@@ -121,8 +121,8 @@ _MODEL_HELP = (
 _DTYPES = "float32|bfloat16|float16"
 PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
 ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
-LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)]
-BatchOption = Annotated[int, typer.Option(help="Sequences or images.", min=1)]
+LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence. A factory has its own.", min=2)]
+BatchOption = Annotated[int, typer.Option(help="Sequences or images. A factory has its own.", min=1)]
 DTypeOption = Annotated[DType, typer.Option(help="The model's dtype.", parser=_dtype, metavar=_DTYPES)]
 TrainingDevice = Annotated[Device, typer.Option(help="Where to train.")]
 ShardingOption = Annotated[str, typer.Option(help="none, ddp, zero1, zero2, zero3 or fsdp2.")]
@@ -292,7 +292,7 @@ def verify(
 ) -> None:
     """Check that a model with random weights has the same gradients with a policy as without it.
 
-    Exits with 1 if it has not, or if the policy drops nothing of the model, so that there is nothing to check.
+    Exits with 1 if it has not, or if the policy's rules drop nothing, so that there is nothing to check.
     """
     rules = _load_policy(policy)
 

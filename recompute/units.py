@@ -12,7 +12,7 @@ _NBYTES = {
     **{unit: 1000**exponent for exponent, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)},
 }
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", re.I)
-_EXPECTED = "expected a size such as '40GiB', '512MiB' or '40GB', a share of the device such as '80%', or whole bytes"
+_EXPECTED = "expected a size such as '40GiB', '512MiB' or '40GB', a share of the device such as '80%', or"
 
 
 def humanize(nbytes: int) -> str:
@@ -41,7 +41,8 @@ def parse_size(size: str | float, capacity_nbytes: int | None = None) -> int:
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in (*_NBYTES, "%"):
-            raise BudgetError(f"{found} cannot be read: {_EXPECTED}")
+            in_bytes = "bytes with their unit, as '9000B'" if isinstance(size, str) else "a whole number of bytes"
+            raise BudgetError(f"{found} cannot be read: {_EXPECTED} {in_bytes}")
         if match[2] == "%":
             nbytes = _share(float(match[1]), capacity_nbytes, found)
         else:

@@ -61,6 +61,16 @@ def test_explain_says_what_a_real_run_says(policy: str, tiny: str) -> None:
     assert recompute("explain", policy, "--model", tiny, *flags) == (0, real)
 
 
+def test_a_model_gets_positions_for_the_length_that_is_asked_for(tmp_path: Path) -> None:
+    source = described("gpt2", tmp_path)
+    assert transformers.AutoConfig.from_pretrained(source).max_position_embeddings < 128
+    _, batch = build(source, **{**OPTIONS, "sequence_length": 128})
+    assert batch["input_ids"].shape == (2, 128)
+    code, output = recompute("explain", "full", "--model", source, "--seq-len", 128, "--device", "cpu")
+    assert code == 0, output
+    assert "input_ids 1x128, labels 1x128" in output
+
+
 def test_explain_takes_no_memory_for_the_largest_model() -> None:
     code, output = recompute("explain", "elementwise", "--model", LLAMA_8B, "--device", "cpu")
     assert code == 0
@@ -78,8 +88,8 @@ def test_explain_takes_no_memory_for_the_largest_model() -> None:
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("llama", "input_ids 1x64, labels 1x64"),
-        *slow(*((name, "input_ids 1x64, labels 1x64") for name in ("mistral", "gpt2", "bert"))),
+        ("llama", "input_ids 1x4096, labels 1x4096"),
+        *slow(*((name, "input_ids 1x4096, labels 1x4096") for name in ("mistral", "gpt2", "bert"))),
         ("t5", "input_ids 1x4096, labels 1x4096"),
         ("vit", "pixel_values 1x3x24x24"),
     ],

@@ -23,7 +23,7 @@ from pydantic import (
 from recompute.ablation.peers import BASELINE, Peer, treatments
 from recompute.counters import resolve_device
 from recompute.errors import AblationError, BudgetError
-from recompute.estimation.factories import names_factory
+from recompute.estimation.check_paths import names_factory
 from recompute.estimation.llama import ModelShape
 from recompute.units import parse_budget
 

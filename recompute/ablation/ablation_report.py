@@ -14,7 +14,7 @@ from recompute.ablation import ablation_plots
 from recompute.ablation.html_report import Section, page
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.row_places import AXES, place, place_of, varied
-from recompute.estimation.factories import names_factory
+from recompute.estimation.check_paths import names_factory
 from recompute.units import humanize
 
 RowDict = Mapping[str, Any]

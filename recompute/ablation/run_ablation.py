@@ -20,8 +20,8 @@ from recompute.ablation.subjects import experiment_of, hugging_face_source, load
 from recompute.ablation.trials import AblationRow, Progress, attempted
 from recompute.counters import resolve_device
 from recompute.errors import AblationError
-from recompute.estimation.check_paths import check_writable
-from recompute.estimation.factories import load_factory, names_factory
+from recompute.estimation.check_paths import check_writable, names_factory
+from recompute.estimation.factories import load_factory
 
 
 def run(

@@ -21,7 +21,7 @@ from recompute.ablation.row_places import place_of, varied
 from recompute.ablation.trials import Experiment, Progress, seeded
 from recompute.errors import AblationError, ModelError
 from recompute.estimation.build_model import build, refusals_named
-from recompute.estimation.check_paths import check_source
+from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import (
     Factory,
     call,
@@ -31,7 +31,6 @@ from recompute.estimation.factories import (
     load_factory,
     loss_in,
     make,
-    names_factory,
     placed,
 )
 from recompute.estimation.llama import ModelShape, build_llama
@@ -88,7 +87,7 @@ def _of_hugging_face(comparison: Comparison, text: bytes, common: dict[str, Any]
     config = comparison.config.model_copy(update={"batch_size": batch_size})
     source = hugging_face_source(comparison)
     sizes = {"sequence_length": length, "batch_size": batch_size, "dtype": _dtype_of(comparison.dtype)}
-    options: dict[str, Any] = {**sizes, "stretches": True, "seed": config.seed}
+    options: dict[str, Any] = {**sizes, "seed": config.seed}
     made, shapes = build(source, device=torch.device("meta"), **options)
     model: Any = made
     read = model.config.get_text_config()
@@ -114,7 +113,7 @@ def hugging_face_source(comparison: Comparison) -> str | PretrainedConfig:
     try:
         check_source(source)
     except ModelError as error:
-        raise ModelError(f"{where}: {error}; or package.module:factory, or a mapping with a model_type") from error
+        raise ModelError(f"{where}: {error}; or a mapping with a model_type") from error
     return source
 
 

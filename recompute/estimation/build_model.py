@@ -19,8 +19,8 @@ from transformers.initialization import no_init_weights
 
 from recompute.counters import resolve_device
 from recompute.errors import ModelError
-from recompute.estimation.check_paths import check_source
-from recompute.estimation.factories import load_factory, make, names_factory, placed
+from recompute.estimation.check_paths import check_source, names_factory
+from recompute.estimation.factories import load_factory, make, placed
 from recompute.estimation.fake_tensors import move
 from recompute.estimation.llama import ModelFile, build_llama
 from recompute.policy.document import load_document
@@ -39,7 +39,6 @@ def build(
     batch_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    stretches: bool = False,
     seed: int = _SEED,
 ) -> tuple[nn.Module, Any]:
     """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
@@ -49,8 +48,8 @@ def build(
         - an ablation's configuration file (YAML), of which the section ``model`` counts,
         - a Hugging Face configuration, its ``config.json``, the folder of that, or the name of the model,
         - ``package.module:factory``, a function that returns a model and a batch, whose sizes are its own.
-    sequence_length: token ids are (batch_size, sequence_length), which the model must have positions for.
-    stretches: whether to give the model more positions where its configuration has too few.
+    sequence_length: token ids are (batch_size, sequence_length). Where the configuration has fewer positions, the model
+        gets as many.
     seed: of the weights, and of the batch.
 
     Leaves the global random state as it was. Raises ``PolicyError`` for a configuration that is not valid, and
@@ -64,7 +63,7 @@ def build(
             shape = load_document(ModelFile, source, kind="configuration").model
             model: nn.Module = build_llama(shape, positions=sequence_length, dtype=dtype, device=device, seed=seed)
         else:
-            model = _hugging_face(source, dtype, device, sequence_length if stretches else 0)
+            model = _hugging_face(source, dtype, device, sequence_length)
         return model, batch_of(model, source, sequence_length, batch_size, dtype, device)
 
 

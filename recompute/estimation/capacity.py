@@ -21,10 +21,10 @@ class Fit(NamedTuple):
     batch_size: int
     seq_len: int
     peak_nbytes: int
-    largest_batch: int
-    """The largest batch at this sequence length; 0: none fits."""
-    longest_sequence: int
-    """The longest sequence at this batch size, of the lengths that ``fit`` tries; 0: none fits."""
+    largest_batch: int | None
+    """The largest batch at this sequence length; 0: none fits; None: the peak is the same for every size."""
+    longest_sequence: int | None
+    """The longest sequence at this batch size, of the lengths that ``fit`` tries; 0: none fits; None: as above."""
 
     @property
     def fits(self) -> bool:
@@ -35,12 +35,22 @@ class Fit(NamedTuple):
 
     def __str__(self) -> str:
         share = f"{self.peak_nbytes / self.capacity_nbytes:.0%} of {humanize(self.capacity_nbytes)}"
-        batch = f"the largest batch is {self.largest_batch:,}" if self.largest_batch else "no batch fits"
-        length = f"the longest sequence is {self.longest_sequence:,}" if self.longest_sequence else "no sequence fits"
-        return (
-            f"{'Fits' if self.fits else 'Does not fit'} {self.device}: {humanize(self.peak_nbytes)} is {share}. "
-            f"At sequence {self.seq_len:,}, {batch}; at batch {self.batch_size:,}, {length}."
-        )
+        told = f"{'Fits' if self.fits else 'Does not fit'} {self.device}: {humanize(self.peak_nbytes)} is {share}."
+        found = []
+        if self.largest_batch is not None:
+            batch = f"the largest batch is {_at_most(self.largest_batch, _MOST_BATCH)}"
+            where = "" if self.longest_sequence is None else f"at sequence {self.seq_len:,}, "
+            found.append(f"{where}{batch if self.largest_batch else 'no batch fits'}")
+        if self.longest_sequence is not None:
+            length = f"the longest sequence is {_at_most(self.longest_sequence, _MOST_TOKENS)}"
+            found.append(f"at batch {self.batch_size:,}, {length if self.longest_sequence else 'no sequence fits'}")
+        if not found:
+            return f"{told} Other sizes of batch and sequence do not change that: the batch comes with the model."
+        return f"{told} {'; '.join(found).capitalize()}."
+
+
+def _at_most(found: int, most: int) -> str:
+    return f"{found:,} or more" if found >= most else f"{found:,}"
 
 
 def read_capacity(gpu: str | None, memory: str | None) -> tuple[str, int] | None:
@@ -68,7 +78,8 @@ def fit(
 ) -> Fit:
     """Search for the largest batch and the longest sequence that fit.
 
-    peak_nbytes: the peak of a batch size and a sequence length. It grows with either.
+    peak_nbytes: the peak of a batch size and a sequence length. It grows with either, or does not depend on it: a batch
+        of the model's own has one size, and images have no length.
 
     Lengths are tried in steps of 256 tokens, or of fewer where ``seq_len`` is shorter.
     """
@@ -86,11 +97,12 @@ def fit(
     longest = _largest(
         lambda number: peak(batch_size, number * step), max(1, seq_len // step), capacity, _MOST_TOKENS // step
     )
-    return Fit(name, capacity, batch_size, seq_len, peak(batch_size, seq_len), largest, longest * step)
+    longest = None if longest is None else longest * step
+    return Fit(name, capacity, batch_size, seq_len, peak(batch_size, seq_len), largest, longest)
 
 
-def _largest(peak: Callable[[int], int], start: int, capacity: int, most: int) -> int:
-    """The largest number up to ``most`` whose peak is within the capacity; 0 if there is none.
+def _largest(peak: Callable[[int], int], start: int, capacity: int, most: int) -> int | None:
+    """The largest number up to ``most`` whose peak is within the capacity; 0 if there is none, None if all are equal.
 
     Peaks are nearly linear, so the first guesses follow the line through two of them.
     """
@@ -108,4 +120,4 @@ def _largest(peak: Callable[[int], int], start: int, capacity: int, most: int) -
         else:
             guess = (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
-    return low
+    return low if len({nbytes for _, nbytes in points}) > 1 or peak(1) != peak(most) else None

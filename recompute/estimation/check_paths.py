@@ -1,18 +1,25 @@
-"""Checks whether a file can be the configuration of a model, before anything heavy is imported."""
+"""Checks what a model is named by, and whether files can be written, before anything heavy is imported."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
 from recompute.errors import ModelError, RecomputeError
 
 EXPECTED = (
-    "expected an ablation's .yaml file, the config.json of a Hugging Face model or the folder with it, or the name of "
-    "such a model"
+    "expected an ablation's .yaml file, the config.json of a Hugging Face model or the folder with it, the name of "
+    "such a model, or package.module:factory"
 )
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def names_factory(source: str) -> bool:
+    """Whether ``source`` reads as ``package.module:factory``."""
+    return _FACTORY.fullmatch(source) is not None
 
 
 def check_source(source: str) -> None:

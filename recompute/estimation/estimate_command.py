@@ -11,7 +11,7 @@ from typing import Any
 
 from recompute.errors import EstimateError
 from recompute.estimation.capacity import Fit, fit
-from recompute.estimation.check_paths import check_source, check_writable
+from recompute.estimation.check_paths import check_source, check_writable, names_factory
 from recompute.estimation.estimate import estimate
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, sweep_plot, sweep_table
@@ -59,6 +59,11 @@ class EstimateRequest:
         request = EstimateRequest(options=options.read(), policy=loaded, **fields)
         check_source(request.model)
         if request.sweep:
+            if names_factory(request.model):
+                raise EstimateError(
+                    f"--sweep: expected a model whose batch is made here, in several sizes; {request.model} returns a "
+                    "batch of its own. Estimate one size after another by what the function returns"
+                )
             check_writable(request.out, error=EstimateError, is_folder=True)
         return request
 

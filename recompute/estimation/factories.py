@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recompute.engine.thread_state import is_fake
-from recompute.errors import ModelError
+from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.fake_tensors import move
 
 Factory = Callable[[], Any]
 """Returns an ``nn.Module``, or a pair of that and a batch: a tensor, a tuple of arguments or a mapping of keywords."""
-
-_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-
-
-def names_factory(source: str) -> bool:
-    """Whether ``source`` reads as ``package.module:factory``."""
-    return _NAME.fullmatch(source) is not None
 
 
 def load_factory(name: str) -> Factory:
@@ -83,9 +78,9 @@ def make(
     dtype: for the model's floating-point parameters and buffers; None to leave them as they are.
     device: they are made there, and moved there if the factory makes them elsewhere.
 
-    Raises ``ModelError`` where the factory gives something else.
+    Raises ``ModelError`` where the factory raises, gives something else, or gives a batch that forward does not take.
     """
-    with torch.device("cpu") if device is None else device:
+    with torch.device("cpu") if device is None else device, _failures_named(factory, name):
         made = factory()
     pair = isinstance(made, (tuple, list)) and len(made) == 2
     model, batch = made if pair else (made, None)
@@ -93,11 +88,48 @@ def make(
         raise ModelError(f"{name}: expected it to return an nn.Module, or (nn.Module, batch); found {_kind(made)}")
     if batch is not None:
         batch = check_batch(batch, name)
+        check_taken(model, batch, name)
     if is_fake():
         move(model, device, dtype)
     else:
         model.to(device=device, dtype=dtype)
     return model.train(), batch
+
+
+@contextmanager
+def _failures_named(factory: Factory, name: str) -> Iterator[None]:
+    """Raise ``ModelError`` with the line of the factory's own file for whatever it raises."""
+    try:
+        yield
+    except (RecomputeError, torch.OutOfMemoryError, DataDependentOutputException, DynamicOutputShapeException):
+        raise
+    except Exception as error:  # the factory is the caller's code, so any exception may come
+        frames = extract_tb(error.__traceback__)
+        code = getattr(inspect.unwrap(factory), "__code__", None)
+        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        where = (own or frames)[-1]
+        raise ModelError(
+            f"{name}: expected it to return a model, or (model, batch); it raised {type(error).__name__}: {error} "
+            f"({where.filename}, line {where.lineno}). Call it by itself to see where that comes from"
+        ) from error
+
+
+def check_taken(model: nn.Module, batch: Any, name: str) -> None:
+    """Raise ``ModelError`` where forward's signature does not take the batch."""
+    if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
+        return  # what forward is given in the end is not known
+    try:
+        signature = inspect.signature(model.forward, follow_wrapped=False)  # a wrapper may take more than it passes on
+    except (TypeError, ValueError):  # it tells none
+        return
+    try:
+        call(signature.bind, batch)
+    except TypeError as error:
+        given = f"the keywords {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "a batch by position"
+        raise ModelError(
+            f"{name}: expected a batch that the forward of {type(model).__name__} takes, which is forward{signature}; "
+            f"found {given}: {error}"
+        ) from error
 
 
 def check_batch(batch: Any, name: str) -> Any:
@@ -136,9 +168,10 @@ def describe(model: nn.Module, batch: Any, where: str = "") -> str:
         if isinstance(each, Tensor)
     ]
     count = sum(parameter.numel() for parameter in parameters)
-    dtype = str(parameters[0].dtype).removeprefix("torch.")
-    where = where or f"on {parameters[0].device.type}"
-    return f"{type(model).__name__}, {count:,} parameters, {dtype} {where}; {', '.join(shapes)}"
+    dtype = str(parameters[0].dtype).removeprefix("torch.") if parameters else ""
+    where = where or (f"on {parameters[0].device.type}" if parameters else "")
+    told = " ".join(filter(None, (dtype, where)))
+    return f"{type(model).__name__}, {count:,} parameters{told and f', {told}'}; {', '.join(shapes)}"
 
 
 def loss_in(output: Any, name: str) -> Tensor:

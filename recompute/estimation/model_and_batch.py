@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from recompute.errors import ModelError
 from recompute.estimation.build_model import batch_of, build_fake, without_packing
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.factories import describe
+from recompute.estimation.factories import check_taken, describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.simulation import fake_mode
 from recompute.estimation.static_memory import DTYPE_RECIPES
@@ -53,6 +53,7 @@ def fake_model_and_batch(
         with without_packing(name), fake_mode():
             fake = fake_copy(model, dtype)
             if batch is not None:
+                check_taken(model, batch, name)
                 yield ModelAndBatch(fake, fake_batch(batch), name)
             elif hasattr(model, "config") and hasattr(model, "main_input_name"):
                 given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
@@ -68,5 +69,5 @@ def fake_model_and_batch(
             f"found {type(model).__name__}: {model!r}"
         )
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
-    with build_fake(model, device=torch.device("cpu"), stretches=True, **sizes) as (network, given):
+    with build_fake(model, device=torch.device("cpu"), **sizes) as (network, given):
         yield ModelAndBatch(network, given if batch is None else fake_batch(batch), describe(network, given))

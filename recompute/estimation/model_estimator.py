@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from recompute.attach.apply import apply
+from recompute.attach.module_entries import module_entries
 from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
@@ -193,20 +194,35 @@ class ModelEstimator:
         return self._optimizer_peaks[key]
 
     def _tokens(self) -> int:
+        """How many there are: token ids of a model of one's own are the first whole numbers that it is given."""
         batch = self._subject.batch
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if ids is None and self.head() is not None:
+            whole = (each for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dtype in _WHOLE)
+            ids = next(whole, None)
         return ids.numel() if isinstance(ids, Tensor) else 0
 
     def _classes(self) -> int | None:
         config = getattr(self._subject.model, "config", None)
-        text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
-        return getattr(text, "vocab_size", None) if self._tokens() else None
+        if not self._tokens():
+            return None
+        if isinstance(config, PretrainedConfig):
+            return getattr(config.get_text_config(), "vocab_size", None)
+        head = self.head()
+        return None if head is None else getattr(self._subject.model.get_submodule(head), "out_features", None)
 
     def head(self) -> str | None:
-        """The path of the Linear that gives logits."""
-        find = getattr(self._subject.model, "get_output_embeddings", None)
-        head = None if find is None else find()
-        return next((path for path, module in self._subject.model.named_modules() if module is head and head), None)
+        """The path of the Linear that gives logits: what transformers takes for it, or else what ``type: head`` finds.
+
+        A model of several heads has none.
+        """
+        model = self._subject.model
+        find = getattr(model, "get_output_embeddings", None)
+        if find is not None:
+            head = find()
+            return next((path for path, module in model.named_modules() if module is head and head), None)
+        heads = [each.path for each in module_entries(model, type(model).__name__)[0] if each.is_head]
+        return heads[0] if len(heads) == 1 else None
 
     def _with_chunked_loss(self, policy: Policy | None) -> Policy:
         head = self.head()
@@ -220,6 +236,7 @@ class ModelEstimator:
 
 
 _CHUNKED = "chunked"
+_WHOLE = (torch.int64, torch.int32)
 
 
 def _learns(rule: Rule) -> bool:

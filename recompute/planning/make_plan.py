@@ -79,6 +79,8 @@ def plan(
             raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
         if verify and device is not None:
             raise PlanError(f"expected a plan for {show(device)} to be verified there; found verify=True here")
+        if profile is None and device is None and not any(each.is_cuda for each in model.parameters()):
+            parse_budget(budget)  # a share of no device is told before anything is measured
         options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
         shared = {"device": device, "sharding": sharding, "devices": devices}
         table = profile or _measured(model, example_batch, allowed, **options, **shared)

@@ -11,11 +11,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from recompute.policy.rules import FAMILIES, MIN_BYTES, PRICE, Rule, Via
+from recompute.policy.rules import MIN_BYTES, PRICE, REPEATABLE, Rule, Via
 from recompute.units import humanize
-
-REPEATABLE = frozenset(FAMILIES) - {"collective"}
-"""The costly families whose ops a tape may run again. It never runs a collective again."""
 
 
 class Mechanism(enum.Enum):

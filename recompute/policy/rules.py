@@ -29,10 +29,13 @@ from recompute.units import parse_size
 Action = Literal["keep", "recompute", "checkpoint", "offload", "compress"]
 Via = Literal["hook", "kernel", "auto"]
 To = Literal["host", "disk"]
-Family = Literal["gemm", "convolution", "attention", "collective"]
+Repeatable = Literal["gemm", "convolution", "attention"]
 
-FAMILIES: tuple[Family, ...] = get_args(Family)
+REPEATABLE: frozenset[str] = frozenset(get_args(Repeatable))
 """The kinds of op that cost so much that ``recompute`` runs none of them again, unless a rule's ``rerun`` says so."""
+
+FAMILIES = (*get_args(Repeatable), "collective")
+"""These, and the one whose ops no tape ever runs again."""
 
 PRICE = 1e9
 """By default, the bytes that may be held to save a second of running ops again: so few that little more than norms'
@@ -265,7 +268,7 @@ class Rule(BaseModel):
     layers: indices in the nearest ModuleList around a module, or in the Sequential or ModuleDict that its block is a
         child of; None is any index, and also modules in no list.
     via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).
-    rerun: the costly families (see ``FAMILIES``) that ``recompute`` may run again.
+    rerun: the costly families (see ``REPEATABLE``) that ``recompute`` may run again.
     keep: what ``recompute`` and ``checkpoint`` never drop: outputs of a costly family ("attention") or of an op
         ("aten.mm", any overload), and tensors that bear a name ("logits", from ``recompute.keep(tensor, "logits")``).
         The three spellings never overlap, so ``word in rule.keep`` asks for any of them.
@@ -302,7 +305,7 @@ class Rule(BaseModel):
     layers: Layers = None
     action: Action
     via: Via = "auto"
-    rerun: OneOrMore[Family] = ()
+    rerun: OneOrMore[Repeatable] = ()
     keep: OneOrMore[Keepable] = ()
     price: Annotated[float, PlainValidator(_price)] = PRICE
     hold: Annotated[int | None, PlainValidator(_size_or_none), PlainSerializer(size_as_written)] = None
@@ -326,7 +329,7 @@ class Rule(BaseModel):
             layers: LayerSpelling | Sequence[LayerSpelling] | None = None,
             action: Action,
             via: Via = "auto",
-            rerun: Family | Sequence[Family] = (),
+            rerun: Repeatable | Sequence[Repeatable] = (),
             keep: str | Sequence[str] = (),
             price: float = PRICE,
             hold: int | str | None = None,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from recompute.engine.cut.frontier import finer_frontier, frontier
 from recompute.engine.cut.ops import facts
 from recompute.engine.cut.save_plan import SavePlan, solve
-from recompute.policy.meaning import REPEATABLE
-from recompute.policy.rules import FAMILIES, PRICE, size_as_written
+from recompute.policy.rules import FAMILIES, PRICE, REPEATABLE, size_as_written
 from recompute.substitution.head import held_by_loss
 from recompute.units import humanize
 

@@ -81,8 +81,9 @@ def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[st
     if not outermost:
         what = f"matches {match!r}" if match is not None else "repeats, or is of a class *Layer or *Block"
         raise ModelError(
-            f"{type(model).__name__}: expected regions to choose for; no module inside of it {what}. Pass match=, "
-            "globs over module paths such as 'blocks.*'"
+            f"{type(model).__name__}: expected regions to choose for; no module inside of it {what}. "
+            "recompute.profile(model, batch, match='blocks.*') names others by globs over module paths, and plan takes "
+            "that profile"
         )
     return {path: modules[path] for path in outermost}
 

@@ -160,6 +160,8 @@ class LazyLogits(LazyTensor):
             return NotImplemented
         if function in _RESHAPES:
             return self._reshaped(function, args[1:], kwargs)
+        if function in _FLATTENS:
+            return self._flattened(*args[1:], **kwargs)
         if function is Tensor.__getitem__:
             return self._indexed(args[1])
         if function is Tensor.float or (function is Tensor.to and args[1:] == (torch.float32,) and not kwargs):
@@ -183,6 +185,16 @@ class LazyLogits(LazyTensor):
         hidden = self._head.hidden
         hidden = hidden.reshape(*sizes[:-1], hidden.shape[-1])
         return self._then(lambda value: function(value, *shape), replace(self._head, hidden=hidden))
+
+    def _flattened(self, start_dim: Any = 0, end_dim: Any = -1, *names: Any, **named: Any) -> Any:
+        """Lazy only where the last dimension stays by itself."""
+        dims = [dim + self.dim() if isinstance(dim, int) and dim < 0 else dim for dim in (start_dim, end_dim)]
+        if names or named or not all(isinstance(dim, int) for dim in dims):
+            return NotImplemented
+        if not 0 <= dims[0] <= dims[1] < self.dim() - 1:
+            return NotImplemented
+        sizes = (*self.shape[: dims[0]], self.shape[dims[0] : dims[1] + 1].numel(), *self.shape[dims[1] + 1 :])
+        return self._reshaped(Tensor.reshape, sizes, {})
 
     def _indexed(self, index: Any) -> Any:
         """Lazy only where indexing gives a view and leaves the last dimension whole."""
@@ -257,5 +269,6 @@ class LazyLogits(LazyTensor):
 
 
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
+_FLATTENS = frozenset({Tensor.flatten, torch.flatten})
 _DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 _TANHS = frozenset({Tensor.tanh, torch.tanh})

@@ -259,6 +259,15 @@ def make():
 def alone():
     return make()[0]
 
+def fails():
+    raise OSError("the disk is full")
+
+def other_keyword():
+    return make()[0], {"y": torch.randn(4, 8)}
+
+def nothing():
+    return nn.Sequential(), torch.randn(4, 8)
+
 number = 3
 """
 
@@ -303,12 +312,25 @@ def test_commands_take_the_name_of_a_factory(own: Path, arguments: list[str], ex
         ("its_own_model:none", "its_own_model has no none"),
         ("its_own_model:number", "expected a function .* found int"),
         ("its_own_model:alone", r"expected it to return \(model, batch\)"),
+        ("its_own_model:fails", r"it raised OSError: the disk is full \(\S+its_own_model\.py, line 19\)\. Call it"),
+        ("its_own_model:other_keyword", r"takes, which is forward\(input\); found the keywords y: missing .* 'input'"),
     ],
 )
-def test_a_name_that_names_no_factory_is_told(own: Path, name: str, message: str) -> None:
+def test_what_is_no_factory_of_a_model_and_a_batch_is_told(own: Path, name: str, message: str) -> None:
     code, output = command("verify", "elementwise", "--model", name, "--device", "cpu")
     assert code == 2
     assert re.search(message, " ".join(output.split()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--sweep"], "--sweep: expected a model whose batch is made here"), ([], "with parameters to train; found none")],
+)
+def test_an_estimate_of_a_factory_tells_what_it_cannot_say(own: Path, arguments: list[str], message: str) -> None:
+    name = "its_own_model:make" if arguments else "its_own_model:nothing"
+    code, output = command("estimate", "--model", name, *arguments)
+    assert code == 2
+    assert message in " ".join(output.split())
 
 
 def test_the_name_is_a_function_whichever_module_was_imported_first() -> None:

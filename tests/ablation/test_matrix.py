@@ -208,7 +208,10 @@ def test_a_mistake_in_a_model_is_told_with_its_name(model: str, message: str) ->
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("./gone", r"models\.wrong: \./gone: cannot be read .*; or package\.module:factory"),
+        (
+            "./gone",
+            r"models\.wrong: \./gone: cannot be read .*, or package\.module:factory; or a mapping with a model_type",
+        ),
         ("nowhere:make", "nowhere:make: there is no module nowhere"),
         (
             "{model_type: gpt2, n_embed: 8}",

@@ -47,6 +47,24 @@ def test_it_says_so_in_words() -> None:
     assert "no batch fits; at batch 1, no sequence fits" in str(none)
 
 
+@pytest.mark.parametrize("capacity", [500, 5000])
+def test_what_a_size_does_not_change_has_no_largest(capacity: int) -> None:
+    def fitted(peak: Callable[[int, int], int]) -> Fit:
+        return fit(peak, ("a device", capacity), 1, 512, lambda what, done, total: None)
+
+    own = fitted(lambda batch, length: 1000)
+    assert own[-2:] == (None, None)
+    assert str(own).endswith("Other sizes of batch and sequence do not change that: the batch comes with the model.")
+    images = fitted(lambda batch, length: 1000 * batch)
+    assert images[-2:] == (capacity // 1000, None)
+    assert str(images).endswith("The largest batch is 5." if images.fits else "No batch fits.")
+
+
+def test_a_search_that_ends_at_its_bound_says_that_there_may_be_more() -> None:
+    found = fit(lambda batch, length: batch + length, ("a device", 1 << 30), 1, 512, lambda what, done, total: None)
+    assert "the largest batch is 65,536 or more; at batch 1, the longest sequence is 4,194,304 or more." in str(found)
+
+
 def test_a_device_is_a_name_or_its_bytes() -> None:
     assert read_capacity(None, None) is None
     assert read_capacity("h200", None) == ("H200", 139 << 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,45 @@ def test_tables_say_it_all(plain: Estimate) -> None:
     assert text.startswith("LlamaForCausalLM, 8,030,261,248 parameters, bfloat16; input_ids 1x4096, labels 1x4096\n")
     for part in ("75.45 GiB, at: backward of the loss", "model.layers.*.mlp.gate_proj", "One layer holds 784.5 MiB"):
         assert part in text
+
+
+def test_a_batch_that_forward_does_not_take_is_told_as_that() -> None:
+    expected = "a batch that the forward of Block takes, which is forward.x.* found the keywords y"
+    with pytest.raises(ModelError, match=expected):
+        estimate(Block(), batch={"y": torch.empty(1, 8, 64)})
+
+
+def test_a_wrapped_forward_takes_what_its_wrapper_takes() -> None:
+    class Wrapped(Block):
+        @functools.wraps(Block.forward)
+        def forward(self, *args: Any, scale: float = 1.0, **others: Any) -> Tensor:
+            return super().forward(*args, **others) * scale
+
+    assert estimate(Wrapped(), batch={"x": torch.empty(1, 8, 64), "scale": 2.0}).activation_bytes > 0
+
+
+class OwnLanguageModel(nn.Module):
+    """Written by hand, with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1000, 64)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.readout = nn.Linear(64, 1000, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.readout(self.blocks(self.words(ids)))
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def test_a_model_without_a_configuration_has_logits_too() -> None:
+    ids = torch.zeros(2, 256, dtype=torch.int64)
+    found = estimate(OwnLanguageModel(), batch={"ids": ids}, dtype="float32", advise=True)
+    assert found.logits_peak_bytes == 3 * 512 * 1000 * 4  # logits, log-probabilities and a gradient
+    assert "a chunked cross-entropy" in [each.what for each in found.advice]
+    chunked = estimate(OwnLanguageModel(), batch=(ids,), dtype="float32", loss="chunked")
+    assert chunked.logits_peak_bytes < found.logits_peak_bytes / 2
+    assert chunked.peak_bytes < found.peak_bytes
 
 
 class Asks(nn.Module):

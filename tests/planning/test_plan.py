@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tables
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -227,6 +228,13 @@ def test_a_model_is_not_profiled_for_a_budget_that_cannot_be_read() -> None:
         plan(nn.Linear(1, 1), None, budget="much")
     with pytest.raises(PlanError, match="an example batch to profile Linear on; found none"):
         plan(nn.Linear(1, 1), budget="80%")
+
+
+def test_a_share_of_no_device_is_told_before_anything_is_measured() -> None:
+    told: list[str] = []
+    with pytest.raises(BudgetError, match="the capacity of the device is not known"):
+        plan(nn.Linear(1, 1), torch.ones(1), budget="80%", progress=lambda what, done, total: told.append(what))
+    assert told == []
 
 
 def test_a_share_is_of_the_profiles_device() -> None:

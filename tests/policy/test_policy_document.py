@@ -89,7 +89,7 @@ def test_via_with_an_action_other_than_recompute_is_refused_at_via():
 @pytest.mark.parametrize(("value", "column", "key"), [("atention", 10, "rerun"), ("[gemm, atention]", 17, "rerun[1]")])
 def test_a_misspelt_family_suggests_the_nearest_alone_and_in_a_list(value, column, key):
     assert refusal_of(f"rules:\n- match: a\n  action: recompute\n  rerun: {value}") == (
-        f"p.yaml:4:{column}: rules[0].{key}: expected 'gemm', 'convolution', 'attention' or 'collective'; "
+        f"p.yaml:4:{column}: rules[0].{key}: expected 'gemm', 'convolution' or 'attention'; "
         "found 'atention' (did you mean 'attention'?)"
     )
 
@@ -109,7 +109,7 @@ def test_keep_with_an_action_that_drops_nothing_is_refused_at_keep():
 
 
 def test_a_family_in_rerun_and_in_keep_is_refused_at_keep_whichever_comes_first():
-    rerun, keep = "rerun: [collective, gemm]", "keep: [attention, gemm]"
+    rerun, keep = "rerun: [convolution, gemm]", "keep: [attention, gemm]"
     for line, keys in ((5, (rerun, keep)), (4, (keep, rerun))):
         assert refusal_of("\n  ".join(("rules:\n- match: a\n  action: recompute", *keys))) == (
             f"p.yaml:{line}:9: rules[0].keep: expected 'gemm' in 'rerun' or in 'keep', not in both; "
