@@ -201,6 +201,14 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether torch applies a Function, for hooks of the backward, to what ``module`` is given: it takes no lazy tensor.
+
+    torch's frontend traces no such module.
+    """
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def drop_nothing(module: nn.Module, dropouts: Sequence[str]) -> bool:
     """Whether none of these dropouts of a module drops or does anything.
 

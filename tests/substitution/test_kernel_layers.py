@@ -130,6 +130,14 @@ def hook(path: str) -> Callable[[nn.Module], Any]:
     return change
 
 
+def hook_backward(path: str) -> Callable[[nn.Module], Any]:
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.get_submodule(path).register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 1.5,))
+
+    return change
+
+
 class Mean(nn.LayerNorm):
     """Has the weight of an RMSNorm, and computes something else."""
 
@@ -207,6 +215,8 @@ CHANGES = {
     "a hook on the first norm": hook("input_layernorm"),
     "a hook on the second norm": hook("post_attention_layernorm"),
     "a hook on k": hook("self_attn.k_proj"),
+    "a hook on the backward of q": hook_backward("self_attn.q_proj"),
+    "a hook on the backward of attention's output": hook_backward("self_attn.o_proj"),
     "a hook on gate": hook("mlp.gate_proj"),
     "a hook on the MLP": hook("mlp"),
     "a hook on attention's output": hook("self_attn.o_proj"),
@@ -215,7 +225,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     "change",
-    by_default(CHANGES, "another epsilon of the second norm", "an adapter on q"),
+    by_default(CHANGES, "another epsilon of the second norm", "an adapter on q", "a hook on the backward of q"),
 )
 def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
     model, plain = make(), make()
