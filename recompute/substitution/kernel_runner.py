@@ -202,9 +202,9 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether torch applies a Function, for hooks of the backward, to what ``module`` is given: it takes no lazy tensor.
+    """Whether ``module`` has hooks of its backward, for which torch applies a Function to what the module is given.
 
-    torch's frontend traces no such module.
+    That takes no lazy tensor, and torch's frontend traces no such module.
     """
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
