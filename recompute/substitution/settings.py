@@ -58,9 +58,13 @@ def checkpoint_switch(module: nn.Module) -> dict[str, bool]:
     Its layers do so around all else: around their ``__call__``, and since 5.24 around the outermost ``forward`` of
     their classes, which under a policy is the policy's. It is none of what they compute.
     """
-    layers = sys.modules.get("transformers.modeling_layers")
-    checkpointed = getattr(layers, "GradientCheckpointingLayer", None)
-    return {"gradient_checkpointing": False} if checkpointed is not None and isinstance(module, checkpointed) else {}
+    layer = transformers_layer()
+    return {"gradient_checkpointing": False} if layer is not None and isinstance(module, layer) else {}
+
+
+def transformers_layer() -> type[nn.Module] | None:
+    """The class of the layers that transformers may checkpoint; None where it has none, or is not loaded."""
+    return getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
 
 
 class _Missing:
