@@ -125,6 +125,8 @@ class AppliedPolicy:
     def remove(self) -> None:
         """Take the policy off: the model is what it was. Graphs that were built under it still run backward.
 
+        That is, unless ``torch.utils.checkpoint`` is to run a module again that was under it: see the limits.
+
         Host memory that the policy offloaded to is freed, except what such graphs still need.
         """
         for attachment in self._attachments:

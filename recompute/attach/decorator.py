@@ -25,6 +25,7 @@ from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign
 from recompute.policy.meaning import Kernels, Mechanism, meaning_of
 from recompute.policy.rules import Policy, Rule
+from recompute.substitution.settings import transformers_layer
 
 
 def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
@@ -81,6 +82,10 @@ def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
     if hasattr(cls, "__deepcopy__"):
         cls.__deepcopy__ = deepcopy_without_policy(cls)
     cls.forward = forward
+    layer = transformers_layer()
+    if layer is not None and issubclass(cls, layer) and "__init_subclass__" in vars(layer):
+        # Since 5.24 this puts its checkpoint around the forward of a class, and passes over all but the outermost.
+        vars(layer)["__init_subclass__"].__func__(cls)
     cls._recompute_decorated = True
     return cls
 

@@ -30,7 +30,7 @@ from recompute.substitution.activation_and_linear import erase_unused
 from recompute.substitution.feed_forward import find_activation
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked, only_argument
 from recompute.substitution.layer_formula import LayerTracer
-from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor
+from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor, mode_of
 from recompute.substitution.module_formula import trace_of
 from recompute.substitution.settings import Settings
 
@@ -176,7 +176,7 @@ class LazyActivation(LazyTensor):
         return made
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function not in PRODUCTS or kwargs or len(args) != 2:
+        if function not in PRODUCTS or kwargs or len(args) != 2 or mode_of(self.device) != self._mode:
             return NotImplemented
         other = args[1] if args[0] is self else args[0]
         if not _is_like(other, self._gate):

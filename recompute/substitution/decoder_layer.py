@@ -36,7 +36,7 @@ from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoin
 from recompute.engine.scopes import BypassScope
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.substitution.feed_forward import KernelMLP, find_kernel_mlp, how_it_holds
-from recompute.substitution.kernel_runner import KernelRunner, is_hooked
+from recompute.substitution.kernel_runner import KernelRunner, has_backward_hooks, is_hooked
 from recompute.substitution.layer_formula import PreNormLayer, find_pre_norm_layer
 from recompute.substitution.layer_fusion import FUSION
 from recompute.substitution.lazy_tensors import values_of
@@ -162,7 +162,8 @@ class KernelLayerRunner(KernelRunner):
             # A checkpoint runs this twice, and both runs must save the same tensors: so neither uses what was learned.
             linears = LearnedLinears() if is_inside_checkpoint() else self._linears
             normed = self._normed(norm, x, operands[0], linears)
-            attended, returned = attend(attention, normed)
+            is_watched = any(map(has_backward_hooks, attention.modules()))
+            attended, returned = attend(attention, normed.value() if is_watched else normed)
             linears.learn(normed)
             stream = normed.stream
         if self.layer.after_attention is not None:

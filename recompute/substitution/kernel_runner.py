@@ -201,6 +201,14 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether ``module`` has hooks of its backward, for which torch applies a Function to what the module is given.
+
+    That takes no lazy tensor, and torch's frontend traces no such module.
+    """
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def drop_nothing(module: nn.Module, dropouts: Sequence[str]) -> bool:
     """Whether none of these dropouts of a module drops or does anything.
 

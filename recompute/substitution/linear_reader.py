@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn import functional as F
 
-from recompute.substitution.kernel_runner import is_plain_linear
+from recompute.substitution.kernel_runner import has_backward_hooks, is_plain_linear
 from recompute.substitution.layer_formula import LayerTracer
 from recompute.substitution.module_formula import trace_of
 
@@ -32,15 +32,8 @@ class LinearReader:
         return owner is not None and is_plain_linear(owner._modules.get(self.name))
 
     def has_backward_hooks(self) -> bool:
-        """Whether a module on the way has hooks of its backward: torch applies a Function to what such a one is given.
-
-        torch's frontend traces no such module.
-        """
-        for reference in self.through:
-            module = reference()
-            if module is not None and (module._backward_hooks or module._backward_pre_hooks):
-                return True
-        return False
+        """Whether a module on the way has hooks of its backward."""
+        return any((module := reference()) is not None and has_backward_hooks(module) for reference in self.through)
 
 
 def find_linear_reader(module: nn.Module, root: nn.Module) -> LinearReader | None:

@@ -26,6 +26,7 @@ from recompute.engine.checkpoint.arguments import fingerprint, snapshot
 from recompute.engine.checkpoint.module_state import RUNNER, base_of
 from recompute.engine.rng import RngState
 from recompute.substitution.formula_tracer import COMPARISONS, Tracer, drops_nothing
+from recompute.substitution.settings import checkpoint_switch
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,12 @@ def is_decorated(module: nn.Module) -> bool:
 
 
 def copy_without_policy(module: nn.Module, training: bool) -> nn.Module:
-    """A module of the same class with the same attributes, which a trial may replace without changing ``module``."""
+    """A module of the same class with the same attributes, which a trial may replace without changing ``module``.
+
+    Its forward is not checkpointed, as a policy is inside of checkpoints.
+    """
     copy = object.__new__(base_of(module))
-    copy.__dict__.update(snapshot(vars(module)), training=training)
+    copy.__dict__.update(snapshot(vars(module)), training=training, **checkpoint_switch(module))
     if not is_decorated(module):
         copy.__dict__.pop(RUNNER, None)
     return copy

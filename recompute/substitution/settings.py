@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -39,6 +40,8 @@ class Settings:
                 inner = {key: inspect.getattr_static(value, key, _Missing) for key in names}
                 found |= {f"{name}.{key}": each for key, each in inner.items() if _is_plain(each)}
         settings = {path: each for path, each in found.items() if path.rpartition(".")[2] not in _NO_SETTINGS}
+        for name in checkpoint_switch(module):
+            settings.pop(name, None)
         return Settings(tuple([(path, _copy(value)) for path, value in settings.items()]))
 
     def are_those_of(self, module: nn.Module) -> bool:
@@ -47,6 +50,21 @@ class Settings:
             return all([_value(module, path) == value for path, value in self.values])
         except AttributeError:  # one is gone
             return False
+
+
+def checkpoint_switch(module: nn.Module) -> dict[str, bool]:
+    """The attribute, with the value for off, that has transformers checkpoint what ``module`` computes.
+
+    Its layers do so around all else: around their ``__call__``, and since 5.24 around the outermost ``forward`` of
+    their classes, which under a policy is the policy's. It is none of what they compute.
+    """
+    layer = transformers_layer()
+    return {"gradient_checkpointing": False} if layer is not None and isinstance(module, layer) else {}
+
+
+def transformers_layer() -> type[nn.Module] | None:
+    """The class of the layers that transformers may checkpoint; None where it has none, or is not loaded."""
+    return getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
 
 
 class _Missing:

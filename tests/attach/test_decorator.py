@@ -11,12 +11,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import models
 import pytest
 import torch
 from tiny import TinyDecoderLayer, TinyMLP, TinyRMSNorm, assert_same, counted_ops, gradients, rule, rules
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import recompute
 from recompute.errors import AlreadyAppliedError, NoEffectError, PolicyError, PolicyWarning
@@ -337,3 +339,22 @@ def test_a_policy_that_governs_nothing_is_refused_when_it_is_put_on() -> None:
     for _ in range(2):  # also not silently the second time
         with pytest.raises(NoEffectError, match=r"rules\[0\].*'Other'"):
             outcome(module)
+
+
+def test_hugging_faces_checkpointing_runs_around_a_decorated_layer() -> None:
+    @recompute.recompute(policy="elementwise")
+    class Decorated(LlamaDecoderLayer):
+        pass
+
+    plain, model = models.make("llama"), models.make("llama")
+    for index, layer in enumerate(plain.model.layers):
+        model.model.layers[index] = Decorated(model.config, index).train()
+        model.model.layers[index].load_state_dict(layer.state_dict())
+    batch = models.batch("llama") | {"use_cache": False}
+    for each in (plain, model):
+        each.gradient_checkpointing_enable()
+    assert models.held(model, lambda: model(**batch)) <= models.held(plain, lambda: plain(**batch))
+    for each in (plain, model):
+        each.zero_grad()
+        each(**batch).loss.backward()
+    assert_same([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])

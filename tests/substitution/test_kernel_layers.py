@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import models
 import pytest
 import torch
 import transformers
@@ -130,6 +131,14 @@ def hook(path: str) -> Callable[[nn.Module], Any]:
     return change
 
 
+def hook_backward(path: str) -> Callable[[nn.Module], Any]:
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.get_submodule(path).register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 1.5,))
+
+    return change
+
+
 class Mean(nn.LayerNorm):
     """Has the weight of an RMSNorm, and computes something else."""
 
@@ -207,6 +216,8 @@ CHANGES = {
     "a hook on the first norm": hook("input_layernorm"),
     "a hook on the second norm": hook("post_attention_layernorm"),
     "a hook on k": hook("self_attn.k_proj"),
+    "a hook on the backward of q": hook_backward("self_attn.q_proj"),
+    "a hook on the backward of attention's output": hook_backward("self_attn.o_proj"),
     "a hook on gate": hook("mlp.gate_proj"),
     "a hook on the MLP": hook("mlp"),
     "a hook on attention's output": hook("self_attn.o_proj"),
@@ -215,7 +226,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     "change",
-    by_default(CHANGES, "another epsilon of the second norm", "an adapter on q"),
+    by_default(CHANGES, "another epsilon of the second norm", "an adapter on q", "a hook on the backward of q"),
 )
 def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
     model, plain = make(), make()
@@ -325,6 +336,35 @@ def test_hugging_faces_checkpointing_runs_around_kernels(reentrant: bool) -> Non
         each.enable_input_require_grads()
     for _ in range(3):
         torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("name", by_default(["llama", "gpt2", "gemma2", "bert"], "llama"))
+def test_layers_have_their_kernels_whether_hugging_faces_checkpointing_is_on_or_not(name: str) -> None:
+    notes = []
+    for is_on in (False, True):
+        model = models.make(name)
+        if is_on:
+            model.gradient_checkpointing_enable()
+        handle = recompute.apply(model, POLICY | {"rules": [{"type": "block", "action": "recompute", "via": "kernel"}]})
+        notes.append(handle.explain())
+    assert "kernel: " in notes[0]
+    assert notes[0] == notes[1]
+
+
+def test_checkpointing_that_is_switched_leaves_layers_their_kernels() -> None:
+    model, plain = make(), make()
+    model.gradient_checkpointing_enable()
+    recompute.apply(model, POLICY)
+    model.gradient_checkpointing_disable()
+    always = make()
+    recompute.apply(always, POLICY)
+    counts = []
+    for each in (model, always):
+        with Ops() as ops:
+            found = gradients(each)
+        counts.append(ops.counts)
+        torch.testing.assert_close(found, gradients(plain))
+    assert counts[0] == counts[1]
 
 
 def test_a_checkpoint_of_ours_runs_around_kernels() -> None:

@@ -140,6 +140,16 @@ def test_other_products_of_an_activation_are_plain(other: Any) -> None:
     assert torch.equal(tensor * other, F.silu(gate) * other)
 
 
+def test_an_activation_made_without_gradients_has_none_in_its_product() -> None:
+    gate, up = make(2, 3), make(2, 3, seed=1)
+    with torch.no_grad():
+        tensor = LazyActivation.of(gate, lambda: F.silu(gate), lambda gate, up: F.silu(gate) * up)
+    (tensor * up).sum().backward()
+    assert gate.grad is None
+    assert up.grad is not None
+    assert torch.equal(up.grad, F.silu(gate))
+
+
 class Attention(nn.Module):
     """Reads a norm's output with three Linears."""
 
