@@ -153,9 +153,17 @@ class SavePlan:
 
     @cached_property
     def copyable(self) -> frozenset[int]:
-        """The values that it keeps and that are small enough to be copied, because others may write to them."""
-        facts = self.facts
-        return frozenset(n for n in self.kept if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY)
+        """The values that it keeps and that are small enough to be copied, because others may write to them.
+
+        What the region made and autograd itself saved is none of them: it is held anyway, a copy would be held beside
+        it, and what was made here is no buffer of others.
+        """
+        facts, demanded = self.facts, self.demanded
+        return frozenset(
+            n
+            for n in self.kept
+            if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY and (facts[n].step is None or n not in demanded)
+        )
 
     @cached_property
     def eager_nbytes(self) -> int:
