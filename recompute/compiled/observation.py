@@ -75,6 +75,10 @@ class GraphTape(Tape):
     def pack(self, tensor: Tensor) -> PackedTensor:
         return self._seen.saved(tensor, super().pack(tensor))
 
+    def abandon(self) -> None:
+        """The graph is given up. Its module runs in its place, and that is the frame that counts."""
+        self.frame.discard()
+
 
 class _Seen(PackedTensor):
     """What is held for a saved tensor, and the buffer as which it was recorded."""

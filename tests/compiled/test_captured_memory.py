@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.attach.runners import region_in
-from recompute.compiled import captured_function
+from recompute.compiled import captured_function, captured_graph
 
 
 def mlp() -> nn.Module:
@@ -207,3 +207,22 @@ def test_a_step_counts_what_a_step_by_the_tape_counts(make: Callable[[], nn.Modu
         assert expected.regenerated_nbytes <= found.regenerated_nbytes
     else:
         assert found == expected
+
+
+def by_other_ops_if_compiled(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x).exp().sin()
+    return self.b((y * 2 if torch.compiler.is_compiling() else y + y).tanh())
+
+
+def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As with code of transformers, which may ask if it is compiled: its experts take other steps then.
+    monkeypatch.setattr(captured_graph, "asks_about_tracing", lambda: False)
+    model = Around(body(by_other_ops_if_compiled, a=linear(), b=linear()))
+    handle, step = recompute.apply(model, rule()), train(tokens())
+    counted = []
+    for _ in range(8):
+        before = handle.stats()
+        step(model)
+        counted.append(handle.stats() - before)
+    assert "takes other steps" in handle.explain()
+    assert counted == [counted[0]] * 8

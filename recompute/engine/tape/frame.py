@@ -435,6 +435,10 @@ class TapeFrame:
         """The region has raised an error. What ran of it may live on."""
         self.finish((), self._as_it_is)
 
+    def discard(self) -> None:
+        """What ran is gone, and nobody will run its backward. It counts nowhere."""
+        self._clear()
+
     @runs_hidden_from_modes
     def finish(self, outputs: Collection[Tensor], pack: PackKept | None = None) -> SavePlan | None:
         """Decide which saved tensors are kept, and drop the others, as far as the frame has not done so already.
