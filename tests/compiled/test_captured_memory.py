@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_testing import SIZE, Around, Layers, Norm, Twins, body, captured_twins, fresh, rule, tokens, train
-from engine_testing import GatedMLP, assert_same, loss_of
+from engine_testing import GatedMLP, assert_same, loss_of, no_garbage_collection
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recompute
 from recompute.attach.runners import region_in
 from recompute.compiled import captured_function, captured_graph
+from recompute.counters import memory_trace
 
 
 def mlp() -> nn.Module:
@@ -218,11 +219,22 @@ def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch: pyt
     # As with code of transformers, which may ask if it is compiled: its experts take other steps then.
     monkeypatch.setattr(captured_graph, "asks_about_tracing", lambda: False)
     model = Around(body(by_other_ops_if_compiled, a=linear(), b=linear()))
-    handle, step = recompute.apply(model, rule()), train(tokens())
-    counted = []
+    handle = recompute.apply(model, rule())
+    counted, held = [], []
     for _ in range(8):
         before = handle.stats()
-        step(model)
+        held.append(memory_of(model, tokens()))
         counted.append(handle.stats() - before)
     assert "takes other steps" in handle.explain()
     assert counted == [counted[0]] * 8
+    by_tape = held[1]
+    assert max(held[4:]) <= by_tape, "nothing of it lives on"
+
+
+def memory_of(model: nn.Module, x: Tensor) -> int:
+    """Bytes held after forward, which backward then frees."""
+    with no_garbage_collection(), memory_trace(torch.device("cpu")) as trace:
+        loss = loss_of(model(x))
+        trace.mark("forward")
+        loss.backward()
+    return trace.held_nbytes["forward"]

@@ -436,7 +436,11 @@ class TapeFrame:
         self.finish((), self._as_it_is)
 
     def discard(self) -> None:
-        """What ran is gone, and nobody will run its backward. It counts nowhere."""
+        """Nobody has what ran, nor will run its backward. It counts nowhere."""
+        for handle in filter(None, [reference() for reference in self._handles]):
+            handle.drop()  # what it holds has a graph, and that graph holds the handle
+        for saved in self._with_graphs:
+            saved.tensor = saved.tensor.detach()
         self._clear()
 
     @runs_hidden_from_modes
