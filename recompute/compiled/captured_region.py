@@ -156,7 +156,7 @@ class CapturedRegion:
             counts.add_to(statistics)
         if self._untaped is None:
             self.statistics.frames += 1
-        elif plan is not None:
+        elif (plan := plan or self.tape.statistics.plan) is not None:  # the latter if the frame was deoptimized
             self._counts_of(plan).add_to(self.statistics)
 
     def count_frame(self, plan: SavePlan) -> None:
@@ -330,8 +330,8 @@ class CapturedRegion:
             self._refusal, self._recordings = "modules inside of it have rules of their own", MAX_GRAPHS
             return self._untaped(function, args, kwargs)
         result = self._by_recording_tape(cache, function, args, kwargs, None)
-        if (plan := self.tape.plan) is not None:
-            self.count(plan)
+        self.count(plan := self.tape.plan)
+        if plan is not None:
             self._plans[id(plan)] = plan, 1
             made = [plan.facts[number] for number in plan.kept if plan.facts[number].step is not None]
             if sum(known.nbytes for known in made) > LARGEST_COPY:
@@ -344,8 +344,10 @@ class CapturedRegion:
         self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
     ) -> Any:
         result = self._by_recording_tape(cache, function, args, kwargs, variant)
-        if (plan := self.tape.plan) is not None:
-            self._counts_of(plan).add_to(self.statistics)
+        plan = self.tape.plan
+        if (counted := plan or self.tape.statistics.plan) is not None:
+            self._counts_of(counted).add_to(self.statistics)
+        if plan is not None:
             self._plans[id(plan)] = plan, 1
         return result
 

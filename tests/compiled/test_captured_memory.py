@@ -238,3 +238,25 @@ def memory_of(model: nn.Module, x: Tensor) -> int:
         trace.mark("forward")
         loss.backward()
     return trace.held_nbytes["forward"]
+
+
+def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one() -> None:
+    """As under another autocast, where the first op is the same."""
+    model, step = Layers(), train(tokens())
+    by_checkpoint = copy.deepcopy(model)
+    whole = {"match": "layers.*", "action": "checkpoint"}
+    handles = [
+        recompute.apply(each, {"rules": [{**whole, "capture": capture}]})
+        for each, capture in ((by_checkpoint, False), (model, True))
+    ]
+    for _ in range(4):
+        step(by_checkpoint)
+        step(model)
+    before = [handle.stats() for handle in handles]
+    with torch.autocast("cpu", torch.bfloat16):
+        step(by_checkpoint)
+        step(model)
+    expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
+    names = ("frames", "eager_nbytes", "dropped_nbytes", "kept_nbytes")
+    assert expected.frames == 2
+    assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
