@@ -260,3 +260,30 @@ def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one
     names = ("frames", "eager_nbytes", "dropped_nbytes", "kept_nbytes")
     assert expected.frames == 2
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [{"action": "recompute", "via": "hook", "rerun": ["gemm"]}, {"action": "checkpoint"}, {"action": "keep"}],
+    ids=["gemms again", "checkpoint", "keep"],
+)
+def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside: dict[str, Any]) -> None:
+    model = Layers()
+    around = {"match": "layers.*", "action": "recompute", "via": "hook"}
+    handle, step = recompute.apply(model, {"rules": [{"match": "**.mlp", **inside}, around]}), train(tokens())
+    counted = []
+    for _ in range(9):
+        before = handle.stats()
+        step(model)
+        counted.append(handle.stats() - before)
+    assert counted[1:] == [counted[1]] * 8
+    assert "stay on the tape: modules inside of it have rules of their own" in handle.explain()
+
+
+def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_the_tape() -> None:
+    model = Layers()
+    alike = {"match": ["layers.*", "layers.*.mlp"], "action": "recompute", "via": "hook"}
+    handle, step = recompute.apply(model, {"rules": [alike]}), train(tokens())
+    for _ in range(6):
+        step(model)
+    assert "layers.*: 2 of 2 run as captured code" in handle.explain()
