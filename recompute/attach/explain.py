@@ -62,7 +62,10 @@ class Stats:
     regenerations: int = 0
     """Times that backward ran something again: an op of a tape, a checkpoint, or what a kernel recorded."""
     regenerated_nbytes: int = 0
-    """Bytes that these runs made, intermediate results among them, but not what kernels regenerate in registers."""
+    """Bytes that these runs made, intermediate results among them, but not what kernels regenerate in registers.
+
+    Of a checkpoint these are the bytes of what autograd had saved, and not of all that its Python makes again.
+    """
     regenerating_seconds: float | None = None
     """Seconds that these runs took, on CUDA by the device's clock; None unless ``time_regeneration()`` was called."""
 

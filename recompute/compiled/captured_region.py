@@ -58,6 +58,7 @@ MAX_MISSES = 32
 MAX_REPLAYS = 8
 """Backwards that were not as recorded after which a region is deoptimized: each costs another forward."""
 
+_RULES_INSIDE = "modules inside of it have rules of their own"
 _DRAWS = "it draws from a random generator of Python's or of NumPy's"
 
 
@@ -157,7 +158,7 @@ class CapturedRegion:
             counts.add_to(statistics)
         if self._untaped is None:
             self.statistics.frames += 1
-        elif plan is not None:
+        elif (plan := plan or self.tape.statistics.plan) is not None:  # the latter if the frame was deoptimized
             self._counts_of(plan).add_to(self.statistics)
 
     def count_frame(self, plan: SavePlan) -> None:
@@ -328,11 +329,11 @@ class CapturedRegion:
     def _checkpoint_by_tape(self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         assert self._untaped is not None
         if any(runner.statistics is not self.statistics for runner in runners_in(function, args)):
-            self._refusal, self._recordings = "modules inside of it have rules of their own", MAX_GRAPHS
+            self._refusal, self._recordings = _RULES_INSIDE, MAX_GRAPHS
             return self._untaped(function, args, kwargs)
         result = self._by_recording_tape(cache, function, args, kwargs, None)
-        if (plan := self.tape.plan) is not None:
-            self.count(plan)
+        self.count(plan := self.tape.plan)
+        if plan is not None:
             self._plans[id(plan)] = plan, 1
             made = [plan.facts[number] for number in plan.kept if plan.facts[number].step is not None]
             if sum(known.nbytes for known in made) > LARGEST_COPY:
@@ -345,8 +346,10 @@ class CapturedRegion:
         self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
     ) -> Any:
         result = self._by_recording_tape(cache, function, args, kwargs, variant)
-        if (plan := self.tape.plan) is not None:
-            self._counts_of(plan).add_to(self.statistics)
+        plan = self.tape.plan
+        if (counted := plan or self.tape.statistics.plan) is not None:
+            self._counts_of(counted).add_to(self.statistics)
+        if plan is not None:
             self._plans[id(plan)] = plan, 1
         return result
 
@@ -382,6 +385,9 @@ class CapturedRegion:
             if any(counts):
                 self._kernel_counts.append((each, counts))
         self._frame_counts.pop(id(plan), None)
+        if tapes and tapes[0].has_rules_inside:  # the graph has no modules, and so would not follow these rules
+            self._refusal, self._recordings = _RULES_INSIDE, MAX_GRAPHS
+            return result
         if tapes and plan is not None and (self._untaped is not None or self._has_settled(plan)):
             recording, self._not_recorded = tapes[0].recording, tapes[0].reason
             if (drawn := generators.drawn()) is not None and drawn.is_beyond_torch():

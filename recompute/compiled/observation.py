@@ -17,7 +17,7 @@ from recompute.compiled.recording import Departure, NotCapturable, Recording, Us
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
-from recompute.engine.saved_tensors import PackedTensor
+from recompute.engine.saved_tensors import PackedTensor, top_hooks
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.recorder import Tape, TapeRegion
 from recompute.engine.thread_state import local
@@ -37,6 +37,22 @@ class RecordingTape(Tape):
         self.recording: Recording | None = Recording(is_open=True)
         self.reason = ""
         """Why the recording was given up; "" if it was not."""
+        self.has_rules_inside = False
+        """Whether other rules than the region's said what becomes of an op, or of what is saved for it."""
+        self._own_policy = region.op_policy
+
+    def _is_ruled_inside(self, op: Any) -> bool:
+        """Whether a module that runs now has a rule by which ``op`` is treated in another way."""
+        policy, own = self.op_policy, self._own_policy
+        if policy is not own and policy.decide(op) != own.decide(op):
+            return True
+        hooks = top_hooks()
+        return hooks is None or getattr(hooks[0], "__self__", None) is not self
+
+    def pin(self, tensor: Tensor, name: str | None) -> Tensor:
+        if name is not None and self.op_policy.keeps_tensor(name) is not self._own_policy.keeps_tensor(name):
+            self.has_rules_inside = True
+        return super().pin(tensor, name)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -46,6 +62,7 @@ class RecordingTape(Tape):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if local.regenerating or self.recording is None:
             return super().__torch_dispatch__(op, types, args, kwargs)
+        self.has_rules_inside = self.has_rules_inside or self._is_ruled_inside(op)
         started = None
         try:
             started = self.recording.start(op, args, kwargs or {})
@@ -74,6 +91,10 @@ class GraphTape(Tape):
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         return self._seen.saved(tensor, super().pack(tensor))
+
+    def abandon(self) -> None:
+        """The graph is given up. Its module runs in its place, and that is the frame that counts."""
+        self.frame.discard()
 
 
 class _Seen(PackedTensor):

@@ -81,8 +81,8 @@ class Timeline(AbstractContextManager["Timeline"]):
 
     Tensors from before the block do not count, nor does freeing them, nor does memory that an op takes and gives back
     while it runs. Seconds are those of the host, which allocates memory when it launches an op and not when the device
-    runs it. Each op is seen from Python, which slows the host down. Use it for eager code: of compiled code it sees
-    only what goes in and out. Fake tensors work, too.
+    runs it. Each op is seen from Python, which slows the host down. What runs as captured code runs as before it was
+    captured. Use it for eager code: of compiled code it sees only what goes in and out. Fake tensors work, too.
     """
 
     def __init__(self, model: nn.Module):

@@ -36,6 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import recompute
 from recompute.attach.explain import Stats
+from recompute.diagnostics.timeline import Timeline
 from recompute.errors import PolicyWarning
 from recompute.policy.loading import preset_names
 
@@ -145,6 +146,17 @@ def test_stats_time_what_backward_runs_again() -> None:
     assert step.regenerations >= 3
     assert 3 * _A_WHILE <= step.regenerating_seconds <= time.perf_counter() - began
     assert step.regenerated_nbytes > 0
+
+
+def test_a_checkpoint_regenerates_the_bytes_that_autograd_saved_and_a_timeline_shows_all_that_it_makes() -> None:
+    model = decoder()
+    handle = recompute.apply(model, "full")
+    before = handle.stats()
+    with Timeline(model) as timeline:
+        next_token_loss(model, token_ids()).backward()
+    step = handle.stats() - before
+    assert step.regenerated_nbytes == step.dropped_nbytes
+    assert step.regenerated_nbytes < sum(each.nbytes for each in timeline.tensors if each.phase == "regeneration")
 
 
 def test_stats_stay_when_the_policy_is_gone() -> None:

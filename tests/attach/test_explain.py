@@ -245,6 +245,32 @@ def test_what_was_dropped_and_kept_adds_up_to_the_totals() -> None:
         assert f"{fate} {total:,} bytes ({total // TOKENS} a token, {TOKENS} tokens)" in title
 
 
+class Overwrites(nn.Module):
+    """Saves what it then changes, so that autograd would refuse to run that backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return overwritten(self.linear, x)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(HIDDEN), Overwrites])
+def test_what_is_overwritten_is_kept_and_counted_but_for_running_statistics_which_live_anyway(
+    make: Callable[[], nn.Module],
+) -> None:
+    module = make()
+    handle = recompute.apply(module, rules(rule(type(module).__name__, "recompute", via="hook")))
+    module(torch.randn(TOKENS, HIDDEN)).sum().backward()
+    stats = handle.stats()
+    assert stats.eager_nbytes == stats.kept_nbytes + stats.dropped_nbytes
+    ((_, lines),) = tables(handle.explain()).items()
+    assert sum(line.nbytes for line in lines if line.fate == "kept") == stats.kept_nbytes
+    running = [line.fate for line in lines if line.made_by == "(given)" and line.shape == str(HIDDEN)]
+    assert set(running) <= {"alive"}
+
+
 def summary(text: str) -> dict[str, dict[str, str]]:
     """The cells of the first table of ``explain``, by module."""
     lines = text.split("\n\n")[0].splitlines()

@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_testing import SIZE, Around, Layers, Norm, Twins, body, captured_twins, fresh, rule, tokens, train
-from engine_testing import GatedMLP, assert_same, loss_of
+from engine_testing import GatedMLP, assert_same, loss_of, no_garbage_collection
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.attach.runners import region_in
-from recompute.compiled import captured_function
+from recompute.compiled import captured_function, captured_graph
+from recompute.counters import memory_trace
 
 
 def mlp() -> nn.Module:
@@ -207,3 +208,82 @@ def test_a_step_counts_what_a_step_by_the_tape_counts(make: Callable[[], nn.Modu
         assert expected.regenerated_nbytes <= found.regenerated_nbytes
     else:
         assert found == expected
+
+
+def by_other_ops_if_compiled(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x).exp().sin()
+    return self.b((y * 2 if torch.compiler.is_compiling() else y + y).tanh())
+
+
+def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As with code of transformers, which may ask if it is compiled: its experts take other steps then.
+    monkeypatch.setattr(captured_graph, "asks_about_tracing", lambda: False)
+    model = Around(body(by_other_ops_if_compiled, a=linear(), b=linear()))
+    handle = recompute.apply(model, rule())
+    counted, held = [], []
+    for _ in range(8):
+        before = handle.stats()
+        held.append(memory_of(model, tokens()))
+        counted.append(handle.stats() - before)
+    assert "takes other steps" in handle.explain()
+    assert counted == [counted[0]] * 8
+    by_tape = held[1]
+    assert max(held[4:]) <= by_tape, "nothing of it lives on"
+
+
+def memory_of(model: nn.Module, x: Tensor) -> int:
+    """Bytes held after forward, which backward then frees."""
+    with no_garbage_collection(), memory_trace(torch.device("cpu")) as trace:
+        loss = loss_of(model(x))
+        trace.mark("forward")
+        loss.backward()
+    return trace.held_nbytes["forward"]
+
+
+def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one() -> None:
+    """As under another autocast, where the first op is the same."""
+    model, step = Layers(), train(tokens())
+    by_checkpoint = copy.deepcopy(model)
+    whole = {"match": "layers.*", "action": "checkpoint"}
+    handles = [
+        recompute.apply(each, {"rules": [{**whole, "capture": capture}]})
+        for each, capture in ((by_checkpoint, False), (model, True))
+    ]
+    for _ in range(4):
+        step(by_checkpoint)
+        step(model)
+    before = [handle.stats() for handle in handles]
+    with torch.autocast("cpu", torch.bfloat16):
+        step(by_checkpoint)
+        step(model)
+    expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
+    names = ("frames", "eager_nbytes", "dropped_nbytes", "kept_nbytes")
+    assert expected.frames == 2
+    assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [{"action": "recompute", "via": "hook", "rerun": ["gemm"]}, {"action": "checkpoint"}, {"action": "keep"}],
+    ids=["gemms again", "checkpoint", "keep"],
+)
+def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside: dict[str, Any]) -> None:
+    model = Layers()
+    around = {"match": "layers.*", "action": "recompute", "via": "hook"}
+    handle, step = recompute.apply(model, {"rules": [{"match": "**.mlp", **inside}, around]}), train(tokens())
+    counted = []
+    for _ in range(9):
+        before = handle.stats()
+        step(model)
+        counted.append(handle.stats() - before)
+    assert counted[1:] == [counted[1]] * 8
+    assert "stay on the tape: modules inside of it have rules of their own" in handle.explain()
+
+
+def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_the_tape() -> None:
+    model = Layers()
+    alike = {"match": ["layers.*", "layers.*.mlp"], "action": "recompute", "via": "hook"}
+    handle, step = recompute.apply(model, {"rules": [alike]}), train(tokens())
+    for _ in range(6):
+        step(model)
+    assert "layers.*: 2 of 2 run as captured code" in handle.explain()

@@ -40,6 +40,7 @@ from engine_testing import (
 from tiers import by_default
 from tiny import counted_ops
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import recompute
 from recompute.counters import memory_trace
@@ -220,6 +221,19 @@ def test_a_decorated_function_without_gradients_holds_nothing(setting: dict[str,
         assert references[0].expired()
         assert not result.requires_grad
         assert gc.collect() == 0
+
+
+def test_what_autograd_saved_of_a_dropout_and_what_runs_again_reads_is_held_once_and_counted_once() -> None:
+    model = holding(lambda self, x: F.dropout(x.exp(), 0.5).sin())
+    x = tokens()
+    handle = recompute.apply(model, policy(("inside", "recompute")))
+    for _ in range(2):  # the second frame follows the plan of the first
+        before = handle.stats()
+        with Census() as census:
+            result = model(x)
+        step = handle.stats() - before
+        assert step.kept_nbytes == 2 * x.nbytes, "what exp returned, and the mask, on which the product runs again"
+        assert census.alive_nbytes() - result.nbytes == step.kept_nbytes
 
 
 # When values die

@@ -144,8 +144,9 @@ class SavePlan:
 
     @cached_property
     def kept_nbytes(self) -> int:
-        """Bytes of what is kept and does not live anyway."""
-        return sum(self.facts[number].nbytes for number in self.kept if not self.facts[number].alive)
+        """Bytes of what is kept and does not live anyway. What was saved and then overwritten is held, too."""
+        held = self.kept | (self.demanded & self.overwritten)
+        return sum(self.facts[number].nbytes for number in held if not self._lives_anyway(number))
 
     @cached_property
     def dropped_nbytes(self) -> int:
@@ -153,14 +154,30 @@ class SavePlan:
 
     @cached_property
     def copyable(self) -> frozenset[int]:
-        """The values that it keeps and that are small enough to be copied, because others may write to them."""
-        facts = self.facts
-        return frozenset(n for n in self.kept if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY)
+        """The values that it keeps and that are small enough to be copied, because others may write to them.
+
+        What the region made and autograd itself saved is none of them: it is held anyway, a copy would be held beside
+        it, and what was made here is no buffer of others.
+        """
+        facts, demanded = self.facts, self.demanded
+        return frozenset(
+            n
+            for n in self.kept
+            if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY and (facts[n].step is None or n not in demanded)
+        )
 
     @cached_property
     def eager_nbytes(self) -> int:
         """Bytes of what autograd saved that does not live anyway."""
-        return sum(self.facts[number].nbytes for number in self.demanded if not self.facts[number].alive)
+        return sum(self.facts[number].nbytes for number in self.demanded if not self._lives_anyway(number))
+
+    def _lives_anyway(self, number: int) -> bool:
+        """Whether holding a value costs nothing.
+
+        Of what was overwritten in here that is what others had given: the running statistics of a batch norm, say.
+        """
+        known = self.facts[number]
+        return known.alive or (number in self.overwritten and known.step is None)
 
     @cached_property
     def rerun_set(self) -> frozenset[int]:
@@ -292,7 +309,7 @@ class SavePlan:
         savers = dict(reversed(self.saves))
         for number in sorted(self.demanded | self.kept):
             known = self.facts[number]
-            if known.alive:
+            if self._lives_anyway(number):
                 fate, why = "alive", "lives anyway"
             elif number in self.dropped:
                 fate, why = "dropped", ""

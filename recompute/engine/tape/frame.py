@@ -435,6 +435,14 @@ class TapeFrame:
         """The region has raised an error. What ran of it may live on."""
         self.finish((), self._as_it_is)
 
+    def discard(self) -> None:
+        """Nobody has what ran, nor will run its backward. It counts nowhere."""
+        for handle in filter(None, [reference() for reference in self._handles]):
+            handle.drop()  # what it holds has a graph, and that graph holds the handle
+        for saved in self._with_graphs:
+            saved.tensor = saved.tensor.detach()
+        self._clear()
+
     @runs_hidden_from_modes
     def finish(self, outputs: Collection[Tensor], pack: PackKept | None = None) -> SavePlan | None:
         """Decide which saved tensors are kept, and drop the others, as far as the frame has not done so already.

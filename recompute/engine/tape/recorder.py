@@ -171,8 +171,12 @@ class Tape(TorchDispatchMode):
         local.books.pop()
         _pop_hooks()
         if kind is not None:
-            self.frame.abandon()
+            self.abandon()
             explain_transforms(error, self.statistics)
+
+    def abandon(self) -> None:
+        """The region has raised an error."""
+        self.frame.abandon()
 
     def finish(self, result: Any) -> SavePlan | None:
         """The region has returned ``result``. Returns the plan for its next frame, if there is one."""
