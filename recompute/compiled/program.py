@@ -38,10 +38,14 @@ class Counts(NamedTuple):
 
     @staticmethod
     def of_checkpoint(plan: SavePlan) -> Counts:
-        """As a checkpoint counts, for which a region's inputs never count."""
-        made = [number for number in plan.demanded if plan.facts[number].step is not None]
-        nbytes = sum(plan.facts[number].nbytes for number in made)
-        return Counts(1, len(made), nbytes, 0, nbytes)
+        """As a checkpoint counts, for which a region's inputs never count.
+
+        Its code may keep what cannot run again, if that is small: the mask of a dropout, say.
+        """
+        made = {number: known.nbytes for number, known in enumerate(plan.facts) if known.step is not None}
+        saved, kept = ({n: made[n] for n in each if n in made} for each in (plan.demanded, plan.kept))
+        dropped = [nbytes for number, nbytes in saved.items() if number not in kept]
+        return Counts(1, len(dropped), sum(dropped), sum(kept.values()), sum(saved.values()))
 
     @staticmethod
     def of_dropped(plan: SavePlan) -> Counts:

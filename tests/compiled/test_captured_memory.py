@@ -11,7 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Layers, Norm, Twins, body, captured_twins, fresh, rule, tokens, train
+from capture_testing import (
+    SIZE,
+    STEPS_TO_SETTLE,
+    Around,
+    Layers,
+    Norm,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    rule,
+    tokens,
+    train,
+)
 from engine_testing import GatedMLP, assert_same, loss_of, no_garbage_collection
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -208,6 +221,21 @@ def test_a_step_counts_what_a_step_by_the_tape_counts(make: Callable[[], nn.Modu
         assert expected.regenerated_nbytes <= found.regenerated_nbytes
     else:
         assert found == expected
+
+
+def test_what_the_code_of_a_checkpoint_keeps_is_counted_as_kept() -> None:
+    model = Around(body(lambda self, x: F.dropout(self.a(x).exp(), 0.5).sin(), a=linear()))
+    handle = recompute.apply(model, {"rules": [{"match": "inside", "action": "checkpoint"}]})
+    x = tokens()
+    seen = []
+    for _ in range(STEPS_TO_SETTLE):
+        before = handle.stats()
+        train(x)(model)
+        seen.append(handle.stats() - before)
+    mask = x.nbytes
+    assert (seen[0].kept_nbytes, seen[-1].kept_nbytes) == (0, mask)
+    assert {step.eager_nbytes for step in seen} == {seen[0].eager_nbytes}
+    assert all(step.kept_nbytes + step.dropped_nbytes == step.eager_nbytes for step in seen)
 
 
 def by_other_ops_if_compiled(self: Any, x: Tensor) -> Tensor:
