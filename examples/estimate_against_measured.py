@@ -161,7 +161,6 @@ def measured(case: Case, device: torch.device) -> dict[str, int]:
         batch_size=case.batch_size,
         dtype=torch.bfloat16,
         device=device,
-        stretches=True,
     )
     optimizer = AdamW(model.parameters(), lr=1e-5, **OPTIMIZERS[case.optimizer])
     if case.policy != "none":

@@ -99,7 +99,6 @@ class Case:
                 batch_size=self.batch_size,
                 dtype=torch.bfloat16,
                 device=device,
-                stretches=True,
             )
             return model, only_layers(model, batch["input_ids"]) if self.is_layers_alone else batch
 

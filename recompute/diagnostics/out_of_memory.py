@@ -22,11 +22,11 @@ from recompute.compiled.unwrap import unwrapped
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.estimate_result import ModuleActivations
-from recompute.estimation.fake_tensors import fake_batch, fake_copy
+from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.model_estimator import ModelEstimator, by_module
 from recompute.estimation.module_tracker import pattern_of, unit_of
-from recompute.estimation.simulation import SimulatedStep, fake_mode
+from recompute.estimation.simulation import SimulatedStep
 from recompute.policy.rules import Policy, Rule
 from recompute.units import humanize
 

@@ -16,8 +16,7 @@ from recompute.errors import ModelError
 from recompute.estimation.build_model import batch_of, build_fake, without_packing
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.factories import check_taken, describe
-from recompute.estimation.fake_tensors import fake_batch, fake_copy
-from recompute.estimation.simulation import fake_mode
+from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
 from recompute.estimation.static_memory import DTYPE_RECIPES
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.cuda_semantics import as_on_cuda
@@ -124,10 +124,6 @@ def optimizer_peak_nbytes(
         with StorageTrace(BLOCK_NBYTES) as trace:
             optimizer.step()
     return trace.peak_nbytes
-
-
-def fake_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager

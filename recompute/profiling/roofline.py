@@ -24,9 +24,8 @@ from recompute.errors import ModelError
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
-from recompute.estimation.fake_tensors import fake_batch, fake_copy
+from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
 from recompute.estimation.gpus import Gpu, find_gpu
-from recompute.estimation.simulation import fake_mode
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
 from recompute.estimation.workspaces import WORKSPACE_NBYTES

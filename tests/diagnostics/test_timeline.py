@@ -17,8 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import recompute
 from recompute.counters import step_memory
 from recompute.diagnostics.timeline import Timeline
-from recompute.estimation.fake_tensors import fake_copy
-from recompute.estimation.simulation import fake_mode
+from recompute.estimation.fake_tensors import fake_copy, fake_mode
 
 CPU = torch.device("cpu")
 

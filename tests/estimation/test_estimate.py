@@ -19,6 +19,7 @@ import recompute
 from recompute.errors import EstimateError, ModelError, PolicyError
 from recompute.estimation import cuda_semantics, model_estimator
 from recompute.estimation.estimate_result import Estimate
+from recompute.estimation.fake_tensors import fake_mode
 
 GIB = 2**30
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, HEADS, KV_WIDTH, LENGTH = 4096, 14336, 32, 128256, 32, 1024, 4096
@@ -350,6 +351,32 @@ def test_a_model_without_a_configuration_has_logits_too() -> None:
     chunked = estimate(OwnLanguageModel(), batch=(ids,), dtype="float32", loss="chunked")
     assert chunked.logits_peak_bytes < found.logits_peak_bytes / 2
     assert chunked.peak_bytes < found.peak_bytes
+
+
+def experts_of_groups(tokens: Tensor, weight: Tensor) -> list[Tensor]:
+    """A product for each of two groups of tokens, and its gradients."""
+    tokens, weight = (each.detach().requires_grad_() for each in (tokens, weight))
+    product = F.grouped_mm(tokens, weight, offs=torch.tensor([3, 8], dtype=torch.int32))
+    return [product, *torch.autograd.grad(product, (tokens, weight), torch.ones_like(product))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_tensors_are_multiplied_in_groups_as_real_ones_are(dtype: torch.dtype) -> None:
+    tokens, weight = torch.randn(8, 16, dtype=dtype), torch.randn(2, 16, 32, dtype=dtype)
+    real = experts_of_groups(tokens, weight)
+    with fake_mode():
+        fake = experts_of_groups(torch.empty_like(tokens), torch.empty_like(weight))
+    assert [(each.shape, each.dtype, each.stride()) for each in fake] == [
+        (each.shape, each.dtype, each.stride()) for each in real
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16-autocast"])
+def test_experts_are_estimated_in_float32_too(dtype: str) -> None:
+    config = models.make("mixtral").config
+    config._experts_implementation = "grouped_mm"
+    found = estimate(config, seq_len=64, dtype=dtype, advise=False)
+    assert found.activation_bytes > estimate(config, seq_len=64, dtype="bfloat16", advise=False).activation_bytes
 
 
 class Asks(nn.Module):

@@ -21,9 +21,9 @@ import recompute
 from recompute import counters
 from recompute.errors import ModelError
 from recompute.estimation.build_model import without_packing
-from recompute.estimation.fake_tensors import fake_batch, fake_copy
+from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
 from recompute.estimation.module_tracker import unit_of
-from recompute.estimation.simulation import SimulatedStep, fake_mode, optimizer_peak_nbytes, simulate
+from recompute.estimation.simulation import SimulatedStep, optimizer_peak_nbytes, simulate
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.estimation.workspaces import workspace_nbytes
 
