@@ -156,15 +156,29 @@ class SavePlan:
     def copyable(self) -> frozenset[int]:
         """The values that it keeps and that are small enough to be copied, because others may write to them.
 
-        What the region made and autograd itself saved is none of them: it is held anyway, a copy would be held beside
-        it, and what was made here is no buffer of others.
+        What autograd itself saved, in memory that the region made, is none of them: it is held anyway, a copy would be
+        held beside it, and that memory is no buffer of others.
         """
         facts, demanded = self.facts, self.demanded
         return frozenset(
             n
             for n in self.kept
-            if not facts[n].alive and facts[n].nbytes <= LARGEST_COPY and (facts[n].step is None or n not in demanded)
+            if not facts[n].alive
+            and facts[n].nbytes <= LARGEST_COPY
+            and (n not in demanded or self._is_in_given_memory(n))
         )
+
+    def _is_in_given_memory(self, number: int) -> bool:
+        """Whether a value may be in memory that was there before, as a buffer that the region updates in place."""
+        pending, seen = [number], set[int]()
+        while pending:
+            step = self.facts[pending.pop()].step
+            if step is None:
+                return True
+            if step not in seen:
+                seen.add(step)
+                pending += self.steps[step].overwrites
+        return False
 
     @cached_property
     def eager_nbytes(self) -> int:

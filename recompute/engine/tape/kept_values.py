@@ -82,8 +82,8 @@ class KeptValues:
     def for_rerun(self, ref: ValueRef) -> PackedTensor:
         """What is held for a step that runs again and reads this value: a copy, if that is cheap.
 
-        So a buffer may change between forward and backward, as in plain PyTorch. What the region made and autograd
-        itself saved is not copied: it is refused if it has changed, also as in plain PyTorch.
+        So a buffer may change between forward and backward, as in plain PyTorch. What autograd itself saved, in memory
+        that the region made, is not copied: it is refused if it has changed, also as in plain PyTorch.
         """
         number, layout = ref
         if number not in self._plan.copyable or self._values.held[number].requires_grad:
