@@ -147,10 +147,9 @@ def test_numbers_are_consistent(rows: dict[str, AblationRow]) -> None:
 
 def test_what_regenerating_takes_is_known_of_our_policies(rows: dict[str, AblationRow]) -> None:
     for policy in ("full", "hook", "alternate", "elementwise"):
-        regenerating, backward = rows[policy].regenerating_seconds, rows[policy].backward_seconds
+        regenerating = rows[policy].regenerating_seconds
         assert regenerating is not None
-        assert backward is not None
-        assert 0 < regenerating < 10 * backward  # medians of different steps
+        assert regenerating > 0
         assert all(len(timings["regenerating"]) == TINY.steps for timings in rows[policy].timings)
     assert {rows[name].regenerating_seconds for name in ("none", "torch-checkpoint", "torch-selective")} == {None}
 
