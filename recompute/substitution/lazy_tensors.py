@@ -8,6 +8,7 @@ tensor among its arguments calls the kernel. For any other operation the values 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from recompute.engine.saved_tensors import describe, version_of
 from recompute.errors import MutationError, UnsupportedError
@@ -45,6 +47,8 @@ class LazyTensor(Tensor):
     """What ``mode_of`` returned where this was made."""
     _is_passed_by: bool
     """Whether a kernel has computed something of this without its values: the gradient of that does not come by."""
+    _waiting: OrderedDict[int, Callable[[Tensor], Any]]
+    """Hooks that wait for backward to begin, and are the values' if there ever are any."""
 
     @staticmethod
     def __new__(
@@ -66,7 +70,7 @@ class LazyTensor(Tensor):
             cls, shape, dtype=dtype or like.dtype, device=like.device, requires_grad=trains
         )
         made._compute, made._value, made._mode = compute, None, mode
-        made._is_passed_by = False
+        made._is_passed_by, made._waiting = False, OrderedDict()
         made._operands = tuple([(each, version_of(each)) for each in given])
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
@@ -88,6 +92,9 @@ class LazyTensor(Tensor):
             with torch.set_grad_enabled(self._mode[0]), self.autocast_as_made():
                 self._value = self._compute()
             self._operands = ()
+            if self._value.requires_grad:
+                for hook in self._waiting.values():
+                    self._value.register_hook(hook)
         return self._value
 
     def autocast_as_made(self) -> AbstractContextManager[Any]:
@@ -104,6 +111,14 @@ class LazyTensor(Tensor):
     def before_change(self) -> None:
         """Called when something is about to change this in place."""
         self.value()
+
+    def _await(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Register a hook that waits for backward to begin, without asking for the values."""
+        if self._value is not None:
+            return self._value.register_hook(hook)
+        handle = RemovableHandle(self._waiting)
+        self._waiting[handle.id] = hook
+        return handle
 
     def check(self) -> None:
         """Refuse to compute from operands that have changed since, which would give other values."""
@@ -129,6 +144,8 @@ class LazyTensor(Tensor):
             tree_map_only(LazyTensor, lambda lazy: lazy.before_change(), (args, kwargs))
         if function in _LEADS_TO_ITS_GRADIENT:
             if function is Tensor.register_hook and args[0]._is_passed_by:
+                if _waits_for_backward(*args[1:], **kwargs):
+                    return args[0]._await(*args[1:], **kwargs)
                 raise UnsupportedError(
                     f"{args[0]!r} gets a hook after a kernel has computed something of it without its values: the hook "
                     "would miss that gradient. Register the hook as soon as there is the tensor, or give the module "
@@ -169,6 +186,15 @@ def mode_of(device: torch.device) -> tuple[bool, bool, torch.dtype | None]:
     """Whether gradients are on, whether autocast is, and autocast's dtype if it is."""
     autocasts = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return torch.is_grad_enabled(), autocasts, torch.get_autocast_dtype(device.type) if autocasts else None
+
+
+def _waits_for_backward(hook: Any) -> bool:
+    """Whether a hook only waits for backward to begin, as FSDP's does: it registers one on all that a model returns.
+
+    What a kernel has computed of logits, a loss, has it as well.
+    """
+    function = getattr(hook, "func", hook)  # of a partial
+    return (getattr(function, "__module__", None) or "").startswith("torch.distributed.")
 
 
 def _changes(function: Any, kwargs: dict[str, Any]) -> bool:

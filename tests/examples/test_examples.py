@@ -44,7 +44,7 @@ def test_train_llama(
     assert regenerated is not None
     assert (regenerated[1] == "0") == (policy == "none")
     assert (tmp_path / "step.png").stat().st_size > 0
-    assert '"regeneration"' in (tmp_path / "step.json").read_text(encoding="utf-8")
+    assert '"what the policy adds"' in (tmp_path / "step.json").read_text(encoding="utf-8")
 
 
 def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,10 +52,9 @@ def test_fsdp_with_gradient_accumulation_without_synchronization(
     assert_trains_as_without(two_processes, "full", how, rules, first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
 @pytest.mark.parametrize(
-    "how", ["ddp", "fsdp", *slow("ddp, static graph", "ddp, unused parameters", "fsdp, weights stay gathered")]
+    "how", ["fsdp", *slow("ddp", "ddp, static graph", "ddp, unused parameters", "fsdp, weights stay gathered")]
 )
 def test_kernels_in_the_place_of_layers_under_ddp_and_fsdp(two_processes: TwoProcesses, how: str, first: str) -> None:
     for difference in two_processes.run(kernels_train_as_without, how, first):

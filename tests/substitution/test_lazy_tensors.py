@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -454,6 +455,27 @@ def test_a_hook_that_would_miss_a_gradient_is_refused() -> None:
     F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
     with pytest.raises(UnsupportedError, match=r"LazyLogits.* gets a hook after .*`via: hook` or `action: keep`"):
         logits.register_hook(lambda gradient: gradient * 2)
+
+
+@pytest.mark.parametrize("wrap", [lambda hook: hook, functools.partial])
+def test_fsdps_hook_on_what_a_model_returns_makes_no_logits_and_fires_if_they_are_made(wrap: Any) -> None:
+    """It waits for backward to begin. The loss beside the logits has it, too."""
+    logits, _ = head()
+    F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
+    fired: list[Tensor] = []
+
+    def pre_backward(gradient: Tensor) -> None:
+        fired.append(gradient)
+
+    pre_backward.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+    logits.register_hook(wrap(pre_backward))
+    logits.register_hook(wrap(pre_backward)).remove()
+    assert logits.is_lazy
+    logits.sum().backward(retain_graph=True)
+    assert len(fired) == 1
+    logits.register_hook(wrap(pre_backward))
+    logits.sum().backward()
+    assert len(fired) == 3
 
 
 def test_targets_are_those_that_pytorch_takes() -> None:
