@@ -15,7 +15,7 @@ _GROUPED_MM, _CAST = torch.ops.aten._grouped_mm.default, torch.ops.aten._to_copy
 
 
 class FakeMode(FakeTensorMode):
-    """Runs grouped matrix products in every dtype, as devices do. Torch's own mode refuses float32 (2.11 to 2.15)."""
+    """Runs grouped matrix products in every dtype, as devices do. Torch's own mode refuses float32 (2.11 to 2.14)."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
