@@ -1,7 +1,8 @@
 """What the examples here share: they train a Llama twice, without and with a policy, and compare every rank's steps.
 
 Each rank has a batch of its own, of the same size whatever the number of GPUs. Under tensor parallelism all ranks share
-one. From the files that the examples write with --out on one GPU and on more, this makes a table of weak scaling:
+one. With --peers torch-checkpoint, say, they train under what others offer, too, and print what that takes. From the
+files that the examples write with --out on one GPU and on more, this makes a table of weak scaling:
 
 torchrun --nproc-per-node 1 examples/distributed/ddp.py --large --out 1.json
 torchrun --nproc-per-node 2 examples/distributed/ddp.py --large --out 2.json
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import recompute
+from recompute.ablation.peers import BASELINE, is_peer, under
 from recompute.counters import describe_machine, memory_trace
 from recompute.diagnostics.comparing_runs import deterministic
 from recompute.estimation.storage_tracker import StorageTrace
@@ -50,13 +52,14 @@ _LONG = ("gradients", "weights")  # compared, and not written down
 
 
 class Run:
-    """A model in training on this rank."""
+    """A model in training on this rank, under a policy or a peer until ``stack`` is closed."""
 
     def __init__(
         self,
         wrap: Wrap,
         mesh: DeviceMesh,
-        policy: str | None,
+        way: str,
+        stack: ExitStack,
         *,
         is_large: bool,
         shares_batch: bool,
@@ -71,7 +74,7 @@ class Run:
         with self.device:
             model = LlamaForCausalLM(config).to(torch.bfloat16 if is_large else torch.float32)
         # The policy may come before or after the wrapper: it changes no names and leaves the wrapper's hooks alone.
-        self.handle = None if policy is None else recompute.apply(model, policy)
+        self.handle = stack.enter_context(under(way, model))
         self.is_compiled = backend is not None
         for layer in model.model.layers if self.is_compiled else ():
             layer.compile(fullgraph=True, backend=backend)
@@ -171,6 +174,9 @@ def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) ->
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="the shape of Llama 1B, bf16")
     parser.add_argument("--sequence", type=int, help="tokens; by default 4096 with --large, else 128, of four each")
+    parser.add_argument(
+        "--peers", nargs="+", default=[], type=known_peer, metavar="PEER", help="ways of others, as torch-checkpoint"
+    )
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the decoder layers")
     parser.add_argument(
         "--tolerance", type=float, help="relative, of losses; else bits are compared, gradients' and weights' too"
@@ -193,12 +199,14 @@ def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) ->
         dist.init_process_group("gloo")
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     results: dict[str, dict[str, Any]] = {}
-    for name, path in (("without", None), ("with", options.policy)):
+    ways = {"without": BASELINE, "with": options.policy, **{peer: peer for peer in options.peers}}
+    for name, way in ways.items():
         if options.compile:
             torch.compiler.reset()
         kind = {"is_large": options.large, "shares_batch": shares_batch, "backend": options.compile, "shape": shape}
-        run = Run(wrap, mesh, path, **kind)
-        results[name] = run.results(options.steps)
+        with ExitStack() as stack:
+            run = Run(wrap, mesh, way, stack, **kind)
+            results[name] = run.results(options.steps)
         del run
         gc.collect()
     tolerance = options.tolerance
@@ -231,32 +239,40 @@ def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) ->
     sys.exit(1 if wrong else 0)
 
 
+def known_peer(name: str) -> str:
+    if not is_peer(name):
+        raise argparse.ArgumentTypeError(f"expected a peer of recompute ablate, as torch-checkpoint; got {name!r}")
+    return name
+
+
 def _text_of(policy: str) -> str:
     """The text of the policy's file, so that records made with an older version of the file can be told apart."""
     path = preset_path(policy) if policy in preset_names() else Path(policy)
     return path.read_text(encoding="utf-8")
 
 
-def _wrong(without: dict[str, Any], under: dict[str, Any], tolerance: float) -> list[str]:
+def _wrong(without: dict[str, Any], governed: dict[str, Any], tolerance: float) -> list[str]:
     """What is wrong on a rank. Gradients and weights are compared where losses are to be equal."""
     exact = ("collectives",) if tolerance else (*_LONG, "collectives")
-    differ = [f"{what} differ" for what in exact if without[what] != under[what]]
-    if not all(map(partial(math.isclose, rel_tol=tolerance), without["losses"], under["losses"])):
+    differ = [f"{what} differ" for what in exact if without[what] != governed[what]]
+    if not all(map(partial(math.isclose, rel_tol=tolerance), without["losses"], governed["losses"])):
         differ.append("losses differ")
-    return differ + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if under[what] >= without[what]]
+    return differ + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if governed[what] >= without[what]]
 
 
 def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str], compared: str) -> None:
-    without, under = ranks[0]["without"], ranks[0]["with"]
+    without, governed, *others = ranks[0].values()
     print(f"{len(ranks)} ranks; rank 0 without and with the policy:")
     print(f"losses       {' '.join(f'{loss:.6f}' for loss in without['losses'])}")
-    print(f"             {' '.join(f'{loss:.6f}' for loss in under['losses'])}")
+    print(f"             {' '.join(f'{loss:.6f}' for loss in governed['losses'])}")
     for what in ("held", "peak"):
-        before, after = without[f"{what}_bytes"] / 2**20, under[f"{what}_bytes"] / 2**20
+        before, after = without[f"{what}_bytes"] / 2**20, governed[f"{what}_bytes"] / 2**20
         print(f"{what}         {before:.1f} MiB, {after:.1f} MiB ({after / before:.2f}x)")
-    print(f"a step       {without['step_ms']:.1f} ms, {under['step_ms']:.1f} ms")
-    print(f"collectives  {without['collectives']}, {under['collectives']}")
-    for line in under["captured"]:
+    print(f"a step       {without['step_ms']:.1f} ms, {governed['step_ms']:.1f} ms")
+    for name, found in zip(list(ranks[0])[2:], others, strict=True):
+        print(f"{name:12} {found['step_ms']:.1f} ms a step, {found['peak_bytes'] / 2**20:.1f} MiB at the peak")
+    print(f"collectives  {without['collectives']}, {governed['collectives']}")
+    for line in governed["captured"]:
         print(f"captured     {line}")
     print("wrong: " + "; ".join(wrong) if wrong else f"{compared} and collectives are equal on all ranks")
 
@@ -276,13 +292,13 @@ def scaling(records: list[dict[str, Any]]) -> str:
             for name, what in product(("without", "with"), ("step_ms", "peak_bytes"))
         }
         first = first or most
-        plain, under = (first[name, "step_ms"] / most[name, "step_ms"] for name in ("without", "with"))
+        plain, governed = (first[name, "step_ms"] / most[name, "step_ms"] for name in ("without", "with"))
         rows.append(
             (
                 record["world_size"],
                 *(f"{most[name, 'step_ms']:.1f}" for name in ("without", "with")),
                 *(f"{most[name, 'peak_bytes'] / 2**30:.2f}" for name in ("without", "with")),
-                *(f"{ratio:.3f}" for ratio in (plain, under, under / plain)),
+                *(f"{ratio:.3f}" for ratio in (plain, governed, governed / plain)),
                 "; ".join(record["wrong"]) or "no",
             )
         )
