@@ -341,7 +341,11 @@ class _RegionMeasurer:
         above = sum(gradients[id(kind)] for kind in self.layout.kinds)
         optimizer_peaks = [trace.optimizer_peak_nbytes + _gradients_above(trace, -1) for _, trace in self.counted]
         return {
-            "regions": (self._with_first_input(regions, numbers), *regions[1:]),
+            "regions": (
+                self._with_first_input(regions, numbers),
+                *regions[1:-1],
+                self._with_end_of_backward(regions[-1]),
+            ),
             "places": tuple(places),
             "optimizer_seconds": statistics.median(self.optimizer_seconds),
             "optimizer_peak_nbytes": max(0, max(optimizer_peaks) - above),
@@ -401,8 +405,39 @@ class _RegionMeasurer:
         usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
         more = max(trace.parts[1].held_nbytes - usual[chosen[1].name] for chosen, trace in self.counted)
         (choice,) = regions[0].choices
-        choice = choice.model_copy(update={"held_nbytes": choice.held_nbytes + max(0, more)})
-        return regions[0].model_copy(update={"choices": (choice,)})
+        least = min(self._first_backward_peaks().values())
+        costs = {"held_nbytes": choice.held_nbytes + max(0, more), "backward_peak_nbytes": least}
+        return regions[0].model_copy(update={"choices": (choice.model_copy(update=costs),)})
+
+    def _with_end_of_backward(self, head: RegionCosts) -> RegionCosts:
+        """The costs of the last region, which count what the first part needs in backward because of it.
+
+        Tied embeddings have one weight there and in the head. Where autograd adds up both gradients of it, it may need
+        room for the sum beside them: that depends on how the head has run. So where it does, the head's peak is at
+        least as high as that of the first part, whose own costs are those beside the head that asks for the least.
+        """
+        peaks = self._first_backward_peaks()
+        gradients = self._gradients()
+        above = sum(gradients[id(kind)] for kind in self.layout.kinds[1:])
+        least = min(peaks.values())
+
+        def counted(choice: Choice) -> Choice:
+            peak = peaks.get(choice.name, least)
+            if peak == least:
+                return choice
+            return choice.model_copy(update={"backward_peak_nbytes": max(choice.backward_peak_nbytes, above + peak)})
+
+        return head.model_copy(update={"choices": tuple(map(counted, head.choices))})
+
+    def _first_backward_peaks(self) -> dict[str, int]:
+        """The peak of the first part in backward, by the name of the way in which the last one runs."""
+        (candidate,) = self.layout.kinds[0].candidates
+        found: dict[str, int] = {}
+        samples = self._bytes(self.layout.kinds[0], candidate, self._gradients())
+        for (chosen, _), sample in zip(self.counted, samples, strict=True):
+            name = chosen[-1].name
+            found[name] = max(found.get(name, 0), sample.backward_peak)
+        return found
 
 
 def _gradients_above(trace: StepTrace, place: int) -> int:

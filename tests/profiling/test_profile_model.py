@@ -118,6 +118,20 @@ def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
         assert abs(predicted_peak(profile, choices) - peak) <= state_nbytes + 0.002 * peak
 
 
+@pytest.mark.slow
+def test_tied_embeddings_take_the_room_that_the_way_of_the_head_leaves_them() -> None:
+    """Autograd adds up both gradients of the weight beside them, unless a kernel has made the head's."""
+    model = models.make("llama", num_hidden_layers=2, vocab_size=8192, tie_word_embeddings=True, use_cache=False)
+    batch = models.batch("llama", size=1, length=8)
+    profile = recompute.profile(model, batch, steps=1, kernels=True)
+    weight_nbytes = model.lm_head.weight.nbytes
+    assert choices_of(profile)[0][0].backward_peak_nbytes < 1.1 * weight_nbytes  # the embedding's own gradient
+    as_it_is = named(profile, "keep", "keep", "keep", "keep")
+    peak = measured_peak(profile, model, batch, as_it_is)
+    assert peak > 3 * weight_nbytes
+    assert 0 <= predicted_peak(profile, as_it_is) - peak < 0.05 * weight_nbytes
+
+
 @functools.cache
 def profiled_mlps() -> Profile:
     return profiled(2, match="layers.*.mlp")
