@@ -1,8 +1,8 @@
 """What the examples here share: they train a Llama twice, without and with a policy, and compare every rank's steps.
 
 Each rank has a batch of its own, of the same size whatever the number of GPUs. Under tensor parallelism all ranks share
-one. With --peers torch-checkpoint, say, they train under what others offer, too, and print what that takes. From the
-files that the examples write with --out on one GPU and on more, this makes a table of weak scaling:
+one. With --also full torch-checkpoint, say, they train under other policies and under what others offer, too, and print
+what that takes. From the files that they write with --out on one GPU and on more, this makes a table of weak scaling:
 
 torchrun --nproc-per-node 1 examples/distributed/ddp.py --large --out 1.json
 torchrun --nproc-per-node 2 examples/distributed/ddp.py --large --out 2.json
@@ -39,8 +39,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recompute.ablation.peers import BASELINE, is_peer, under
 from recompute.counters import describe_machine, memory_trace
 from recompute.diagnostics.comparing_runs import deterministic
+from recompute.errors import PolicyError
 from recompute.estimation.storage_tracker import StorageTrace
-from recompute.policy.loading import preset_names, preset_path
+from recompute.policy.loading import load_policy, preset_names, preset_path
 
 Wrap = Callable[[LlamaForCausalLM, DeviceMesh], nn.Module]
 
@@ -175,7 +176,7 @@ def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) ->
     parser.add_argument("--large", action="store_true", help="the shape of Llama 1B, bf16")
     parser.add_argument("--sequence", type=int, help="tokens; by default 4096 with --large, else 128, of four each")
     parser.add_argument(
-        "--peers", nargs="+", default=[], type=known_peer, metavar="PEER", help="ways of others, as torch-checkpoint"
+        "--also", nargs="+", default=[], type=known_way, metavar="WAY", help="policies or peers to measure beside it"
     )
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the decoder layers")
     parser.add_argument(
@@ -199,7 +200,7 @@ def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) ->
         dist.init_process_group("gloo")
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     results: dict[str, dict[str, Any]] = {}
-    ways = {"without": BASELINE, "with": options.policy, **{peer: peer for peer in options.peers}}
+    ways = {"without": BASELINE, "with": options.policy, **{way: way for way in options.also}}
     for name, way in ways.items():
         if options.compile:
             torch.compiler.reset()
@@ -239,9 +240,12 @@ def compare(doc: str, wrap: Wrap, policy: str, *, shares_batch: bool = False) ->
     sys.exit(1 if wrong else 0)
 
 
-def known_peer(name: str) -> str:
+def known_way(name: str) -> str:
     if not is_peer(name):
-        raise argparse.ArgumentTypeError(f"expected a peer of recompute ablate, as torch-checkpoint; got {name!r}")
+        try:
+            load_policy(name)
+        except PolicyError as error:
+            raise argparse.ArgumentTypeError(f"expected a peer, as torch-checkpoint, or a policy: {error}") from error
     return name
 
 

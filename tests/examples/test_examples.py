@@ -315,6 +315,17 @@ def test_what_a_rank_has_may_be_held_in_8_bits(name: str, tmp_path: Path) -> Non
     assert "losses (to 0.05) and collectives are equal on all ranks" in result.stdout
 
 
+@pytest.mark.slow
+def test_distributed_examples_measure_what_others_offer_beside_a_policy(tmp_path: Path) -> None:
+    done = run_distributed("fsdp2", "--also", "torch-checkpoint", "elementwise", "--out", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    (first, _) = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ranks"]
+    assert list(first) == ["without", "with", "torch-checkpoint", "elementwise"]
+    assert first["torch-checkpoint"]["peak_bytes"] < first["elementwise"]["peak_bytes"] < first["without"]["peak_bytes"]
+    assert re.search(r"^torch-checkpoint [\d.]+ ms a step, [\d.]+ MiB at the peak$", done.stdout, re.MULTILINE)
+    assert "expected a peer, as torch-checkpoint, or a policy" in run_distributed("fsdp2", "--also", "torch").stderr
+
+
 def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Of four ranks, the slowest counts."""
 
