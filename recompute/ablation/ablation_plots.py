@@ -91,7 +91,7 @@ def _draw_points(axes: Axes, title: str, rows: Sequence[RowDict]) -> list[Annota
         of_length = [row for row in rows if row["sequence_length"] == length]
         best = [(row["step_seconds"] * 1e3, row["peak_bytes"] / unit_nbytes) for row in frontier(of_length)]
         axes.add_collection(LineCollection([_stairs(best)], colors=f"C{number}", alpha=0.4, linestyles="dashed"))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.06 * max([row["peak_bytes"] / unit_nbytes for row in rows], default=1))
     axes.margins(x=0.2)
     axes.grid(alpha=0.3)
     axes.legend(handles=_legend(lengths), loc="best")
