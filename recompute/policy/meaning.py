@@ -7,8 +7,7 @@ A rule's keys are what users write; a ``Meaning`` is what the engine does. For e
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recompute.policy.rules import MIN_BYTES, PRICE, REPEATABLE, Rule, Via
@@ -48,18 +47,18 @@ class Offloading:
     """Of the files that they go to; None: host memory."""
 
 
-def travelling(sizes: Collection[int], fraction: float) -> Counter[int]:
-    """How many storages of each size travel: the largest, as many as make up no more than ``fraction`` of the bytes.
+def travelling(sizes: Sequence[int], fraction: float) -> frozenset[int]:
+    """The storages that travel, by position: the largest, as many as make up no more than ``fraction`` of the bytes.
 
-    sizes: the bytes of each storage that could.
+    sizes: the bytes of each storage that could. Of equal ones the first travel.
     """
-    share: Counter[int] = Counter()
+    found = []
     left = fraction * sum(sizes)
-    for nbytes in sorted(sizes, reverse=True):
-        if nbytes <= left:
-            share[nbytes] += 1
-            left -= nbytes
-    return share
+    for position in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        if sizes[position] <= left:
+            found.append(position)
+            left -= sizes[position]
+    return frozenset(found)
 
 
 @dataclass(frozen=True)

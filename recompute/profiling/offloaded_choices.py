@@ -65,7 +65,7 @@ def _shares_of(choice: Choice, link: HostLink, least_nbytes: float) -> Iterator[
     """The choices that offload a share of what ``choice`` holds. What any two of them move differs by the least."""
     last = math.inf
     for share, name in SHARES.items():
-        copied = sum(nbytes * count for nbytes, count in travelling(choice.storages, share).items())
+        copied = sum(choice.storages[position] for position in travelling(choice.storages, share))
         moved = max(0, copied - _not_its_own(choice))
         if moved and moved >= least_nbytes and last - moved >= least_nbytes:
             last = moved

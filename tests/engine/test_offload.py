@@ -342,6 +342,33 @@ def test_batches_of_any_length_share_host_memory_that_is_made_once(monkeypatch: 
     assert pool.nbytes <= 2 * longest
 
 
+def test_a_share_of_what_is_held_leaves_the_device_whatever_the_length_of_the_batch() -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    handle = recompute.apply(model, rules(**WAYS["offload"], fraction=0.5))
+    for rows in (32, 32, 20, 40, 8, 8, 33):
+        before = handle.stats()
+        assert_same(outcome(model, batch(rows)), outcome(plain, batch(rows)))
+        found = handle.stats() - before
+        assert found.offloaded_nbytes == LAYERS * rows * WIDTH * 4  # of two alike in each layer, one
+
+
+def test_a_frame_that_saves_other_tensors_than_the_last_one_offloads_no_more_than_its_share() -> None:
+    class Sometimes(nn.Module):
+        def forward(self, x: Tensor, times: int) -> Tensor:
+            for _ in range(times):
+                x = (x * x).exp()
+            return torch.cat([x, x], -1).tanh()
+
+    model = nn.ModuleDict({"inside": Sometimes()})
+    handle = recompute.apply(model, rules("inside", **WAYS["offload"], fraction=0.5))
+    for times in (1, 4, 2, 5):
+        before = handle.stats()
+        model["inside"](batch(), times).sum().backward()
+        found = handle.stats() - before
+        assert 0 < found.offloaded_nbytes <= found.kept_nbytes / 2
+
+
 def test_a_policy_that_is_removed_gives_host_memory_back() -> None:
     model, pool = Layers(), pool_in(None)
     pool.free_unused()

@@ -56,7 +56,7 @@ class OffloadRegion:
         self.statistics = statistics
         self.offloading = offloading
         self.last_sizes: list[int] = []
-        """Bytes of each storage that could travel in the last frame."""
+        """Bytes of each storage that could travel in the last frame, in order."""
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, *, counts: bool) -> Any:
         """``function(*args, **kwargs)``. counts: count its frames and what it saves, as nothing inside does.
@@ -92,10 +92,12 @@ class OffloadFrame:
         self._sizes: list[int] = []
         """Of the storages that could travel, so far."""
         self._gone = 0
-        """Bytes that travel, in a first frame."""
+        """Bytes that travel, so far."""
         self._stays: dict[int, StorageWeakRef] = {}
         """The storages that stay, by the addresses of their StorageImpls (invariant 3)."""
+        self._last_sizes = region.last_sizes
         self._share = travelling(region.last_sizes, region.offloading.fraction)
+        """The positions of the storages that travel, if this frame saves what the last one did."""
         self._copies: list[weakref.ref[OffloadedStorage]] = []
         self._group = RecipeGroup()
         self._statistics = RegionStatistics(region.statistics.name)
@@ -189,14 +191,17 @@ class OffloadFrame:
         self._sizes.append(nbytes)
         if offloading.fraction == 1:
             return True
-        if self._region.last_sizes:
-            self._share[nbytes] -= 1
-            return self._share[nbytes] >= 0
-        self._gone += nbytes  # the first frame does not know what is to come
-        if self._gone > offloading.fraction * sum(self._sizes):
-            self._gone -= nbytes
-            return False
-        return True
+        if self._is_as_last():
+            travels = len(self._sizes) - 1 in self._share
+        else:  # what is to come is not known
+            travels = self._gone + nbytes <= offloading.fraction * sum(self._sizes)
+        self._gone += travels * nbytes
+        return travels
+
+    def _is_as_last(self) -> bool:
+        """Whether the newest storage is to the first one as in the last frame: longer batches have larger ones."""
+        position, last = len(self._sizes) - 1, self._last_sizes
+        return position < len(last) and self._sizes[-1] * last[0] == self._sizes[0] * last[position]
 
     def _count(self, nbytes: int, *, travels: bool) -> None:
         statistics = self._region.statistics
