@@ -43,6 +43,9 @@ Where steps are slow, a forward takes the place of the first.
 _STEPS_UNTIL_CAPTURED = WARMUP_FRAMES
 """More steps before any is timed, where steps are short. There the host's time tells: that of captured code, mostly."""
 
+_ALIKE = 1.1
+"""Peaks that differ by no more than this factor are one: at the border of two parts, bytes may count for either."""
+
 SLOW_SECONDS = 1.0
 """If the last step of a warm-up takes longer, one step is timed, as so long a step varies little.
 
@@ -405,8 +408,7 @@ class _RegionMeasurer:
         usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
         more = max(trace.parts[1].held_nbytes - usual[chosen[1].name] for chosen, trace in self.counted)
         (choice,) = regions[0].choices
-        least = min(self._first_backward_peaks().values())
-        costs = {"held_nbytes": choice.held_nbytes + max(0, more), "backward_peak_nbytes": least}
+        costs = {"held_nbytes": choice.held_nbytes + max(0, more), "backward_peak_nbytes": self._usual_end()}
         return regions[0].model_copy(update={"choices": (choice.model_copy(update=costs),)})
 
     def _with_end_of_backward(self, head: RegionCosts) -> RegionCosts:
@@ -416,18 +418,22 @@ class _RegionMeasurer:
         room for the sum beside them: that depends on how the head has run. So where it does, the head's peak is at
         least as high as that of the first part, whose own costs are those beside the head that asks for the least.
         """
-        peaks = self._first_backward_peaks()
+        peaks, usual = self._first_backward_peaks(), self._usual_end()
         gradients = self._gradients()
         above = sum(gradients[id(kind)] for kind in self.layout.kinds[1:])
-        least = min(peaks.values())
 
         def counted(choice: Choice) -> Choice:
-            peak = peaks.get(choice.name, least)
-            if peak == least:
+            peak = peaks.get(choice.name, usual)
+            if peak <= usual:
                 return choice
             return choice.model_copy(update={"backward_peak_nbytes": max(choice.backward_peak_nbytes, above + peak)})
 
         return head.model_copy(update={"choices": tuple(map(counted, head.choices))})
+
+    def _usual_end(self) -> int:
+        """The peak of the first part in backward, beside the ways of the head that ask for about the least."""
+        peaks = self._first_backward_peaks().values()
+        return max(peak for peak in peaks if peak <= _ALIKE * min(peaks))
 
     def _first_backward_peaks(self) -> dict[str, int]:
         """The peak of the first part in backward, by the name of the way in which the last one runs."""
