@@ -257,7 +257,9 @@ def _wrong(without: dict[str, Any], governed: dict[str, Any], tolerance: float) 
     differ = [f"{what} differ" for what in exact if without[what] != governed[what]]
     if not all(map(partial(math.isclose, rel_tol=tolerance), without["losses"], governed["losses"])):
         differ.append("losses differ")
-    return differ + [f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if governed[what] >= without[what]]
+    return differ + [
+        f"{what} are not saved" for what in ("held_bytes", "peak_bytes") if governed[what] >= without[what]
+    ]
 
 
 def _show(ranks: list[dict[str, dict[str, Any]]], wrong: list[str], compared: str) -> None:
