@@ -73,18 +73,24 @@ def test_bits_that_are_no_numbers_are_moved_as_they_are(device: str) -> None:
     assert torch.equal(found.view(torch.int16), expected([part.view(torch.int16)] * 2))
 
 
-def test_each_part_is_one_launch(device: str, launched: list[Any]) -> None:
-    parts = [part.to(device) for part in PARTS["heads of several widths"]]
+@pytest.mark.parametrize(("name", "launches"), [("four parts", 1), ("heads of several widths", 3), ("nothing", 0)])
+def test_parts_of_the_same_sizes_are_one_launch(name: str, launches: int, device: str, launched: list[Any]) -> None:
+    parts = [part.to(device) for part in PARTS[name]]
     join(*arguments(parts))
     runs_kernels = launch.uses_triton(parts[0])
-    assert [kernel for kernel, _ in launched] == [kernels._move_kernel] * (3 if runs_kernels else 0)
+    assert [kernel for kernel, _ in launched] == [kernels._kernel] * (launches if runs_kernels else 0)
 
 
-def test_dimensions_that_are_one_here_and_there_are_merged() -> None:
-    side = kernels._Side
-    sides = [side(2, 240, 120), side(5, 48, 24), side(3, 16, 8), side(1, 7, 7), side(8, 1, 1)]
-    assert kernels._merged(sides) == [side(30, 16, 8), side(8, 1, 1)]
-    assert kernels._merged([side(8, 1, 5), side(5, 8, 1)]) == [side(5, 8, 1), side(8, 1, 5)]
+def test_dimensions_that_are_one_here_and_there_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "uses_triton", lambda *tensors: True)
+    side, one = kernels._Side, kernels._Side(1, 0, 0)
+    part = torch.empty(2, 5, 3, 1, 8)
+    assert kernels._sides(part, (240, 48, 16, 7, 1)) == [one, one, side(30, 16, 8), side(8, 1, 1)]
+    assert kernels._sides(part.transpose(1, 2), (240, 80, 16, 7, 1)) == [
+        *(side(2, 240, 120), side(3, 80, 8), side(5, 16, 24), side(8, 1, 1)),
+    ]
+    assert kernels._sides(torch.empty(1), (1,)) == [one, one, one, side(1, 1, 1)]
+    assert kernels._sides(part.transpose(2, 4), (120, 24, 3, 7, 1)) is None
 
 
 def test_a_compiler_and_a_mode_see_the_op() -> None:
