@@ -111,6 +111,7 @@ class PlansByLayout:
 
     def run(self, *arguments: Any) -> Any:
         """The op's results."""
+        arguments = tuple([tuple(each) if type(each) is list else each for each in arguments])  # a list has no hash
         layouts = layouts_of(arguments)
         call = self.by_layouts.get(layouts)
         if call is not None:

@@ -266,7 +266,7 @@ def _dots_kernel(
 
 @jit
 def _sum_kernel(total, parts, other_total, other_parts, P, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """total[h] = sum over p of parts[p, h]: the second stage of the gradient of weight or bias, or of both."""
+    """total[h] = sum over p of parts[p, h]: the second stage of a sum over rows, or of two."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     _add_up(total, parts, columns, P, H, ROWS, COLUMNS)
     if other_total is not None:
@@ -488,9 +488,20 @@ def launch_backward(
     bias_parts = None if dbias is None else rstd.new_empty(each, hidden)
     arguments = (dy, x, weight, mean, rstd, dots, shifts, dresidual, dx, y, weight_parts, bias_parts, M, hidden)
     launch.run(_backward_kernel, programs, *arguments, *strides, CASTING=casting, ROWS=tiles.rows, **tiles.constants)
-    if dweight is not None or dbias is not None:
-        sums = (dweight, weight_parts, dbias, bias_parts) if dweight is not None else (dbias, bias_parts, None, None)
-        launch.run(_sum_kernel, -(-hidden // SUM["COLUMNS"]), *sums, each, hidden, **SUM)
+    if dweight is not None:
+        launch_sum(dweight, weight_parts, dbias, bias_parts)
+    elif dbias is not None:
+        launch_sum(dbias, bias_parts)
+
+
+def launch_sum(
+    total: Tensor, parts: Tensor | None, other_total: Tensor | None = None, other_parts: Tensor | None = None
+) -> None:
+    """Write to ``total``, (H,), the sum of the rows of ``parts``, (P, H), of float32; and so for the others, if any."""
+    assert parts is not None
+    count, hidden = parts.shape
+    sums = (total, parts, other_total, other_parts)
+    launch.run(_sum_kernel, -(-hidden // SUM["COLUMNS"]), *sums, count, hidden, **SUM)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

@@ -13,12 +13,12 @@ from kernel_testing import same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.kernels import activation, add_rms_norm, launch, launch_plan, rms_norm, rope, swiglu
+from recompute.kernels import activation, add_rms_norm, column_sum, join, launch, launch_plan, rms_norm, rope, swiglu
 from recompute.kernels.launch import IMPLEMENTATIONS, Launch
 from recompute.kernels.launch_plan import CALLS_BEFORE_PLAN, MAX_ATTEMPTS, PlannedCall, PlansByLayout
 
 M, H = 6, 16
-assert all((activation, add_rms_norm, rms_norm, rope, swiglu)), "they register their ops"
+assert all((activation, add_rms_norm, column_sum, join, rms_norm, rope, swiglu)), "they register their ops"
 
 
 def made(*shape: int, seed: int = 0) -> Tensor:
@@ -55,6 +55,11 @@ CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "glu_backward": lambda s: (made(M, H, seed=s), made(M, 2 * H, seed=s + 1), None, "silu", True, True, True),
     "activation_forward": lambda s: (made(M, H, seed=s), "relu2"),
     "activation_backward": lambda s: (made(M, H, seed=s), made(M, H, seed=s + 1), None, "gelu"),
+    "column_sum": lambda s: (made(M, H, seed=s), True),
+    "join": lambda s: (
+        *(heads(4, s), made(1, 4, M, 8, seed=s + 1), None, None),
+        *((1, M, 4, 16), (64 * M, 64, 16, 1), (64 * M, 16, 64, 1, 0, 64 * M, 16, 64, 1, 8)),
+    ),
 }
 
 
