@@ -59,6 +59,7 @@ MAX_REPLAYS = 8
 """Backwards that were not as recorded after which a region is deoptimized: each costs another forward."""
 
 _RULES_INSIDE = "modules inside of it have rules of their own"
+_DIFFERENTIATED = "its backward is differentiated in its turn"
 _DRAWS = "it draws from a random generator of Python's or of NumPy's"
 
 
@@ -226,7 +227,7 @@ class CapturedRegion:
             _warn_of_rounding(self.statistics.name)
         self._replays += MAX_REPLAYS if is_differentiated else 1
         if self._replays >= MAX_REPLAYS:
-            self.deoptimize("its backward is differentiated in its turn, or differs from time to time")
+            self.deoptimize(_DIFFERENTIATED if is_differentiated else "its backward differs from time to time")
             return
         first, count = self._first_replays.get(program, (self.statistics.frames, 0))
         self._first_replays[program] = first, count + 1
@@ -291,6 +292,8 @@ class CapturedRegion:
         return result
 
     def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable) -> Any:
+        if self._cache is not None and self.statistics.regenerated.for_differentiated_gradients:
+            self.deoptimize(_DIFFERENTIATED)
         cache = self._cache
         if self._untaped is not None:
             self._frames += 1

@@ -253,8 +253,11 @@ class Recipe(ABC):
                 local.regenerating -= 1
             for handle in dropped:
                 handle.is_ready = True
-            self.statistics.regenerated.count += 1
-            self.statistics.regenerated.nbytes += nbytes_of(self._values.values())
+            regenerated = self.statistics.regenerated
+            regenerated.count += 1
+            regenerated.nbytes += nbytes_of(self._values.values())
+            if torch.is_grad_enabled() and in_backward() and not local.regenerating:  # a checkpoint turns them on, too
+                regenerated.for_differentiated_gradients = True
             self.group.filled(self)
 
     @abstractmethod

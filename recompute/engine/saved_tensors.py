@@ -31,6 +31,8 @@ class Regenerations:
     """Bytes that came back, including those of values that only served to bring others back."""
     stopwatch: Stopwatch | None = None
     """None unless times were asked for."""
+    for_differentiated_gradients: bool = False
+    """Whether any of it came back for gradients that are differentiated in their turn."""
 
 
 @dataclass

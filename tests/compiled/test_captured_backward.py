@@ -243,6 +243,20 @@ def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_
         assert twins.runs_code(on(x, of_a_gradient)) == 0  # where it is exact
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x: Tensor, action: str) -> None:
+    """As in a WGAN, whose other backwards are those of any training: nothing is captured in between."""
+    options = {"via": "hook"} if action == "recompute" else {}
+    rules = {"rules": [{"match": "inside", "action": action, **options}]}
+    twins = Twins(Around(Block(), before=nn.Linear(SIZE, SIZE)), rules)
+    for _ in range(STEPS_TO_SETTLE):
+        for step in on(x, of_a_gradient), train(x), train(x):
+            twins.step(step)
+    assert not twins.is_captured
+    assert "differentiated" in twins.handle.explain()
+
+
 def test_a_chain_of_regions_is_differentiated_twice(x: Tensor) -> None:
     """The input of the second region is an output of the first, which has been dropped."""
     blocks = nn.Sequential(Norm(), Norm(), nn.Linear(SIZE, SIZE))

@@ -182,6 +182,14 @@ def test_what_a_decorated_function_holds_is_offloaded(way: dict[str, Any], copie
     assert copies
 
 
+def test_noise_that_an_op_draws_into_what_autograd_has_saved_comes_back() -> None:
+    """torch's own ``save_on_cpu`` copies it too soon."""
+    model = Layers()
+    for layer in model.layers:
+        layer[1] = nn.RReLU()
+    assert_step_as_without(model, rules(), batch(), drops=False)
+
+
 def test_second_backwards_and_partial_ones_find_what_they_need() -> None:
     model, x = Layers(), batch()
     plain = copy.deepcopy(model)

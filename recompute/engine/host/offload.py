@@ -99,6 +99,8 @@ class OffloadFrame:
         self._share = travelling(region.last_sizes, region.offloading.fraction)
         """The positions of the storages that travel, if this frame saves what the last one did."""
         self._copies: list[weakref.ref[OffloadedStorage]] = []
+        self._late: list[weakref.ref[OffloadedStorage]] = []
+        """Those that start when the region has ended: an op may yet fill what it has saved, as rrelu does its noise."""
         self._group = RecipeGroup()
         self._statistics = RegionStatistics(region.statistics.name)
         """Of the copies as recipes: coming back is no regeneration."""
@@ -121,6 +123,9 @@ class OffloadFrame:
             region.statistics.frames += 1
         if not self._copies:
             return
+        for reference in self._late:
+            if (copy := reference()) is not None:
+                copy.start()
         self._before = _forward.note(self)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a leaf would keep its hook for good
@@ -158,11 +163,11 @@ class OffloadFrame:
             return packed  # a recipe gives it back, or it lives anyway
         whole = packed.tensor
         if has_layout(whole):
-            part = self._hold(local_of(whole))
+            part = self._hold(local_of(whole), is_late=not tensor.requires_grad)
             return packed if part is None else PackedDTensor(whole, part, self._region.statistics.name)
-        return self._hold(whole) or packed
+        return self._hold(whole, is_late=not tensor.requires_grad) or packed
 
-    def _hold(self, tensor: Tensor) -> PackedTensor | None:
+    def _hold(self, tensor: Tensor, *, is_late: bool) -> PackedTensor | None:
         """What stands for a tensor that travels; None for one that stays."""
         if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.is_nested:
             return None
@@ -181,6 +186,10 @@ class OffloadFrame:
             copy = OffloadedStorage(tensor, self._region, self._statistics, self._group)
             _copies.add(copy)
             self._copies.append(weakref.ref(copy))
+            if is_late:
+                self._late.append(weakref.ref(copy))
+            else:
+                copy.start()
         return copy.handle(0, (Layout.of(tensor), copy.whole))
 
     def _travels(self, nbytes: int) -> bool:
@@ -254,19 +263,22 @@ class OffloadedStorage(Recipe):
         """When the copy is done."""
         self._came_back: tuple[Tensor, torch.cuda.Event | None] | None = None
         """What has been asked for ahead of use, and when it is there."""
-        self._buffer: HostBuffer | None = None
-        if isinstance(tensor, FakeTensor):
-            return
         offloading = region.offloading
-        self._buffer = pool_in(offloading.directory).buffer(
-            here.numel(), offloading.max_host_bytes, pin=here.is_cuda, who=region.statistics.name
-        )
-        self._copied = _copy(self._buffer.memory, here, out_of_device=True, after=self._buffer.busy)
-        self._note_use(self._copied)
+        self._buffer: HostBuffer | None = None
+        if not isinstance(tensor, FakeTensor):
+            self._buffer = pool_in(offloading.directory).buffer(
+                here.numel(), offloading.max_host_bytes, pin=here.is_cuda, who=region.statistics.name
+            )
 
     @property
     def version(self) -> int:
         return self._version
+
+    def start(self) -> None:
+        """Start the copy."""
+        if self._buffer is not None and self._here is not None:
+            self._copied = _copy(self._buffer.memory, self._here, out_of_device=True, after=self._buffer.busy)
+            self._note_use(self._copied)
 
     def let_go(self) -> None:
         """Free the device's memory as soon as the copy is done. What runs on the device from now on waits for that."""
