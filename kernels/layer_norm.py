@@ -133,7 +133,7 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     arguments = (dy, x, weight, bias, mean, rstd, needs_dx, needs_dweight, needs_dbias, dresidual)
     if not launch.uses_triton(x, weight, bias):
-        return _backward_reference(*arguments)
+        return layer_norm_backward_reference(*arguments)
     dx, dweight, dbias = _backward_outputs(*arguments)
     launch_backward(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, None, _CASTING)
     return dx, dweight, dbias
@@ -168,7 +168,7 @@ def _scaled(normalized: Tensor, dtype: torch.dtype, weight: Tensor | None, bias:
     return (y if bias is None else y + launch.widen(bias)).to(dtype)
 
 
-def _backward_reference(
+def layer_norm_backward_reference(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,

@@ -7,7 +7,8 @@ Linears that read it together. After attention ``kernels.residual_mlp`` computes
 If the MLP is not a gated one, ``kernels.add_rms_norm`` computes the sum and the norm.
 
 That is for RMSNorms. In the place of LayerNorms ``kernels.add_layer_norm`` computes the norm with the sum in front, and
-in backward adds the gradient of the residual stream in the same pass. Such a layer is taken as a whole only if its MLP
+in backward adds the gradient of the residual stream in the same pass. Where attention and the MLP read norms of the
+same x, ``kernels.twin_layer_norm`` computes both. Such a layer is taken as a whole only if its MLP
 has a kernel of its own: of another MLP all would be held that autograd saves, where a tape of the layer drops the
 activation. Then the LayerNorms alone have kernels, on that tape.
 
@@ -120,6 +121,8 @@ class KernelLayerRunner(KernelRunner):
         return self._linears.count
 
     def _what(self) -> str:
+        if self._has_twins:
+            return "twin_layer_norm"
         first = "norm_linears" if isinstance(self.norms[0], KernelRMSNorm) else "add_layer_norm"
         if isinstance(self.norms[1], KernelLayerNorm):
             second = "add_layer_norm"
@@ -154,6 +157,10 @@ class KernelLayerRunner(KernelRunner):
             return forward(*args, **kwargs)
         norm, attention = self.norms[0], _child(module, self.layer.attention)
         if isinstance(norm, KernelLayerNorm):
+            if self._has_twins:
+                normed, y, stream = self._normed_twice(x, *operands)
+                attended, returned = attend(attention, normed)
+                return self._with(returned, self.layer.sum(stream, attended, _child(module, self.layer.mlp)(y)))
             normed, stream = self._normed_and_stream(0, x, operands[0])
             if self.layer.is_parallel:
                 return self._side_by_side(module, normed, stream, attend, operands[1])
@@ -190,6 +197,27 @@ class KernelLayerRunner(KernelRunner):
         if layer.mlp_norm != layer.norm and not layer.norms_first:
             y, stream = self._normed_and_stream(1, stream, operands)
         return self._with(returned, layer.sum(stream, attended, _child(module, layer.mlp)(y)))
+
+    @property
+    def _has_twins(self) -> bool:
+        """Whether two norms read x and nothing else, so that one kernel computes both."""
+        (first, second), layer = self.norms, self.layer
+        both = isinstance(first, KernelLayerNorm) and isinstance(second, KernelLayerNorm)
+        return both and layer.is_parallel and layer.mlp_norm != layer.norm and first.eps == second.eps
+
+    def _normed_twice(self, x: Tensor, first: Operands, second: Operands) -> tuple[Tensor, Tensor, Tensor]:
+        """The outputs of both norms, and x for the residual sum, as ``_normed_and_stream`` gives it."""
+        from recompute.kernels.twin_layer_norm import twin_layer_norm
+
+        arguments: Any = (*first, *second, self.norms[0].eps)
+
+        def kernel(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return twin_layer_norm(x, *arguments)
+
+        def as_written(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._as_written(0)(x), self._as_written(1)(x), x
+
+        return self.compute(("twins", *self._kinds[:2]), (x,), (*first, *second), kernel, as_written, is_frame=False)
 
     def _normed_and_stream(self, part: int, x: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
         """A norm's output, and x for the residual sum, whose gradient the norm's backward adds to its own.

@@ -1,9 +1,9 @@
 """Fuses, in the graph of a decoder layer's own forward, what ``KernelLayerRunner`` computes by fewer kernels.
 
 In the graph norms and MLPs are calls of their own kernels. Where all that reads an RMSNorm are Linears,
-``norm_linears`` takes their places; ``residual_mlp``, ``add_rms_norm`` or ``add_layer_norm`` those of what comes after
-attention. These are the kernels that the runner itself calls. Captured code compares each op, so a graph in which
-something else is fused than the runner fuses is never run.
+``norm_linears`` takes their places; ``twin_layer_norm`` those of two LayerNorms of one tensor; ``residual_mlp``,
+``add_rms_norm`` or ``add_layer_norm`` those of what comes after attention. These are the kernels that the runner itself
+calls. Captured code compares each op, so a graph in which something else is fused than the runner fuses is never run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from recompute.kernels.mlp import mlp
 from recompute.kernels.norm_linears import norm_linears
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
+from recompute.kernels.twin_layer_norm import twin_layer_norm
 
 
 def _fuse(graph: Graph) -> None:
@@ -38,6 +39,7 @@ def _fuse(graph: Graph) -> None:
         _fuse_with_sum(graph, norm)
     for norm in _calls(graph, rms_norm):
         _fuse_with_linears(graph, norm)
+    _fuse_twins(graph)
     for norm in _calls(graph, layer_norm):
         _fuse_with_stream(graph, norm)
     _delay_sums(graph)
@@ -51,6 +53,7 @@ def _calls(graph: Graph, *functions: Any) -> list[Node]:
 _ADDITIONS = (operator.add, operator.iadd)
 _WITH_SUM: dict[Any, Any] = {rms_norm: add_rms_norm, layer_norm: add_layer_norm}
 """The norms, and the kernels that compute the sum in front as well."""
+_SUMMED = tuple(_WITH_SUM.values())
 
 
 def _fuse_with_sum(graph: Graph, norm: Node) -> None:
@@ -96,6 +99,23 @@ def _fuse_with_linears(graph: Graph, norm: Node) -> None:
     _use_as_stream(x, stream)
 
 
+def _fuse_twins(graph: Graph) -> None:
+    """Two LayerNorms of a layer's input."""
+    norms = [norm for norm in _calls(graph, layer_norm) if _is_given(_arguments(norm)[0])]
+    if len(norms) != 2:
+        return
+    (x, *parameters, eps), (other_x, *other_parameters, other_eps) = map(_arguments, norms)
+    are_given = all(each is None or _is_given(each) for each in other_parameters)
+    if other_x is not x or other_eps != eps or not are_given:
+        return
+    with graph.inserting_before(norms[0]):
+        both = graph.call_function(twin_layer_norm, (x, *parameters, *other_parameters, eps))
+        stream = graph.call_function(operator.getitem, (both, 2))
+    for place, norm in enumerate(norms):
+        _replace(graph, norm, operator.getitem, (both, place))
+    _use_as_stream(x, stream)
+
+
 def _fuse_with_stream(graph: Graph, norm: Node) -> None:
     """The LayerNorm of a layer's input, whose backward adds the gradient of the input in the sum.
 
@@ -113,21 +133,23 @@ def _fuse_with_stream(graph: Graph, norm: Node) -> None:
 
 def _is_stream(x: Any) -> bool:
     """Whether x is the stream as an op gives it back."""
-    is_second = _is_call(x, operator.getitem) and x.args[1] == 1
-    return is_second and _is_call(x.args[0], norm_linears, *_WITH_SUM.values())
+    if not _is_call(x, operator.getitem):
+        return False
+    both, place = x.args
+    return _is_call(both, twin_layer_norm) if place == 2 else place == 1 and _is_call(both, norm_linears, *_SUMMED)
 
 
 def _use_as_stream(x: Node, stream: Node, *norms: Any) -> None:
     """norms: what reads x of the stream beside sums."""
-    sums = residual_mlp, *_WITH_SUM.values(), *_ADDITIONS, *norms
+    sums = residual_mlp, *_SUMMED, *_ADDITIONS, *norms
     x.replace_all_uses_with(stream, lambda user: user.target in sums and user is not stream.args[0])
 
 
 def _delay_sums(graph: Graph) -> None:
-    """Move sums that read the stream from a later norm to where they are read, which is where the runner adds."""
+    """Move sums that read the stream to where they are read, which is where the runner adds: after the last norm."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for total in _calls(graph, operator.add):
-        if any(places[each] > places[total] for each in total.all_input_nodes):
+        if any(_is_stream(each) for each in total.all_input_nodes) and total.users:
             min(total.users, key=places.__getitem__).prepend(total)
 
 

@@ -32,6 +32,7 @@ from recompute.kernels.mlp import mlp
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
 from recompute.kernels.swiglu import geglu, swiglu
+from recompute.kernels.twin_layer_norm import twin_layer_norm
 
 M, H, I = 10, 257, 80  # noqa: E741
 EPS = 1e-6
@@ -161,6 +162,14 @@ CASES = [
         saved_float32=2 * M,
     ),
     Case(
+        "twin_layer_norm",
+        lambda x, weight, bias: twin_layer_norm(x, weight, bias, None, None)[0],
+        eager_layer_norm,
+        ((M, H), (H,), (H,)),
+        saved_elements=M * H + 2 * H,
+        saved_float32=2 * M,
+    ),
+    Case(
         "swiglu",
         swiglu,
         lambda gate, up: F.silu(gate) * up,
@@ -231,8 +240,8 @@ CASES = [
     ),
 ]
 
-_BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "swiglu-packed", "geglu",
-               "gated_mlp", "mlp", "activation_linear", "residual_mlp")  # fmt: skip
+_BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "layer_norm", "add_layer_norm", "twin_layer_norm", "swiglu",
+               "swiglu-packed", "geglu", "gated_mlp", "mlp", "activation_linear", "residual_mlp")  # fmt: skip
 """Each op once; the others differ in a convention or an argument."""
 each_case = pytest.mark.parametrize("case", by_default({str(case): case for case in CASES}, *_BY_DEFAULT))
 _KINDS = ("rms_norm-llama", "add_layer_norm", "swiglu", "residual_mlp")
@@ -427,14 +436,14 @@ def test_recorded_recipes_give_the_outputs_own_bits(
     case: Case, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     recorded: list[tuple[Any, ...]] = []
-    for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu"):
+    for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "twin_layer_norm", "swiglu"):
         module = importlib.import_module(f"recompute.kernels.{name}")
         monkeypatch.setattr(module, "record", lambda *arguments: recorded.append(arguments))
     inputs = make_inputs(case, device, dtype)
     output = case.op(*inputs)
+    recorded = [each for each in recorded if each[0] is output]
     assert len(recorded) == (not case.has_linears)
-    for recorded_output, regenerate, *arguments in recorded:
-        assert recorded_output is output
+    for _, regenerate, *arguments in recorded:
         unaligned = [LAYOUTS["unaligned"](a.detach()) if isinstance(a, Tensor) else a for a in arguments]
         with torch.no_grad():
             for given in (arguments, unaligned):

@@ -50,16 +50,21 @@ for hidden in (64, 128, 1024, 4096, 5120, 16384, 65536):
         tiles = norm_kernels._tiles(False, hidden, 6, device, mean is not None)
         dots, shifts = F if tiles.wide else None, mean if tiles.wide else None
         y = X if mean is None else None
-        fits(norm_kernels._backward_kernel, [X, X, X, mean, F, dots, shifts, X, X, y, F, mean, *["i32"] * 5],
+        no_other = [None] * 4
+        fits(norm_kernels._backward_kernel, [X, X, X, mean, F, dots, shifts, X, X, y, F, mean, *["i32"] * 5, *no_other],
              {"CASTING": "llama" if mean is None else "none", "ROWS": tiles.rows, **tiles.constants})
+    tiles = norm_kernels._tiles(False, hidden, 8, device, True, True)
+    dots = F if tiles.wide else None
+    fits(norm_kernels._backward_kernel, [X, X, X, F, F, dots, dots, X, X, None, F, F, *["i32"] * 5, X, X, F, F],
+         {"CASTING": "none", "ROWS": tiles.rows, **tiles.constants})
 for hidden in (128, 5120, 65536):
     for kind, nbytes in ((X, 2), (F, 4)):
         tiles = norm_kernels._tiles(True, hidden, 4 * nbytes, device)
         kernel = norm_kernels._wide_forward_kernel if tiles.wide else norm_kernels._forward_kernel
         rows = {} if tiles.wide else {"ROWS": tiles.rows}
-        fits(kernel, [kind, kind, kind, None, kind, kind, None, F, *["i32"] * 5, "fp32"],
+        fits(kernel, [kind, kind, kind, None, kind, kind, None, F, *["i32"] * 5, "fp32", None, None, None],
              {"CASTING": "llama", **rows, **tiles.constants})
-        fits(kernel, [kind, kind, kind, kind, kind, kind, F, F, *["i32"] * 5, "fp32"],
+        fits(kernel, [kind, kind, kind, kind, kind, kind, F, F, *["i32"] * 5, "fp32", None, None, None],
              {"CASTING": "none", **rows, **tiles.constants})
 CODES, BLOCKS = "*fp8e4nv" if capability >= 89 else "*i8", {"BLOCK": 128, "BLOCKS": 32}
 fits(blockwise_8bit._quantize_kernel, [X, CODES, F, F, "i64"],
@@ -104,4 +109,4 @@ def test_settings_fit_the_gpu_on_which_they_were_measured_and_others(name: str):
     command = [sys.executable, "-c", COMPILE, *map(str, GPUS[name])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("_kernel") == 49
+    assert result.stdout.count("_kernel") == 56

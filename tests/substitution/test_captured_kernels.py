@@ -34,6 +34,7 @@ from recompute.kernels.mlp import mlp
 from recompute.kernels.norm_linears import norm_linears
 from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
+from recompute.kernels.twin_layer_norm import twin_layer_norm
 from recompute.substitution.layer_fusion import FUSION
 
 
@@ -462,17 +463,27 @@ def test_a_norm_that_something_else_reads_stays_a_norm() -> None:
     assert _targets(layer_graph(read_by_others=True)) == [rms_norm, F.linear, torch.add, residual_mlp]
 
 
-def test_a_sum_waits_for_the_norm_that_gives_it_the_stream() -> None:
-    """As in ``x + attention(norm(x)) + mlp(mlp_norm(x))``, where Python adds x and attention before the second norm."""
+@pytest.mark.parametrize(
+    ("eps", "expected"),
+    [
+        (1e-5, [twin_layer_norm, F.linear, mlp, operator.add, operator.add]),
+        (1e-6, [add_layer_norm, F.linear, add_layer_norm, mlp, operator.add, operator.add]),
+    ],
+)
+def test_a_sum_waits_until_it_is_read(eps: float, expected: list[Any]) -> None:
+    """As in ``x + attention(norm(x)) + mlp(mlp_norm(x))``, where Python adds x and attention before the second norm.
+
+    eps: the second norm's.
+    """
     graph = Graph()
     x, *weights, up, down = map(graph.placeholder, ("x", "a", "b", "c", "d", "linear", "up", "down"))
     attended = graph.call_function(
         F.linear, (graph.call_function(layer_norm, (x, *weights[:2], 1e-5)), weights[4], None)
     )
     first = graph.call_function(operator.add, (x, attended))
-    y = graph.call_function(layer_norm, (x, *weights[2:4], 1e-5))
+    y = graph.call_function(layer_norm, (x, *weights[2:4], eps))
     graph.output(graph.call_function(operator.add, (first, graph.call_function(mlp, (y, up, down, "gelu")))))
-    assert _targets(graph) == [add_layer_norm, F.linear, add_layer_norm, mlp, operator.add, operator.add]
+    assert _targets(graph) == expected
 
 
 @pytest.mark.parametrize(("p", "rest"), [(0.0, []), (0.5, [F.dropout])])

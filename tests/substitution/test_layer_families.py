@@ -39,6 +39,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 DROPOUT = dict.fromkeys(NO_DROPOUT, 0.1)
 FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": INTERMEDIATE}
 WHOLE = "add_layer_norm; cheap ops run again"
+TWINS = "twin_layer_norm; cheap ops run again"
 SANDWICH = "norm_linears, add_rms_norm; cheap ops run again"
 
 
@@ -83,11 +84,11 @@ def bart() -> nn.Module:
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), WHOLE, 3, kind="gpt2"),
     "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), WHOLE, 3, kind="gpt2"),
-    "gpt_neox": Family(causal("GPTNeoX", **PLAIN), WHOLE, 2),
+    "gpt_neox": Family(causal("GPTNeoX", **PLAIN), TWINS, 2),
     "gpt_neox, one after the other": Family(causal("GPTNeoX", **PLAIN, use_parallel_residual=False), WHOLE, 3),
     "phi": Family(causal("Phi", **SHAPE), WHOLE, 1),
     "starcoder2": Family(causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0), WHOLE, 3),
-    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), WHOLE, 2),
+    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), TWINS, 2),
     "falcon with one norm": Family(causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE), WHOLE, 1),
     "falcon, one after the other": Family(
         causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE, parallel_attn=False, alibi=True), WHOLE, 3
