@@ -380,11 +380,12 @@ class CapturedRegion:
 
         result = self.tape.run(*self._as_it_runs(function, args, kwargs), variant, start)
         plan = self.tape.plan
+        counted = (plan or self.tape.statistics.plan) if tapes else None  # the latter if the frame was deoptimized
         self._kernel_counts = []
         for each, start_of in zip(counting.values(), before, strict=True):
             counts = Counts.so_far(each).since(start_of)
-            if each is self.tape.statistics and plan is not None:
-                counts = counts.since(Counts.of(plan))  # the tape has counted that
+            if each is self.tape.statistics and counted is not None:
+                counts = counts.since(Counts.of(counted))  # the tape has counted that
             if any(counts):
                 self._kernel_counts.append((each, counts))
         self._frame_counts.pop(id(plan), None)

@@ -290,6 +290,22 @@ def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
 
 
+def test_a_region_that_goes_on_otherwise_while_an_equal_one_is_captured_counts_each_call_once() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(x))
+        return y.exp() if self.goes_on_otherwise else y + x
+
+    layer = body(forward, norm=Norm(), mlp=linear(), goes_on_otherwise=False)
+    model = nn.Sequential(linear(), layer, copy.deepcopy(layer), linear())
+    handle, step = recompute.apply(model, rule(["1", "2"])), train(tokens())
+    for number in range(6):
+        model[2].goes_on_otherwise = number == 3
+        before = handle.stats()
+        step(model)
+        assert (handle.stats() - before).frames == 2
+    assert "2 of 2 run as captured code" in handle.explain()
+
+
 @pytest.mark.parametrize(
     "inside",
     [{"action": "recompute", "via": "hook", "rerun": ["gemm"]}, {"action": "checkpoint"}, {"action": "keep"}],
