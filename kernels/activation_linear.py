@@ -13,7 +13,7 @@ and the bias's gradient is dy summed over M.
 
 Only x is saved, where eager also saves active. The kernel that computes dx also regenerates active, and writes it over
 dactive, which nobody else holds. The matrix products are PyTorch's, and as many as eager runs. ``mlp`` is a Linear and
-then this, with the same bits, but for the gradient of that Linear's bias, for which PyTorch adds in another order.
+then this, with the same bits.
 """
 
 from __future__ import annotations

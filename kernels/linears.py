@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.errors import KernelError
-from recompute.kernels.column_sum import column_sum
 from recompute.kernels.rms_norm import check_rms_norm, rms_norm_backward, rms_norm_regenerate
 
 
@@ -166,7 +165,7 @@ def linear_gradients(
     if needs_dweight and inputs is not None:
         is_transposed = weight is not None and weight.stride(0) == 1 < weight.stride(1)
         dweight = (inputs.t() @ doutput).t() if is_transposed else doutput.t() @ inputs
-    return dweight, column_sum(doutput, False) if needs_dbias else None
+    return dweight, doutput.sum(0) if needs_dbias else None
 
 
 def norm_gradients(

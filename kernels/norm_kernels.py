@@ -309,7 +309,7 @@ def _dots_kernel(
 
 @jit
 def _sum_kernel(total, parts, other_total, other_parts, P, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """total[h] = sum over p of parts[p, h]: the second stage of a sum over rows, or of two."""
+    """total[h] = sum over p of parts[p, h]: the second stage of the gradient of weight or bias, or of both."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     _add_up(total, parts, columns, P, H, ROWS, COLUMNS)
     if other_total is not None:
@@ -556,14 +556,14 @@ def launch_backward(
     sums = [pair for pair in zip(totals, parts, strict=True) if pair[0] is not None]
     for pairs in (sums[:2], sums[2:]):
         if pairs:
-            launch_sum(*itertools.chain(*pairs))
+            _launch_sum(*itertools.chain(*pairs))
 
 
 def _dense(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else launch.dense(tensor) for tensor in tensors]
 
 
-def launch_sum(
+def _launch_sum(
     total: Tensor | None, parts: Tensor | None, other_total: Tensor | None = None, other_parts: Tensor | None = None
 ) -> None:
     """Write to ``total``, (H,), the sum of the rows of ``parts``, (P, H), of float32; and so for the others, if any."""

@@ -181,8 +181,7 @@ class GuardedGraphs:
             fusion.fuse(module.graph)
         module.recompile()
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
-        has_kernels = bool(self._substitutes or self._fusions)
-        graph = CapturedGraph(self._cached, module, unfit or "", has_kernels=has_kernels)
+        graph = CapturedGraph(self._cached, module, unfit or "")
         self.graphs.append(graph)
         return graph.run
 
@@ -209,10 +208,9 @@ class Refusal(Exception):
 class CapturedGraph:
     """A graph of a region, and the programs that were made of it: one for each plan."""
 
-    def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str, *, has_kernels: bool):
-        """failure: why no program can be made of it; "" if one can. has_kernels: whether kernels stand in."""
+    def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
+        """failure: why no program can be made of it; "" if one can."""
         self._cached = cached
-        self._has_kernels = has_kernels
         self._graph = module.forward
         self._code = module.code
         self._programs: list[Program] = []
@@ -285,8 +283,7 @@ class CapturedGraph:
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
-            arguments = given, expected.recording, expected.autocast, learn, region.statistics.name
-            seen = Observation(*arguments, has_kernels=self._has_kernels)
+            seen = Observation(given, expected.recording, expected.autocast, learn, region.statistics.name)
             self._observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
             with tape:

@@ -135,7 +135,6 @@ class Observation:
 
     expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
     the program that was made, or with the reason why there is none. name: the region's, for errors.
-    has_kernels: whether kernels stand in.
     """
 
     def __init__(
@@ -145,11 +144,8 @@ class Observation:
         autocast: Autocast | None,
         done: Callable[[Program | str], None],
         name: str,
-        *,
-        has_kernels: bool,
     ):
         self.name = name
-        self._has_kernels = has_kernels
         self.reason: str | None = None
         self._recording = Recording(expected=expected)
         self._done: Callable[[Program | str], None] | None = done
@@ -424,7 +420,6 @@ class Observation:
                 self._backward_autocast,
                 self._cached,
                 self._casts,
-                self._has_kernels,
             ).program()
         except NotCapturable as error:
             self._fail(error)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import Tag
 
 from recompute.compiled.autocast_settings import Autocast
-from recompute.compiled.bias_gradients import summed_by_kernel
 from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
 from recompute.compiled.movements import moved_once
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
@@ -179,14 +178,10 @@ class ProgramWriter:
     cached: tuple[int, ...]
     casts: Mapping[int, int]
     """The buffers of what autocast has cast and cached, and the positions of the parameters, in order."""
-    has_kernels: bool
-    """Whether kernels stand in, so that gradients are those of plain PyTorch but for rounding."""
 
     def __post_init__(self) -> None:
         self._forward = self.recording.calls[: self.steps]
         self._backward = moved_once(self.recording, self.steps, [use for _, use in self.contributions])
-        if self.has_kernels:
-            self._backward = summed_by_kernel(self._backward, self.recording)
         self._differentiable = {given for given, _ in self.contributions}
         self._kept: dict[int, None] = {}
         self._held: dict[int, None] = {}

@@ -22,7 +22,7 @@ COMPILE = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from recompute.kernels import activation, blockwise_8bit, column_sum, join, norm_kernels, swiglu_from_codes
+from recompute.kernels import activation, blockwise_8bit, join, norm_kernels, swiglu_from_codes
 
 capability, shared = int(sys.argv[1]), int(sys.argv[2])
 norm_kernels._shared_memory = lambda device: shared
@@ -73,8 +73,6 @@ fits(blockwise_8bit._dequantize_kernel, [CODES, F, X, "i64"], {**BLOCKS, **block
 fits(swiglu_from_codes._kernel, [X, CODES, F, CODES, F, X, X, X, "i64", "i32"],
      {"ACTIVATION": "silu", "PACKED": False, **BLOCKS, **swiglu_from_codes.SETTINGS})
 fits(join._kernel, [X, *["i32"] * 8, *[X, *["i64"] * 4] * 4], {"ROWS": 32, "BLOCK": 128, **join.SETTINGS})
-fits(column_sum._parts_kernel, [X, F, *["i32"] * 3],
-     {"ROWS": column_sum.ROWS, "COLUMNS": column_sum.COLUMNS, **column_sum.SETTINGS})
 ELEMENTS = {"BLOCK": activation.TILE, **activation.SETTINGS}
 for name in activation.ACTIVATIONS:
     fits(activation._forward_kernel, [X, X, "i32"], {"ACTIVATION": name, **ELEMENTS})

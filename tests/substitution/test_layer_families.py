@@ -18,7 +18,6 @@ from tiny import assert_same, counted_ops, rule, rules
 from torch import Tensor, nn
 
 import recompute
-from recompute.attach.runners import region_in
 from recompute.counters import step_memory
 from recompute.errors import PolicyWarning
 from recompute.substitution.decoder_layer import KernelLayerRunner
@@ -242,24 +241,6 @@ def test_captured_layers_give_the_bits_of_those_on_the_tape(name: str) -> None:
         for each in (handle, of_tape)
     )
     assert plans == others
-
-
-@pytest.mark.parametrize("name", by_default(["gpt_neox", "gpt2", "starcoder2", "bert"], "gpt_neox"))
-def test_gradients_of_biases_are_summed_by_a_kernel_where_kernels_stand_in_alone(name: str) -> None:
-    for via in ("kernel", "hook"):
-        _, handle = settled(name, via)
-        sources = [source for attachment in handle._attachments for source in backward_code(attachment.runner)]
-        assert sources
-        for source in sources:
-            sums = source.count("aten_sum_dim_IntList"), source.count("recompute_column_sum")
-            assert (sums[0] == 0 < sums[1]) if via == "kernel" else sums[1] == 0
-
-
-def backward_code(runner: Any) -> list[str]:
-    region = region_in(runner)
-    graphs = [] if region is None else region._graphs()
-    found = [program.backward.source for graph in graphs for program in graph._programs]
-    return [source for source in found if "aten_mm" in source]  # of layers, and not of norms
 
 
 @pytest.mark.slow
