@@ -15,6 +15,7 @@ import ast
 import configparser
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -326,16 +327,24 @@ def test_tables_are_those_of_the_results(heading: str, folder: str) -> None:
 def test_times_of_steps_are_those_of_the_results() -> None:
     page = (ROOT / "examples" / "ablation" / "README.md").read_text(encoding="utf-8")
     section = page.partition("## Steps in which Python sets the pace\n")[2].partition("\n## ")[0]
-    kept = (RESULTS / "host-time-h200" / "results.md").read_text(encoding="utf-8")
-    models = [  # of the data, in the order of the table
-        {cells(row)[0]: cells(row)[1] for row in table.splitlines()}
-        for table in re.findall(r"(?:^\|.*\n)+", kept, re.MULTILINE)
-    ]
-    rows = [cells(row)[1:] for row in re.findall(r"^\|.*$", section, re.MULTILINE)[2:]]
+    names = {"llama-1b-layers": "16 layers of Llama 1B", "mixtral-small": "Mixtral", "gemma-2-2b": "Gemma 2"}
+    names |= {"gpt-neox": "GPT-NeoX", "phi-3": "Phi-3", "gpt2-xl": "GPT-2 XL"}
     ways = ("none", "gradient-checkpointing", "elementwise", "auto")
-    assert [[cell.strip("*") for cell in row] for row in rows] == [[model[way] for way in ways] for model in models]
-    assert f"Liger takes {models[0]['liger']} and" in section
-    assert f"checkpoint {models[0]['torch-compile-selective']}." in section
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    for table, files in zip(tables, (("h200/results",), ("h100/before", "h100/results")), strict=True):
+        models: dict[str, dict[str, str]] = {}  # what a later file has counts
+        for file in files:
+            kept = json.loads((RESULTS / f"host-time-{file}.json").read_text(encoding="utf-8"))["models"]
+            for model, case in kept.items():
+                models[model] = {row["way"]: f"{row['ms a step']:.1f}" for row in case["rows"]}
+        rows = [cells(row) for row in table.splitlines()[2:]]
+        assert len(rows) == len(models)
+        for model, took in models.items():
+            (row,) = [row for row in rows if row[0].startswith(names[model])]
+            assert [cell.strip("*") for cell in row[1:]] == [took[way] for way in ways]
+        llama = models["llama-1b-layers"]
+        assert f"Liger takes {llama['liger']}" in section
+        assert f"checkpoint {llama['torch-compile-selective']}." in section
 
 
 def test_the_first_table_is_that_of_the_results() -> None:

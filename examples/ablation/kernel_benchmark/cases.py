@@ -142,6 +142,14 @@ def draw_add_layer_norm(generator: Generator, tokens: int, hidden: int) -> Tenso
     return *leaves(normal(generator, tokens, hidden)), *draw_layer_norm(generator, tokens, hidden)
 
 
+def draw_twin_layer_norm(generator: Generator, tokens: int, hidden: int) -> Tensors:
+    return *draw_layer_norm(generator, tokens, hidden), *draw_layer_norm(generator, 1, hidden)[1:]
+
+
+def draw_parts(generator: Generator, heads: int, tokens: int, head: int) -> Tensors:
+    return tuple(normal(generator, 1, tokens, heads, head).transpose(1, 2) for _ in range(3))
+
+
 def draw_product(generator: Generator, tokens: int, intermediate: int) -> Tensors:
     return leaves(normal(generator, tokens, intermediate), normal(generator, tokens, intermediate))
 
@@ -280,6 +288,28 @@ BENCHMARKS = {
         sizes=((32768, 768), (16384, 4096), (8192, 8192)),
         small=(32, 128),
         compiled=((16384, 4096),),
+    ),
+    "twin_layer_norm": Benchmark(
+        draw_twin_layer_norm,
+        (
+            Measure("forward", ("y", "other_y", "stream"), each(forward, "twin_layer_norm"), elements=times(3)),
+            Measure(
+                "backward",
+                ("dx", "dweight", "dbias", "dother_weight", "dother_bias"),
+                each(backward, "twin_layer_norm"),
+                elements=times(5),
+            ),
+        ),
+        sizes=((4096, 2048), (16384, 4096)),
+        small=(32, 128),
+        compiled=((16384, 4096),),
+    ),
+    "join": Benchmark(
+        draw_parts,
+        (Measure("forward", ("joined",), each(forward, "join"), elements=times(6)),),
+        sizes=((16, 4096, 128),),
+        small=(4, 32, 64),
+        compiled=((16, 4096, 128),),
     ),
     "swiglu": Benchmark(
         draw_product,

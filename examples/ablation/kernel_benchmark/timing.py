@@ -259,7 +259,8 @@ def _host_rows(clock: Clock) -> Iterator[Row]:
     """What a call costs the host, on tensors so small that launching is all that takes a GPU's time."""
     for op, benchmark in BENCHMARKS.items():
         inputs = benchmark.inputs(clock.device, benchmark.small, seed=0)
-        for name, direction in (("forward", forward), ("forward + backward", step)):
+        trains = any(each.requires_grad for each in inputs)
+        for name, direction in (("forward", forward), *[("forward + backward", step)] * trains):
             for way, load in WAYS[op].items():
                 if way != COMPILED:
                     yield attempt(Row(HOST, name, op, way), partial(_host_figures, direction(load), inputs, clock))
