@@ -102,7 +102,7 @@ def _pieces(call: Call, recording: Recording) -> list[_Piece] | None:
 def _is_whole(buffer: Buffer) -> bool:
     """Whether the tensor of a buffer has all of its memory."""
     layout = buffer.layout
-    is_all = layout.offset == 0 and buffer.nbytes == layout.shape.numel() * layout.dtype.itemsize > 0
+    is_all = bool(layout.offset == 0 and buffer.nbytes == layout.shape.numel() * layout.dtype.itemsize > 0)
     return is_all and _digits(layout) is not None
 
 
