@@ -8,9 +8,9 @@ If the MLP is not a gated one, ``kernels.add_rms_norm`` computes the sum and the
 
 That is for RMSNorms. In the place of LayerNorms ``kernels.add_layer_norm`` computes the norm with the sum in front, and
 in backward adds the gradient of the residual stream in the same pass. Where attention and the MLP read norms of the
-same x, ``kernels.twin_layer_norm`` computes both. Such a layer is taken as a whole only if its MLP
-has a kernel of its own: of another MLP all would be held that autograd saves, where a tape of the layer drops the
-activation. Then the LayerNorms alone have kernels, on that tape.
+same x, ``kernels.twin_layer_norm`` computes both. Such a layer is taken as a whole only if its MLP has a kernel of its
+own: of another MLP all would be held that autograd saves, where a tape of the layer drops the activation. Then the
+LayerNorms alone have kernels, on that tape.
 
 Some layers have both, the kernels and a tape around them: see ``KernelLayerRunner.wants_tape``.
 """
