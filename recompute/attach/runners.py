@@ -16,7 +16,7 @@ from recompute.compiled.captured_region import CaptureCache, CapturedRegion, Sta
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.checkpoint.reachable_objects import references_of_function, references_of_modules
+from recompute.engine.reachable_objects import references_of_function, references_of_modules
 from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.host.offload import OffloadRegion

@@ -32,10 +32,10 @@ from recompute.compiled.guards import MISSED
 from recompute.compiled.observation import RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.engine.bit_comparison import is_verifying
-from recompute.engine.checkpoint.reachable_objects import walk_references
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
+from recompute.engine.reachable_objects import walk_references
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import RegionStatistics, has_only_our_hooks, top_hooks
 from recompute.engine.tape.recorder import TapeRegion

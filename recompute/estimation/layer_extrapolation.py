@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.reachable_objects import base_of
 from recompute.errors import ModelError
 from recompute.estimation.simulation import MomentMemory, SimulatedStep
 from recompute.policy.rules import Policy

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
 from recompute.attach.runners import OffloadRunner, TapeRunner
-from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.reachable_objects import base_of
 from recompute.errors import ModelError, warn
 from recompute.policy.matching import assign
 from recompute.policy.rules import BLOCK, NO_RULES, Policy, Rule

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from recompute.compiled.captured_graph import Fusion
 from recompute.compiled.guards import is_tracing
 from recompute.compiled.runner import Forward, Runner
-from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.reachable_objects import base_of
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.linears import autocasts

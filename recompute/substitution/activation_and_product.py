@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from recompute.compiled.captured_graph import Fusion
 from recompute.compiled.guards import is_tracing
 from recompute.compiled.runner import Forward, Runner
-from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.reachable_objects import base_of
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.kernels.swiglu import ACTIVATIONS as GATE_ACTIVATIONS
 from recompute.kernels.swiglu import APPROXIMATE, geglu, swiglu

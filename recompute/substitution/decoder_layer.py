@@ -30,8 +30,8 @@ from torch.nn import functional as F
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion, StandIn
 from recompute.compiled.runner import Forward, Runner
-from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.cut.op_policy import kernel_op_policy
+from recompute.engine.reachable_objects import base_of
 from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import BypassScope

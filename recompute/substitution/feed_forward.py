@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.compiled.runner import Forward
-from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.reachable_objects import base_of
 from recompute.kernels.activation import activation_reference
 from recompute.kernels.swiglu import ACTIVATIONS as GATE_ACTIVATIONS
 from recompute.substitution.kernel_runner import (

@@ -19,8 +19,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import CompiledRegion
-from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.dtensors import has_layout
+from recompute.engine.reachable_objects import base_of
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.thread_state import local
 from recompute.errors import warn

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.reachable_objects import base_of
 from recompute.substitution.formula_tracer import Tracer
 from recompute.substitution.kernel_runner import drop_nothing
 from recompute.substitution.module_formula import copy_without_policy, formula_of

@@ -23,7 +23,8 @@ from torch.nn.parameter import is_lazy
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.engine.checkpoint.arguments import fingerprint, snapshot
-from recompute.engine.checkpoint.module_state import RUNNER, base_of
+from recompute.engine.checkpoint.module_state import RUNNER
+from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
 from recompute.substitution.formula_tracer import COMPARISONS, Tracer, drops_nothing
 from recompute.substitution.settings import checkpoint_switch

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.compiled.runner import Forward
-from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.reachable_objects import base_of
 from recompute.engine.thread_state import local
 from recompute.substitution.formula_tracer import TracerInDtype
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.compiled.runner import Forward
-from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError

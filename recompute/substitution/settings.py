@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from types import FunctionType
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recompute.engine.checkpoint.module_state import base_of
+from recompute.engine.reachable_objects import base_of, taken_apart
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,10 @@ def _value(module: nn.Module, path: str) -> Any:
 def _names_in(cls: type[nn.Module]) -> set[str]:
     """The names that are in the code of a class's forward, and in that of the methods of the class that it names."""
     names: set[str] = set()
-    pending: list[Callable[..., Any]] = [inspect.unwrap(cls.forward)]
+    pending, _ = taken_apart(cls.forward)
     while pending:
-        function = pending.pop()
-        new = set(function.__code__.co_names) - names if isinstance(function, FunctionType) else set()
+        new = set(pending.pop().__code__.co_names) - names
         names |= new
-        methods = {name: inspect.getattr_static(cls, name, None) for name in new - vars(nn.Module).keys()}
-        pending += [inspect.unwrap(each) for each in methods.values() if isinstance(each, FunctionType)]
+        for name in new - vars(nn.Module).keys():
+            pending += taken_apart(inspect.getattr_static(cls, name, None))[0]
     return names

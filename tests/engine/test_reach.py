@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from tiers import one_in
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.checkpoint.reachable_objects import find_generators
+from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 
 OWN_RANDOM = random.Random(1)
@@ -66,6 +67,11 @@ class Sampler:
 
     def __call__(self) -> float:
         return self.draw_own()
+
+    def scaled(self, factor: float) -> float:
+        return self.own.random() * factor
+
+    doubled = functools.partialmethod(scaled, 2.0)
 
 
 class Slotted:
@@ -262,6 +268,11 @@ OWN: dict[str, Callable[[], float]] = {
     "a library's": lambda: LIBRARY.Inside.rng.random(),
     "behind a cache": lambda: cached_sampler().draw_own(),
     "behind a context manager": with_context,
+    "behind a partial": functools.partial(lambda sampler: sampler.draw_own(), SAMPLER),
+    "behind a partial method": lambda: SAMPLER.doubled(),
+    "behind a method made of a partial": types.MethodType(
+        functools.partial(lambda factor, sampler: sampler.scaled(factor), 2.0), SAMPLER
+    ),
 }
 
 
@@ -273,6 +284,34 @@ def test_a_generator_that_only_a_helper_has_is_found_by_the_names_in_its_code(wa
     expected = steps(model)
     policed(model, action)
     assert steps(model) == expected
+
+
+CALLABLES: dict[str, Any] = {
+    "a function in C": len,
+    "an op": torch.sin,
+    "a bound function in C": [].append,
+    "a partial of a function in C": functools.partial(len, ()),
+    "a method made of a function in C": types.MethodType(len, ()),
+    "a method made of a method": types.MethodType(types.MethodType(max, 1), 2),
+    "a method made of a partial": types.MethodType(functools.partial(print, "int8"), 1),
+    "a method made of an object": types.MethodType(SAMPLER, 1),
+    "a class": RngState,
+    "an object": operator.itemgetter(0),
+    "a ufunc": np.sin,
+    "a cached function": functools.cache(len),
+    "a generic function": functools.singledispatch(len),
+    "a dispatcher's op": torch.ops.aten.sin.default,
+}
+
+
+@both_actions
+def test_a_module_may_hold_whatever_can_be_called(action: str) -> None:
+    model = holding(lambda self, x: x.sin().exp().sin())
+    for name, value in CALLABLES.items():
+        setattr(model.inside, name, value)
+    expected = [steps(model) for _ in range(4)]
+    policed(model, action)
+    assert [steps(model) for _ in range(4)] == expected
 
 
 class InHook(nn.Module):

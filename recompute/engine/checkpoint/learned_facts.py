@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.checkpoint.module_state import LearnedBuffers
-from recompute.engine.checkpoint.reachable_objects import walk_references
+from recompute.engine.reachable_objects import walk_references
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.autocast import run_as_called
 

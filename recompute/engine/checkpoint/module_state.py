@@ -30,11 +30,6 @@ It is there because a DataParallel replica gets a copy of the ``__dict__``.
 """
 
 
-def base_of(module: nn.Module) -> type[nn.Module]:
-    """The class that ``module`` has without a policy, which puts another one in its place."""
-    return getattr(type(module), "_recompute_base", type(module))
-
-
 class LearnedBuffers:
     """What a region's frames have found out about its buffers, for later frames.
 

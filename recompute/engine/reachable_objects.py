@@ -10,9 +10,48 @@ from types import CellType, CodeType, FunctionType, MemberDescriptorType, Method
 from typing import Any
 
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
+from torch._ops import OpOverload
 
-from recompute.engine.checkpoint.module_state import base_of
 from recompute.engine.rng import is_random_source
+
+
+def base_of(module: nn.Module) -> type[nn.Module]:
+    """The class that ``module`` has without a policy, which puts another one in its place."""
+    return getattr(type(module), "_recompute_base", type(module))
+
+
+def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
+    """The Python functions that run where ``value``, any callable, is called; and what else it holds.
+
+    Of a value that is not made of others, as an object or a function in C, the latter is the value itself.
+    """
+    functions: list[FunctionType] = []
+    others: list[Any] = []
+    pending, seen = [value], set[int]()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, MethodType):
+            others.append(value.__self__)
+            pending.append(value.__func__)
+        elif isinstance(value, (functools.partial, functools.partialmethod)):
+            others += [*value.args, *value.keywords.values()]
+            pending.append(value.func)
+        elif isinstance(value, (staticmethod, classmethod)):
+            pending.append(value.__func__)
+        elif isinstance(value, (property, functools.cached_property)):
+            pending.append(value.fget if isinstance(value, property) else value.func)
+        elif isinstance(value, (CustomOpDef, OpOverload)) and (op := _maybe_get_opdef(value)) is not None:  # in Python
+            pending += [op._init_fn, *op._backend_fns.values()]
+        else:
+            is_function = isinstance(value, FunctionType)
+            (functions if is_function else others).append(value)
+            if "__wrapped__" in (own := getattr(value, "__dict__", {})):  # as by functools.cache
+                pending.append(own["__wrapped__"])
+    return functions, others
 
 
 def references_of_function(function: Callable[..., Any]) -> list[Any]:
@@ -73,23 +112,20 @@ def walk_references(roots: Iterable[Any]) -> Iterator[Any]:
                 continue
             seen.add(id(value))
             yield value
-            if isinstance(value, FunctionType):
-                functions.append((value, None))
-            elif isinstance(value, MethodType):
-                values.append(value.__self__)
-                functions.append((value.__func__, value.__self__))  # type: ignore[arg-type]
-            elif isinstance(value, functools.partial):
-                values += [value.func, *value.args, *value.keywords.values()]
-            elif "__wrapped__" in (own := getattr(value, "__dict__", {})):  # as by functools.cache
-                values.append(own["__wrapped__"])
-            elif isinstance(value, (dict, list, tuple)):
+            if isinstance(value, (dict, list, tuple)):
                 values += itertools.islice(value.values() if isinstance(value, dict) else value, _MANY)
+                continue
+            called, others = taken_apart(value)
+            owner = value.__self__ if isinstance(value, MethodType) else None
+            functions += [(function, owner) for function in called]
+            is_made_of_others = called or len(others) != 1 or others[0] is not value
+            if is_made_of_others:
+                values += [each for each in others if each is not value]
             elif not _is_foreign(value):
                 for attribute in _named(value, names):
-                    if isinstance(attribute, FunctionType):
-                        functions.append((attribute, value))
-                    else:
-                        values.append(attribute)
+                    called, others = taken_apart(attribute)
+                    functions += [(function, value) for function in called]
+                    values += others
         while not values:
             if not functions:
                 return
@@ -133,7 +169,7 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
     children = own.get("_modules", {})
     for name in names:
         if name in own:
-            yield _plain(own[name])
+            yield own[name]
         elif name in children:
             yield children[name]
         elif not isinstance(value, ModuleType):
@@ -142,15 +178,7 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
 
 
 def _defined(kind: type, name: str) -> list[Any]:
-    return next(([_plain(vars(base)[name])] for base in kind.__mro__ if name in vars(base)), [])
-
-
-def _plain(attribute: Any) -> Any:
-    if isinstance(attribute, (staticmethod, classmethod)):
-        return attribute.__func__
-    if isinstance(attribute, functools.cached_property):
-        return attribute.func
-    return attribute.fget if isinstance(attribute, property) else attribute
+    return next(([vars(base)[name]] for base in kind.__mro__ if name in vars(base)), [])
 
 
 def _attributes_of(module: nn.Module) -> Iterator[Any]:
