@@ -16,10 +16,10 @@ from recompute.compiled.captured_region import CaptureCache, CapturedRegion, Sta
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.reachable_objects import references_of_function, references_of_modules
 from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.host.offload import OffloadRegion
+from recompute.engine.reachable_objects import references_of_function, references_of_modules
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
@@ -116,7 +116,8 @@ class CheckpointRunner(Runner):
         self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
-        self._checkpoint = CheckpointRegion(statistics, beyond=references_of_modules(module.modules()))
+        beyond = references_of_modules(module.modules())
+        self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), beyond=beyond)
         itself = weakref.ref(module)
 
         def run(forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -140,7 +141,7 @@ class FunctionCheckpointRunner(Runner):
         self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
-        self._checkpoint = CheckpointRegion(statistics)
+        self._checkpoint = CheckpointRegion(statistics, op_policy(meaning))
 
     def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         references = references_of_function(forward)  # at each call, as its globals may change after it is decorated

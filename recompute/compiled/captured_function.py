@@ -104,7 +104,7 @@ class CapturedFrame:
         """Run forward; returns the outputs."""
         program, given, statistics = self._program, self._given, self.statistics
         if program.draws:
-            self._rng = _generators(given, statistics.name)
+            self._rng = RngState(name=statistics.name)
         if program.autocast is None:
             outputs, self._kept, self._states = program.forward(statistics.name, *given)
         else:
@@ -307,15 +307,6 @@ _FREED = (
     "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
     "after calling backward."
 )
-
-
-def _generators(given: Sequence[Tensor], name: str) -> RngState:
-    """The states of the generators that the region may draw from."""
-    state = RngState.of(torch.default_generator, name)
-    device = next((tensor.device for tensor in given if tensor.is_cuda), None)
-    if device is not None:
-        state.include(torch.cuda.default_generators[device.index])
-    return state
 
 
 class CapturedFunction(torch.autograd.Function):

@@ -19,6 +19,8 @@ from torch import Tensor
 from recompute.compiled.fallback import Other
 from recompute.compiled.recording import Call, Recording, Use, uses_in
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.ops import facts
+from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.saved_tensors import seen_as
 from recompute.engine.tape.op_arguments import capture, copied
 from recompute.kernels.launch import IMPLEMENTATIONS
@@ -161,13 +163,23 @@ class Code:
         return {name for statement in self.statements for name in statement.reads}
 
     def draw(self, call: Call) -> str:
-        """Write what captures the state of the generator that a call is going to draw from. Returns its variable."""
+        """Write what captures the state of the generator that a call is going to draw from. Returns its variable.
+
+        An op of another library may draw from any.
+        """
         state = f"r{len(self.recording.calls)}_{len(self.statements)}"
+        if facts(call.op).is_foreign:
+            self._write(f"{state} = RngState(name=name)", [], [state], False)
+            return state
         reads: list[str] = []
         first = next(call.uses(), None)
         tensors = "()" if first is None else f"({self._value(first, reads, False)},)"
         self._write(f"{state} = capture({tensors}, {self.named(_constants(call.kwargs))}, name)", reads, [state], False)
         return state
+
+    def drawn(self, state: str) -> None:
+        """Write what finds out from which generators that call has drawn. state: the variable of their states."""
+        self._write(f"{state} = WatchedDraws({state})", [state], [state], False)
 
     def compiled(
         self,
@@ -295,4 +307,10 @@ def _versioned(tensor: Tensor) -> Versioned:
     return tensor, tensor._version
 
 
-_HELPERS: dict[str, Any] = {"seen_as": seen_as, "capture": capture, "apart": _apart}
+_HELPERS: dict[str, Any] = {
+    "seen_as": seen_as,
+    "capture": capture,
+    "RngState": RngState,
+    "WatchedDraws": WatchedDraws,
+    "apart": _apart,
+}

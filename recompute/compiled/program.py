@@ -405,7 +405,7 @@ class ProgramWriter:
                 self._run_again(index, call, code)
 
     def _run_again(self, index: int, call: Call, code: Code) -> None:
-        if facts(call.op).kind is not Kind.RANDOM:
+        if not _is_watched(call):
             code.call(call, again=True)
             return
         start = len(code.statements)
@@ -440,9 +440,11 @@ class ProgramWriter:
                     raise NotCapturable(f"it writes to a tensor that it did not make ({call.op})")
             if self.casts and call.results and call.results[0] in self.casts:
                 continue  # autocast has done so
-            if index in self._again and facts(call.op).kind is Kind.RANDOM:
+            if index in self._again and _is_watched(call):
                 states[index] = code.draw(call)
             code.call(call)
+            if index in states and facts(call.op).is_foreign:
+                code.drawn(states[index])
         outputs = [self._output(position, use, code) for position, use in enumerate(self.results)]
         views = {output.split(".")[0] for output in outputs}
         kept = [f"{code.tensors[n]}.detach()" if self._is_output(n) else code.tensors[n] for n in self._kept]
@@ -470,12 +472,16 @@ class ProgramWriter:
         return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
 
 
+def _is_watched(call: Call) -> bool:
+    """Whether the random numbers that a call draws are to be the same when it runs again."""
+    known = facts(call.op)
+    return known.kind is Kind.RANDOM or known.is_foreign
+
+
 def _may_draw(call: Call) -> bool:
     """Whether a call may draw random numbers. Attention with a dropout of 0 does not."""
-    return (
-        Tag.nondeterministic_seeded in call.op.tags
-        and facts_of_call(call.op, call.args, call.kwargs).kind is not Kind.PURE
-    )
+    known = facts_of_call(call.op, call.args, call.kwargs)
+    return known.is_foreign or (Tag.nondeterministic_seeded in call.op.tags and known.kind is not Kind.PURE)
 
 
 def _unpacked(**parts: Sequence[str]) -> list[str]:

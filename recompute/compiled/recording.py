@@ -15,10 +15,10 @@ from torch import Tag, Tensor
 from torch._ops import OpOverload
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import DATA_DEPENDENT, Kind, facts, facts_of_call
+from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
-from recompute.engine.tape.op_arguments import LISTS, at, is_plain, tensors_in
+from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, tensors_in
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
@@ -170,6 +170,8 @@ class Recording:
             return None
         if not isinstance(op, OpOverload):
             raise NotCapturable(f"{op} is no op of the dispatcher")
+        if known.is_foreign:
+            _refuse_foreign(op, known)
         if (known.casts_inside or torch.is_inference_mode_enabled()) and left_out():
             raise NotCapturable(f"autocast applies inside of {known.name}")
         if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
@@ -287,6 +289,14 @@ class Recording:
         if not isinstance(value, _CONSTANTS):
             raise NotCapturable(f"an op is given a {type(value).__name__}")
         return value
+
+
+def _refuse_foreign(op: OpOverload, known: OpFacts) -> None:
+    """Refuse an op of another library that could not run as a part of code, which may have to run forward again."""
+    if known.reason in (EFFECT, NO_TENSOR):
+        raise NotCapturable(f"{known.name}: {known.reason}")
+    if generators_of(op):
+        raise NotCapturable(f"{known.name} may draw from a random generator of its own")
 
 
 def _after(written: Iterable[tuple[int, int]]) -> list[int]:

@@ -421,3 +421,29 @@ class RngState:
         finally:
             for source, state in present:
                 source.restore(state)
+
+
+class WatchedDraws(RngState):
+    """What an op has drawn that may not say that it draws, nor from what.
+
+    When it runs again it draws the same, and all generators that it may move are put back: one that it left where it
+    was in forward may move then, if the op seeds it.
+    """
+
+    __slots__ = ("_extra",)
+
+    def __init__(self, before: RngState):
+        """before: the states of all generators before it ran."""
+        drawn = before.drawn()
+        self._states = [] if drawn is None else drawn._states
+        self._extra = before.extra()
+
+    @property
+    def are_none(self) -> bool:
+        return not self._states
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        with RngState(self._extra):
+            self.restore()
+            yield

@@ -24,9 +24,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.checkpoint.module_state import LearnedBuffers
+from recompute.engine.cut.ops import EFFECT, facts, is_effect_registered
 from recompute.engine.reachable_objects import walk_references
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.autocast import run_as_called
+from recompute.engine.tape.op_arguments import generators_of
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -34,13 +36,15 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class LearnedFacts:
     """What is known of a region after its first frame."""
 
-    __slots__ = ("buffers", "generators", "is_scripted")
+    __slots__ = ("buffers", "effect", "generators", "is_scripted")
 
     def __init__(self) -> None:
         self.generators: list[Any] | None = None
         """The random generators that it may draw from; None as long as no frame has ended."""
         self.is_scripted = False
         """Whether it may run a ScriptModule."""
+        self.effect = ""
+        """An op with an effect that it has run, by its name; "" as long as none was seen."""
         self.buffers = LearnedBuffers()
 
     def find_generators(self, roots: Iterable[Any]) -> list[Any]:
@@ -50,12 +54,15 @@ class LearnedFacts:
         return [*{id(value): value for value in reached if is_random_source(value)}.values()]
 
     def watching(self, rng: RngState | None, name: str) -> AbstractContextManager[Any]:
-        """A context for a frame. In the first one it also notes the generators that ops are given.
+        """A context for a frame. In the first one it notes the generators of ops, and ops that have effects.
+
+        Where such ops are registered it does so in every frame, as any frame may be the first one to run one.
 
         rng: they are included in it. None where tensors have no values, and random numbers mean nothing.
         name: the region's, for errors.
         """
-        return _NOTHING if rng is None or self.generators is not None else _GeneratorWatcher(rng, name)
+        is_known = self.generators is not None and not is_effect_registered()
+        return _NOTHING if rng is None or is_known else _OpWatcher(self, rng, name)
 
     def note_generators(self, rng: RngState) -> None:
         """A frame has ended. If it was the first, remember its generators."""
@@ -63,8 +70,8 @@ class LearnedFacts:
             self.generators = rng.extra()
 
 
-class _GeneratorWatcher(TorchDispatchMode):
-    """Sees the ops of a region's first frame: nothing else tells which random generators they are given."""
+class _OpWatcher(TorchDispatchMode):
+    """Sees the ops of a frame: nothing else tells which random generators they draw from, and which have effects."""
 
     supports_higher_order_operators = True
 
@@ -73,14 +80,18 @@ class _GeneratorWatcher(TorchDispatchMode):
         """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
         return True
 
-    def __init__(self, rng: RngState, name: str):
+    def __init__(self, learned: LearnedFacts, rng: RngState, name: str):
         super().__init__()
+        self._learned = learned
         self._rng = rng
         self._name = name
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator):
+        known = facts(function)
+        if known.reason == EFFECT:
+            self._learned.effect = known.name
+        for value in (*args, *kwargs.values(), *(generators_of(function) if known.is_foreign else ())):
+            if is_random_source(value):
                 self._rng.include(value)
         return run_as_called(function, args, kwargs, self._name)

@@ -3,6 +3,9 @@
 So even kernels that no dispatcher sees run again. A frame, which is one run of a region, keeps everything to its end.
 Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4 and 5).
 Otherwise it drops what autograd saved in it, except what lives anyway (invariant 7).
+
+An op that has an effect never runs again. Once a region is seen to run one, it goes on by a tape, which keeps what that
+op gives and runs all other ops again.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from recompute.engine.checkpoint.learned_facts import LearnedFacts
 from recompute.engine.checkpoint.module_state import AutocastState, ModuleState
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import (
     ActiveModes,
@@ -49,6 +53,7 @@ from recompute.engine.saved_tensors import (
     unpack_saved,
     version_of,
 )
+from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import is_fake, local
 from recompute.errors import RegenerationError, warn
 
@@ -63,9 +68,11 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class CheckpointRegion:
     """A module's forward or a function that is run under ``action: checkpoint``: all that autograd saves is dropped."""
 
-    def __init__(self, statistics: RegionStatistics, *, beyond: Iterable[Any] = ()):
-        """beyond: what it reaches other than its arguments and its modules' parameters and buffers."""
+    def __init__(self, statistics: RegionStatistics, op_policy: OpPolicy, *, beyond: Iterable[Any] = ()):
+        """op_policy: of the tape. beyond: what it reaches other than its arguments, and its modules' tensors."""
         self.statistics = statistics
+        self._op_policy = op_policy
+        self._tape: TapeRegion | None = None
         self.learned = LearnedFacts()
         self.reach(beyond)
 
@@ -78,6 +85,9 @@ class CheckpointRegion:
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
+        if self.learned.effect:
+            self._tape = self._tape or TapeRegion(self.statistics, self._op_policy)
+            return self._tape.run(function, args, kwargs)
         modes = ActiveModes()
         with hidden_from_any_modes():
             frame = CheckpointFrame(self, function, modules, args, kwargs, modes)
@@ -208,6 +218,7 @@ class CheckpointFrame(Recipe):
         changed = self._inputs.changed() or self._state.changed()
         if self._region.learned.is_scripted:
             changed = "it runs a ScriptModule, which takes other ops once it has profiled some runs"
+        effect = self._region.learned.effect
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
         alive: dict[int | None, Tensor] = {}
@@ -236,22 +247,23 @@ class CheckpointFrame(Recipe):
                 self._living[slot] = living
             else:
                 saved[key] = tensor.untyped_storage().nbytes()
-                if changed is None:
+                if changed is None and not effect:
                     if compares and handle.version == version_of(tensor):
                         self._originals[slot] = tensor.detach().clone()
                     handle.drop()
                     continue
             parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
-            handle.keep(self._kept(tensor, handle.version, parameter, changed is not None))
+            handle.keep(self._kept(tensor, handle.version, parameter, bool(changed or effect)))
         if self._rng is not None:
             self._region.learned.note_generators(self._rng)
             self._rng = self._rng.drawn()
-        if changed is not None:
+        if changed is not None or effect:
             self.statistics.kept_nbytes += sum(saved.values())
             self.statistics.eager_nbytes += sum(saved.values())
             self._state.unlearn()
-            name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
-            warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
+            if changed is not None:
+                name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
+                warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
             del self._inputs, self._state, self._function, self._expected  # it will not run again
             return
         savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # others hold inputs (invariant 7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from recompute.engine.cut.ops import FACTORY, STATISTICS, OpFacts, facts, facts_of_call
+from recompute.engine.cut.ops import EFFECT, FACTORY, STATISTICS, Kind, OpFacts, facts, facts_of_call
 from recompute.policy.meaning import Meaning, Mechanism
 
 
@@ -57,10 +57,15 @@ class OpPolicy:
         In compiled code a checkpoint runs ops again, and not Python. Two kinds of op may run again there that a tape
         keeps, because AOTAutograd has made the graph functional. One is factories: nothing writes unseen to what they
         made. The other collects statistics: it returns them instead of writing them.
+
+        An op of another library, of which no tag says that it draws random numbers, never runs again there: it may draw
+        all the same, and nobody watches the generators.
         """
+        known = facts_of_call(op, args, kwargs)
+        if known.reason == EFFECT or (known.is_foreign and known.kind is not Kind.RANDOM):
+            return False
         if self.mechanism is not Mechanism.TAPE:
             return self.mechanism is Mechanism.CHECKPOINT
-        known = facts_of_call(op, args, kwargs)
         return (not known.reason or known.reason in (FACTORY, STATISTICS)) and not self._reason_to_keep(known)
 
     def keeps_tensor(self, name: str | None) -> bool:

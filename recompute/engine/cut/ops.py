@@ -10,11 +10,13 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tag, Tensor
+from torch._library import simple_registry
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
@@ -64,6 +66,8 @@ class OpFacts(NamedTuple):
     is pure, and its outputs are the same."""
     casts_inside: bool = False
     """Whether autocast applies to the ops that its kernel calls."""
+    is_foreign: bool = False
+    """Whether it is another library's, which may draw random numbers without saying so."""
 
 
 FACTORY = "a factory: something unseen may have filled its output"
@@ -77,6 +81,8 @@ RESHAPES = "it changes the shape or the memory of an argument"
 COLLECTIVE = "a collective, whose result is ready only once it is waited for"
 HIGHER_ORDER = "a higher-order operator"
 STATISTICS = "it updates running statistics"
+EFFECT = "it has an effect, which is to happen once"
+NO_TENSOR = "it gives no tensor"
 
 
 def _names(text: str) -> frozenset[str]:
@@ -262,13 +268,19 @@ _variants: dict[Any, tuple[_Condition, OpFacts]] = {}
 
 def _classify(op: Any) -> OpFacts:
     if not isinstance(op, OpOverload):
-        name = f"{op.namespace}.{op.name()}"
-        return OpFacts(name, Kind.OPAQUE, _family_by_name(op.name()), reason=HIGHER_ORDER)
+        name, reason = f"{op.namespace}.{op.name()}", EFFECT if _has_effect(op) else HIGHER_ORDER
+        return OpFacts(name, Kind.OPAQUE, _family_by_name(op.name()), reason=reason)
     space, base = op._schema.name.split("::")
     writes = _writes(op, space, base)
+    is_foreign = space not in ("aten", "recompute") and space not in _INTERNAL_SPACES | _COLLECTIVE_SPACES
+    returns = op._schema.returns
     if space in _COLLECTIVE_SPACES:
         best = OpFacts("", Kind.OPAQUE, "collective", writes, COLLECTIVE)
-    elif writes and (op._schema.is_mutable or base not in _PURE):
+    elif is_foreign and (_has_effect(op) or not (returns or writes)):
+        best = OpFacts("", Kind.OPAQUE, _family_by_name(base), writes, EFFECT)
+    elif not writes and not _returns_tensors(op) and (is_foreign or (space == "aten" and not returns)):
+        best = OpFacts("", Kind.OPAQUE, reason=NO_TENSOR)
+    elif writes and (op._schema.is_mutable or space != "aten" or base not in _PURE):
         best = _classify_writer(op, space, base, writes)
     elif _is_view(op, space, base) or not _returns_tensors(op):
         best = OpFacts("", Kind.VIEW)
@@ -278,7 +290,7 @@ def _classify(op: Any) -> OpFacts:
         best = _opaque(op, UNKNOWN)
     else:
         best = _classify_custom(op, base)
-    best = best._replace(name=f"{space}.{base}", casts_inside=op in CASTS_INSIDE)
+    best = best._replace(name=f"{space}.{base}", casts_inside=op in CASTS_INSIDE, is_foreign=is_foreign)
     condition = _condition(op, space, base)
     if condition is None or best.kind is Kind.OPAQUE:
         return best
@@ -328,6 +340,27 @@ def _classify_custom(op: OpOverload, base: str) -> OpFacts:
     return OpFacts("", Kind.RANDOM if is_random else Kind.PURE, family)
 
 
+def _has_effect(op: Any) -> bool:
+    """Whether an op is registered as having an effect; torch takes one that is given a ScriptObject for one, too."""
+    name = op.name() if isinstance(op, OpOverload) else f"{op.namespace}::{op.name()}"
+    return simple_registry.singleton.find(name).effect.effect is not None
+
+
+def is_effect_registered() -> bool:
+    """Whether some op has been registered as having an effect, other than those of torch's own. It takes 3 us."""
+    return any(map(_effect_of, _effect_holders(len(simple_registry.singleton._data))))
+
+
+_effect_of = operator.attrgetter("_effect")
+
+
+@functools.lru_cache(1)
+def _effect_holders(count: int) -> list[Any]:
+    """What has the effect of each of the ``count`` ops that have been registered, without torch's own."""
+    entries = simple_registry.singleton._data.items()
+    return [entry.effect for name, entry in entries if not name.startswith(("aten::", "higher_order::"))]
+
+
 def _opaque(op: OpOverload, reason: str) -> OpFacts:
     if Tag.data_dependent_output in op.tags or Tag.dynamic_output_shape in op.tags:
         reason = DATA_DEPENDENT
@@ -369,6 +402,8 @@ def _writes(op: OpOverload, space: str, base: str) -> tuple[int | str, ...]:
     if space in ("c10d", "fsdp"):
         return tuple(where for where, argument in _tensor_arguments(op) if "input" not in argument.name)
     if space in _COLLECTIVE_SPACES and base in _COLLECTIVE_WRITERS:
+        return tuple(where for where, _ in _tensor_arguments(op))
+    if Tag.maybe_aliasing_or_mutating in op.tags and space != "aten":
         return tuple(where for where, _ in _tensor_arguments(op))
     unannotated = _UNANNOTATED_WRITES.get(base, ()) if space == "aten" else ()
     return tuple(

@@ -218,8 +218,8 @@ class TapeFrame:
         made = made_by(self._values, None, known, reason, unobserved, args, kwargs, output)
         if made is None:
             made, call, reason = [], None, reason or "its output shares memory with another tensor"
-        if call is not None and call.has_not_drawn():
-            call, reason = None, "it draws random numbers, and not from the generator that it should"
+        if call is not None and (call := call.after(known)) is None:
+            reason = "it draws random numbers, and not from the generator that it should"
         costs = 0.0 if reason else seconds(op, args, kwargs, output)
         self._write_down(op, known, reason, inputs, made, call, unobserved, op_policy, costs)
         return output
@@ -254,7 +254,8 @@ class TapeFrame:
         if known.writes:
             count_writes(at(known.writes, args, kwargs))
         made = made_by(values, plan, known, reason, unobserved, args, kwargs, output, instruction.layouts)
-        if made is None or (call is not None and call.has_not_drawn()) or not agree(made, instruction.layouts):
+        has_drawn_unseen = call is not None and (call := call.after(known)) is None
+        if made is None or has_drawn_unseen or not agree(made, instruction.layouts):
             self.deoptimize()
             reason = reason or "it does not do the same every time"
             self._write_down(op, known, reason, (), made or [], None, unobserved, instruction.op_policy)

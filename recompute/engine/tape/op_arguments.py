@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from types import CodeType
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.engine.cut.layout import Layout
+from recompute.engine.reachable_objects import find_generators, taken_apart
 from recompute.engine.rng import RngState
-from recompute.engine.thread_state import in_backward
+from recompute.engine.thread_state import in_backward, is_fake, is_in_cuda_graph
 
 PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 LISTS = frozenset((list, tuple))
@@ -122,18 +122,34 @@ def _function_of(code: CodeType) -> Any:
     pending = [torch.autograd.Function]
     while pending:
         kind = pending.pop()
-        if (
-            getattr(inspect.unwrap(kind.forward), "__code__", None) is code
-            or getattr(kind.forward, "__code__", None) is code
-        ):
+        if any(function.__code__ is code for function in taken_apart(kind.forward)[0]):
             return kind
         pending += kind.__subclasses__()
     return None
 
 
+def watch(op: Any, values: Iterable[Any], name: str) -> RngState | None:
+    """The states of all generators that an op of another library may be about to draw from, whatever it says of itself.
+
+    values: its arguments. name: of the module that calls it.
+    """
+    if is_fake():
+        return None
+    if is_in_cuda_graph():
+        raise NotRegenerable("it may draw random numbers, which nobody sees while a CUDA graph is captured")
+    given = [value for value in values if isinstance(value, torch.Generator)]
+    return RngState([*generators_of(op), *given], name=name)
+
+
+@functools.cache
+def generators_of(op: Any) -> list[Any]:
+    """The generators that the names in an op's code lead to, if it is written in Python."""
+    return find_generators((op,))
+
+
 def capture(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> RngState | None:
     """The state of the generator that an op of the module called ``name`` is about to draw from."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if is_fake():
         return None
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):

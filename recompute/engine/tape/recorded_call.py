@@ -11,7 +11,7 @@ from torch import Tensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, OpFacts
 from recompute.engine.cut.save_plan import SavePlan, ValueFacts, ValueRef
-from recompute.engine.rng import RngState
+from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.tape.frame_values import FrameValues
 from recompute.engine.tape.op_arguments import (
     LISTS,
@@ -24,6 +24,7 @@ from recompute.engine.tape.op_arguments import (
     is_plain,
     parameter_of,
     tensors_in,
+    watch,
     without,
 )
 
@@ -48,9 +49,14 @@ class RecordedCall(NamedTuple):
     writes: dict[int | str, Layout] | None
     """The argument that it changes in place, and the layout through which it does. It is passed all of the value."""
 
-    def has_not_drawn(self) -> bool:
-        """Whether it should have drawn random numbers, but left the generator where it was."""
-        return self.rng is not None and self.rng.drawn() is None
+    def after(self, known: OpFacts) -> RecordedCall | None:
+        """The call once it has run, which draws again what it drew; None if it says that it draws, and has not."""
+        if self.rng is None:
+            return self
+        if not known.is_foreign:
+            return self if self.rng.drawn() is not None else None
+        drawn = WatchedDraws(self.rng)
+        return None if drawn.are_none and known.kind is Kind.RANDOM else self._replace(rng=drawn)
 
 
 def facts_of(values: FrameValues, plan: SavePlan | None, number: int) -> ValueFacts:
@@ -84,7 +90,11 @@ def record_call(
     if reason:
         return None, tuple(inputs)
     writes = _read_whole(values, plan, known, template) if known.kind is Kind.IN_PLACE else None
-    rng = capture(args, kwargs, values.name) if known.kind is Kind.RANDOM else None
+    rng = None
+    if known.is_foreign:
+        rng = watch(op, (*args, *kwargs.values()), values.name)
+    elif known.kind is Kind.RANDOM:
+        rng = capture(args, kwargs, values.name)
     return RecordedCall(op, template, keywords, rng, torch.get_default_dtype(), writes), tuple(inputs)
 
 
