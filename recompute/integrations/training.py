@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
+from recompute.attach.own_checkpointing import find_checkpointing, how_to_turn_off, said_of
 from recompute.counters import allocated_nbytes, start_peak
 from recompute.errors import UnsupportedError, warn
 from recompute.policy.matching import assign
@@ -107,20 +108,10 @@ class HoldsPolicy:
 
 
 def _refuse_checkpointing(model: nn.Module) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    for path, module in model.named_modules():
-        if isinstance(module, CheckpointWrapper):
-            what = f"is wrapped in torch's CheckpointWrapper (at {path or 'the model'})"
-            instead = "Take checkpoint_wrapper, or apply_activation_checkpointing, out"
-        elif getattr(module, "gradient_checkpointing", False) is True:
-            what = f"has its own checkpointing on (in {path or 'the model'})"
-            instead = "Call model.gradient_checkpointing_disable()"
-        else:
-            continue
+    if found := find_checkpointing(model):
         raise UnsupportedError(
-            f"{type(model).__name__} {what}: it runs every layer again as a whole, and leaves a policy nothing to "
-            f"choose. {instead}, or drop the policy (RecomputeCallback, or recompute_policy)."
+            f"{said_of(found, type(model).__name__)} {how_to_turn_off(found)}, or drop the policy (RecomputeCallback, "
+            "or recompute_policy)."
         )
 
 
