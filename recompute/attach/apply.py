@@ -240,15 +240,18 @@ class AppliedPolicy(PolicyReport):
         found = [] if model is None or not has_effect(self.policy) else find_checkpointing(model)
         return [said_of(found, type(model).__name__)] if found else []
 
-    def observe_losses(self, observe: LossObserver) -> bool:
+    def observe_losses(self, observe: LossObserver, observe_logits: Callable[[], None]) -> bool:
         """Have ``observe(argmax, target, ignore_index)`` called for each loss that is computed without logits.
 
-        argmax, target: int64, one number a token. Returns whether the policy has such losses computed.
+        argmax, target: int64, one number a token.
+        observe_logits: called whenever logits are made because something other than a loss reads them.
+
+        Returns whether the policy has such losses computed.
         """
         kernels = [kernel_of(attachment.runner) for attachment in self._attachments]
         heads = [kernel for kernel in kernels if isinstance(kernel, KernelHeadRunner)]
         for head in heads:
-            head.observe = observe
+            head.observe, head.observe_logits = observe, observe_logits
         return bool(heads)
 
     def remove(self) -> None:
