@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from recompute.attach.attachments import attach, attachments_of, detach, refuse_governed
+from recompute.attach.attachments import attach, attachments_of, detach, detach_all, refuse_governed
+from recompute.attach.check_effect import has_effect
 from recompute.attach.explain import Attachment, Stats, explanation, stats
+from recompute.attach.own_checkpointing import Checkpointing, find_checkpointing, said_of, warn_of_checkpointing
 from recompute.compiled.unwrap import uncompiled
+from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.host.host_memory import pool_in
 from recompute.engine.stopwatch import Stopwatch
@@ -25,7 +29,14 @@ from recompute.substitution.kernel_runner import kernel_of
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def apply(model: nn.Module, policy: PolicyLike = "elementwise", *, strict: bool = True) -> AppliedPolicy:
+def apply(
+    model: nn.Module,
+    policy: PolicyLike = "elementwise",
+    *,
+    strict: bool = True,
+    replace: bool = False,
+    replace_checkpointing: bool = False,
+) -> AppliedPolicy:
     """Put ``model`` under ``policy``, in place.
 
     Module names, ``state_dict``, and copies and pickles of the model are the same as without a policy. Where gradients
@@ -33,44 +44,133 @@ def apply(model: nn.Module, policy: PolicyLike = "elementwise", *, strict: bool 
     raises, the model is as before.
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
-    any gradient.
+        any gradient.
     strict: whether to refuse a policy that governs no module of ``model`` at all. A policy in which no rule drops or
         offloads anything (only ``keep``, or no rules) is never refused.
+    replace: whether to take off what policies there are on ``model`` and on modules inside, as when a notebook's cell
+        runs again. A decorator of a class stays, and is refused.
+    replace_checkpointing: whether to turn off the model's own checkpointing, of transformers, diffusers, timm or
+        torch's ``checkpoint_wrapper``, until the policy is removed. Copies made until then have it off.
 
     Returns a handle with ``explain()``, ``stats()`` and ``remove()``, which is also a context manager that removes the
     policy at its end.
 
     Raises ``PolicyError`` for a bad policy, ``NoEffectError`` for one that governs nothing, ``AlreadyAppliedError``
     where a module is already under one, ``UnsupportedError`` where a module cannot be put under one. Warns with
-    ``PolicyWarning`` of rules without effect.
+    ``PolicyWarning`` of rules without effect, and of checkpointing that leaves the policy nothing to choose.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
     policy = load_policy(policy)
+    return put_on(model, policy, strict=strict, replace=replace, replace_checkpointing=replace_checkpointing)
+
+
+def put_on(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    strict: bool = True,
+    replace: bool = False,
+    replace_checkpointing: bool = False,
+    decorated: bool = False,
+) -> AppliedPolicy:
+    """What ``apply`` does. decorated: whether the decorator does it, to which ``model`` is one block."""
     model = uncompiled(model)
-    refuse_governed(model)
-    attachments = attachments_of(model, policy, strict=strict)
-    attach(attachments)
-    _policies[model] = policy
-    return AppliedPolicy(policy, attachments, model)
+    with ExitStack() as undo:
+        replaced = _take_off_all(model, undo) if replace else []
+        refuse_governed(model)
+        checkpointing = find_checkpointing(model) if has_effect(policy) else []
+        if not replace_checkpointing:
+            warn_of_checkpointing(checkpointing, type(model).__name__)
+            checkpointing = []
+        attachments = attachments_of(model, policy, strict=strict, decorated=decorated)
+        on_model = _OnModel(policy, checkpointing)
+        undo.callback(on_model.end)
+        attach(attachments)
+        undo.pop_all()
+    for each in replaced:
+        each.free_host_memory()
+    _on[model] = on_model
+    handle = AppliedPolicy(on_model, attachments, model)
+    if (root := vars(model).get(RUNNER)) is not None:
+        root.handle = handle
+    return handle
 
 
-_policies: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
+class _OnModel:
+    """A policy that is on a model, and what it takes to end it but for the modules' runners."""
+
+    def __init__(self, policy: Policy, checkpointing: Sequence[Checkpointing]):
+        """checkpointing: the model's own, which is off meanwhile."""
+        self.policy = policy
+        self._checkpointing = checkpointing
+        self._undo: list[Callable[[], None]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.is_removed = False
+        self._undo = [each.turn_off() for each in self._checkpointing]
+
+    def end(self) -> None:
+        self.is_removed = True
+        for undo in self._undo:
+            undo()
+
+    def free_host_memory(self) -> None:
+        """Free what was offloaded to, except what graphs still need."""
+        for rule in self.policy.rules:
+            if (offloading := meaning_of(rule).offloading) is not None:
+                pool_in(offloading.directory).free_unused()
+
+
+_on: weakref.WeakKeyDictionary[nn.Module, _OnModel] = weakref.WeakKeyDictionary()
+"""By the models that ``apply`` was given. No value leads to its model, which would keep that alive."""
 
 
 def policy_on(model: nn.Module) -> Policy | None:
     """The policy that ``apply`` has put on ``model`` itself; None if there is none on it now."""
-    return _policies.get(uncompiled(model))
+    on_model = _on.get(uncompiled(model))
+    return None if on_model is None else on_model.policy
 
 
-class AppliedPolicy:
-    """A policy on a model. As a context manager it removes itself at the end."""
+def _take_off_all(model: nn.Module, undo: ExitStack) -> list[_OnModel]:
+    """Take the policies off ``model`` and off all inside. ``undo`` puts them back."""
+    put_back = detach_all(model)
+    taken = {module: on_model for module in model.modules() if (on_model := _on.pop(module, None)) is not None}
+    for on_model in taken.values():
+        on_model.end()
 
-    def __init__(self, policy: Policy, attachments: list[Attachment], model: nn.Module):
+    def restore() -> None:
+        for on_model in taken.values():
+            on_model.begin()
+        _on.update(taken)
+        put_back()
+
+    undo.callback(restore)
+    return list(taken.values())
+
+
+class PolicyReport:
+    """What a policy does to the modules that it governs, or to a decorated function.
+
+    A decorator leaves one at what it decorates, as ``recompute_handle``. Of a class it is about all instances that live
+    and have run.
+    """
+
+    def __init__(self, policy: Policy, find: Callable[[], list[Attachment]]):
+        """find: called for what the policy governs now."""
         self.policy = policy
-        self._model = weakref.ref(model)
-        self._attachments = attachments
+        self._find = find
         self._stopwatch: Stopwatch | None = None
+
+    @property
+    def _attachments(self) -> list[Attachment]:
+        return self._find()
+
+    @property
+    def removed(self) -> bool:
+        """Whether the policy is no longer on the model."""
+        return False
 
     def stats(self) -> Stats:
         """What was held, dropped and regenerated since the policy was applied. For one step, subtract two of these.
@@ -79,12 +179,13 @@ class AppliedPolicy:
         model(**batch).loss.backward()
         print(handle.stats() - before)
         """
-        return stats(self._attachments, self._stopwatch)
+        return stats(self._attachments, self._stopwatch, removed=self.removed)
 
     def time_regeneration(self) -> None:
         """Have ``stats()`` say from now on how long regenerating takes. On CUDA each time costs two events."""
         if self._stopwatch is None:
-            parameter = next((each for a in self._attachments for each in a.module.parameters()), None)
+            modules = [module for each in self._attachments if (module := each.module) is not None]
+            parameter = next((parameter for module in modules for parameter in module.parameters()), None)
             self._stopwatch = Stopwatch(torch.device("cpu") if parameter is None else parameter.device)
         for attachment in self._attachments:
             attachment.runner.statistics.regenerated.stopwatch = self._stopwatch
@@ -109,17 +210,48 @@ class AppliedPolicy:
         later module saved, and what is held only so that others can be regenerated. What kernels save is counted, and
         not listed.
         """
-        return explanation(self.policy, self._attachments)
+        return explanation(self.policy, self._attachments, self._notes())
 
-    def observe_losses(self, observe: LossObserver) -> bool:
+    def _notes(self) -> list[str]:
+        return []
+
+    def __repr__(self) -> str:
+        count = len(self._attachments)
+        removed = ", removed" if self.removed else ""
+        return f"<policy {self.policy.name!r} on {count} module{'s' * (count != 1)}{removed}>"
+
+
+class AppliedPolicy(PolicyReport):
+    """A policy on a model. As a context manager it removes itself at the end."""
+
+    def __init__(self, on_model: _OnModel, attachments: list[Attachment], model: nn.Module):
+        super().__init__(on_model.policy, lambda: attachments)
+        self._on_model = on_model
+        self._model = weakref.ref(model)
+
+    @property
+    def removed(self) -> bool:
+        return self._on_model.is_removed
+
+    def _notes(self) -> list[str]:
+        if self.removed:
+            return ["It was removed: what stands here is of before."]
+        model = self._model()
+        found = [] if model is None or not has_effect(self.policy) else find_checkpointing(model)
+        return [said_of(found, type(model).__name__)] if found else []
+
+    def observe_losses(self, observe: LossObserver, observe_logits: Callable[[], None]) -> bool:
         """Have ``observe(argmax, target, ignore_index)`` called for each loss that is computed without logits.
 
-        argmax, target: int64, one number a token. Returns whether the policy has such losses computed.
+        argmax, target: int64, one number a token.
+        observe_logits: called whenever logits are made because something other than a loss reads them.
+
+        Returns whether the policy has such losses computed.
         """
         kernels = [kernel_of(attachment.runner) for attachment in self._attachments]
         heads = [kernel for kernel in kernels if isinstance(kernel, KernelHeadRunner)]
         for head in heads:
-            head.observe = observe
+            head.observe, head.observe_logits = observe, observe_logits
         return bool(heads)
 
     def remove(self) -> None:
@@ -129,19 +261,18 @@ class AppliedPolicy:
 
         Host memory that the policy offloaded to is freed, except what such graphs still need.
         """
+        if self.removed:  # or another policy has taken its place
+            return
         for attachment in self._attachments:
-            detach(attachment)
-        for rule in self.policy.rules:
-            if (offloading := meaning_of(rule).offloading) is not None:
-                pool_in(offloading.directory).free_unused()
-        if (model := self._model()) is not None and _policies.get(model) is self.policy:
-            del _policies[model]
+            if (module := attachment.module) is not None:
+                detach(module, attachment.runner)
+        self._on_model.end()
+        self._on_model.free_host_memory()
+        if (model := self._model()) is not None:
+            del _on[model]
 
     def __enter__(self) -> AppliedPolicy:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.remove()
-
-    def __repr__(self) -> str:
-        return f"<policy {self.policy.name!r} on {len(self._attachments)} modules>"

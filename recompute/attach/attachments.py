@@ -19,6 +19,7 @@ from recompute.attach.module_entries import module_entries
 from recompute.attach.runners import RootRunner, unwrap_forward, wrap_forward
 from recompute.attach.selection import choose_runners
 from recompute.compiled.captured_region import CaptureCache
+from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
@@ -36,18 +37,20 @@ def attachments_of(
     cache: CaptureCache | None = None,
     *,
     strict: bool = True,
+    decorated: bool = False,
 ) -> list[Attachment]:
     """The modules that the policy governs, with their runners. Nothing is changed yet.
 
     name: is taken for the name of the model's class.
     cache: what these regions share with equal ones of other instances.
     strict: as ``apply`` takes it.
+    decorated: whether the model is what a decorator is on. Then it is among the modules, whatever the rules are.
     """
     cache = CaptureCache() if cache is None else cache
     name = name or type(model).__name__
-    entries, modules = module_entries(model, name)
+    entries, modules = module_entries(model, name, decorated=decorated)
     rules = assign(policy, entries)
-    check_effect(policy, name, entries, rules, strict=strict)
+    check_effect(policy, name, entries, rules, strict=strict, decorated=decorated)
     without_kernel: dict[int, dict[str, None]] = {}
     chosen: dict[int, Attachment] = {}
     meanings = [meaning_of(rule) for rule in policy.rules]
@@ -67,7 +70,7 @@ def attachments_of(
         does = "does" if len(classes) == 1 else "do"
         what = f"no kernel computes what {listed(list(classes))} {does}; hooks regenerate it"
         warn(f"policy {policy.name}: rules[{index}]: {what}")
-    if any(meanings[index].drops_outputs for index in rules.values()):
+    if decorated or any(meanings[index].drops_outputs for index in rules.values()):
         root = chosen.get(id(model))
         inner, index_of_root = (None, None) if root is None else (root.runner, root.rule)
         statistics = RegionStatistics(type(model).__name__) if inner is None else inner.statistics
@@ -86,16 +89,16 @@ def _rule_around(path: str, rules: Mapping[str, int]) -> int | None:
 
 def attach(attachments: list[Attachment]) -> None:
     """Have the modules run by their runners: all of them, or none if one cannot be."""
-    for attachment in attachments:
-        if "forward" in vars(attachment.module) and not _is_bare_root(attachment):
+    living = [(each, module) for each in attachments if (module := each.module) is not None]
+    for attachment, module in living:
+        if "forward" in vars(module) and not _is_bare_root(attachment):
             raise UnsupportedError(
-                f"{_name(attachment.path, attachment.module)} has had its forward replaced on the instance, where a "
+                f"{_name(attachment.path, module)} has had its forward replaced on the instance, where a "
                 "policy cannot reach it. Apply the policy before whatever replaces it."
             )
     with ExitStack() as undo:
-        for attachment in attachments:
-            module = attachment.module
-            undo.callback(detach, attachment)
+        for attachment, module in living:
+            undo.callback(detach, module, attachment.runner)
             module.__dict__[RUNNER] = attachment.runner
             if "forward" in vars(module):
                 module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
@@ -110,14 +113,37 @@ def attach(attachments: list[Attachment]) -> None:
         undo.pop_all()
 
 
-def detach(attachment: Attachment) -> None:
-    module = attachment.module
-    if module.__dict__.get(RUNNER) is attachment.runner:
+def detach(module: nn.Module, runner: Runner) -> None:
+    """Have ``module`` run its own forward, if ``runner`` runs it."""
+    if module.__dict__.get(RUNNER) is runner:
         del module.__dict__[RUNNER]
         if (inner := unwrap_forward(vars(module).get("forward"))) is not None:
             module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
             module.__class__ = base  # else another class was put over ours, which does nothing from now on
+
+
+def detach_all(model: nn.Module) -> Callable[[], None]:
+    """Take the policies off ``model`` and off all inside, but for decorators of classes.
+
+    Returns a function that puts back what was there.
+    """
+    governed = [
+        (module, type(module), vars(module)[RUNNER], vars(module).get("forward"))
+        for module in model.modules()
+        if RUNNER in vars(module) and not is_decorated(module)
+    ]
+    for module, _, runner, _ in governed:
+        detach(module, runner)
+
+    def put_back() -> None:
+        for module, cls, runner, forward in governed:
+            module.__dict__[RUNNER] = runner
+            if forward is not None:
+                module.__dict__["forward"] = forward
+            module.__class__ = cls
+
+    return put_back
 
 
 def _calls_a_runner(cls: type[nn.Module]) -> bool:
@@ -146,10 +172,16 @@ def refuse_governed(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{_name(path, module)} has parameters without a shape yet. Run the model once, then apply the policy."
             )
-        if RUNNER in vars(module) or is_decorated(module):
+        if is_decorated(module):
             raise AlreadyAppliedError(
-                f"{_name(path, module)} is already under a policy. Remove that one first (handle.remove(), or the "
-                "decorator), or give the model one policy with the rules of both."
+                f"{_name(path, module)} is already under a policy, that of the decorator of its class. Take the "
+                "decorator off the class, or apply this policy to the modules beside it."
+            )
+        if RUNNER in vars(module):
+            raise AlreadyAppliedError(
+                f"{_name(path, module)} is already under a policy. To put this one in its place: "
+                "recompute.apply(model, policy, replace=True). To take it off: remove() of the handle that apply "
+                "returned. To have both, give the model one policy with the rules of both."
             )
 
 
@@ -171,12 +203,20 @@ def _policed(base: Any) -> type[nn.Module]:
         return runner.run(self, super(policed, self).forward, args, kwargs)
 
     namespace = {"forward": forward, "__reduce_ex__": reduce_without_policy(base), "_recompute_base": base}
+    namespace["recompute_handle"] = property(_handle)
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = deepcopy_without_policy(base)
     namespace |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     policed: Any = type(base.__name__, (base,), namespace)
     _policed_classes[base] = policed
     return policed
+
+
+def _handle(module: nn.Module) -> object:
+    handle = getattr(vars(module).get(RUNNER), "handle", None)
+    if handle is None:
+        raise AttributeError(f"{type(module).__name__!r} has no handle of its own: a policy is on the model around it")
+    return handle
 
 
 def reduce_without_policy(base: Any) -> Callable[..., Any]:

@@ -17,19 +17,30 @@ from recompute.policy.rules import FAMILIES, Policy, is_op_name, is_tensor_name
 
 
 def check_effect(
-    policy: Policy, name: str, modules: Sequence[ModuleEntry], rules: Mapping[str, int], *, strict: bool
+    policy: Policy,
+    name: str,
+    modules: Sequence[ModuleEntry],
+    rules: Mapping[str, int],
+    *,
+    strict: bool,
+    decorated: bool = False,
 ) -> None:
     """Raise ``NoEffectError`` if ``policy`` governs none of ``modules``; warn of each part of it that has no effect.
 
     name: the name of the model's class.
     rules: what ``assign`` returned.
     strict: False to warn where an error would be raised.
+    decorated: whether a decorator puts the policy on.
     """
     unmatched = unmatched_rules(policy, modules, rules)
     if strict and not rules and has_effect(policy):
         raise NoEffectError(
             f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, or "
-            "allow this: recompute.apply(model, policy, strict=False)"
+            + (
+                "put it on the model that has the layers: recompute.apply(model, policy)"
+                if decorated
+                else "allow this: recompute.apply(model, policy, strict=False)"
+            )
         )
     if unmatched and not (rules and is_preset(policy)):  # a preset has rules for many models, and no model needs all
         warn(f"policy {policy.name}: {_lines(unmatched)}")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from recompute.attach.apply import PolicyLike, apply
+from recompute.attach.apply import PolicyLike, PolicyReport, put_on
 from recompute.attach.attachments import attach, attachments_of, deepcopy_without_policy, reduce_without_policy
-from recompute.attach.check_effect import check_effect
+from recompute.attach.check_effect import check_effect, has_effect
+from recompute.attach.explain import Attachment
+from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
 from recompute.attach.runners import FunctionCheckpointRunner, OffloadRunner, TapeRunner
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
@@ -27,6 +31,17 @@ from recompute.policy.meaning import Kernels, Mechanism, meaning_of
 from recompute.policy.rules import Policy, Rule
 from recompute.substitution.settings import transformers_layer
 
+Target = TypeVar("Target", bound=Callable[..., Any])
+"""A class, a module or a function: what is decorated keeps its type."""
+
+
+@overload
+def recompute(target: Target, *, policy: PolicyLike | None = None) -> Target: ...
+
+
+@overload
+def recompute(target: None = None, *, policy: PolicyLike | None = None) -> Callable[[Target], Target]: ...
+
 
 def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     """Decorate an ``nn.Module`` class, a module or a function so that it runs under ``policy``.
@@ -34,9 +49,15 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy, the whole of what is decorated is treated
     as the preset ``elementwise`` treats a layer, which changes no bit of any gradient.
 
+    What is decorated is a ``block`` to the policy, whatever it is called. Only where it holds whole layers, as a model
+    does, these are the blocks, as under ``apply``.
+
     A class is decorated in place, and its instances get the policy when they first run. Module paths in the policy
     start at the decorated module, whose own path is empty. To a policy, a function is one module with an empty path,
     whose class name is the function's name.
+
+    What is decorated has a ``recompute_handle`` with ``explain()`` and ``stats()``. That of a class is about all its
+    instances that have run. That of a module is what ``apply`` returns.
 
     Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
     """
@@ -44,7 +65,7 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
         return functools.partial(recompute, policy=policy)
     loaded = _ALL_OF_IT if policy is None else load_policy(policy)
     if isinstance(target, nn.Module):
-        apply(target, loaded)
+        put_on(target, loaded, decorated=True)
         return target
     if isinstance(target, type) and issubclass(target, nn.Module):
         return _decorate_class(target, loaded)
@@ -66,6 +87,7 @@ def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
         )
     original = cls.forward
     cache = CaptureCache()  # of all instances
+    instances: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -73,10 +95,12 @@ def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
             if torch.compiler.is_compiling():
                 refuse_first_run()
             _attach_decorated(self, cls, policy, cache)
+            instances.add(self)
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
-        return decorated.runner.run(self, functools.partial(original, self), args, kwargs)
+        bind = functools.partial if torch.compiler.is_compiling() else MethodType  # which Dynamo does not know
+        return decorated.runner.run(self, bind(original, self), args, kwargs)
 
     cls.__reduce_ex__ = reduce_without_policy(cls)
     if hasattr(cls, "__deepcopy__"):
@@ -87,6 +111,9 @@ def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
         # Since 5.24 this puts its checkpoint around the forward of a class, and passes over all but the outermost.
         vars(layer)["__init_subclass__"].__func__(cls)
     cls._recompute_decorated = True
+    cls.recompute_handle = PolicyReport(
+        policy, lambda: [each for module in instances for each in vars(module)[RUNNER].attachments]
+    )
     return cls
 
 
@@ -96,18 +123,21 @@ class _Decorated:
 
     cls: type[nn.Module]
     runner: Runner | None
+    attachments: list[Attachment]
 
 
 def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, cache: CaptureCache) -> None:
-    vars(module)[RUNNER] = _Decorated(cls, None)  # whatever runs it from here on runs what was decorated
+    vars(module)[RUNNER] = _Decorated(cls, None, [])  # whatever runs it from here on runs what was decorated
     try:
-        attachments = attachments_of(module, policy, cls.__name__, cache)
+        if has_effect(policy):
+            warn_of_checkpointing(find_checkpointing(module), cls.__name__)
+        attachments = attachments_of(module, policy, cls.__name__, cache, decorated=True)
         attach([attachment for attachment in attachments if attachment.path])
     except BaseException:
         del vars(module)[RUNNER]
         raise
     runner = next((attachment.runner for attachment in attachments if not attachment.path), None)
-    vars(module)[RUNNER] = _Decorated(cls, runner)
+    vars(module)[RUNNER] = _Decorated(cls, runner, attachments)
 
 
 def _function_name(function: Callable[..., Any]) -> str:
@@ -118,9 +148,10 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     name = _function_name(function)
     if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
-    entries = [ModuleEntry("", name)]
+    entries = [ModuleEntry("", name, is_block=True)]
     rules = assign(policy, entries)
-    check_effect(policy, f"the function {name}, one of an empty path and that class", entries, rules, strict=True)
+    what = f"the function {name}, one of an empty path and that class"
+    check_effect(policy, what, entries, rules, strict=True, decorated=True)
     if not rules:
         return function
     (index,) = rules.values()
@@ -143,4 +174,6 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         return runner.run(None, function, args, kwargs)
 
+    attachments = [Attachment("", None, index, runner, name)]
+    run.recompute_handle = PolicyReport(policy, lambda: attachments)  # type: ignore[attr-defined]
     return run

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from tabulate import tabulate
 from torch import nn
@@ -19,14 +20,26 @@ from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.rules import Policy
 
 
-@dataclass(frozen=True)
 class Attachment:
-    """A module under a policy, the index of its rule, and the runner that runs it in place of its forward."""
+    """A module under a policy, the index of its rule, and the runner that runs it in place of its forward.
 
-    path: str
-    module: nn.Module
-    rule: int | None
-    runner: Runner
+    It does not keep the module alive, so that a module may lead to its own.
+
+    module: None of a decorated function.
+    class_name: by default that of the module's class.
+    """
+
+    def __init__(
+        self, path: str, module: nn.Module | None, rule: int | None, runner: Runner, class_name: str | None = None
+    ):
+        self.path, self.rule, self.runner = path, rule, runner
+        self.class_name = class_name or type(module).__name__
+        self._module = None if module is None else weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it lives."""
+        return None if self._module is None else self._module()
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,8 @@ class Stats:
     """
     regenerating_seconds: float | None = None
     """Seconds that these runs took, on CUDA by the device's clock; None unless ``time_regeneration()`` was called."""
+    removed: bool = field(default=False, compare=False)
+    """Whether the policy is no longer on the model. Two of these are equal if their numbers are."""
 
     def __sub__(self, earlier: Stats) -> Stats:
         seconds = self.regenerating_seconds
@@ -76,20 +91,25 @@ class Stats:
             **totals,
             worst_code_error=self.worst_code_error,
             regenerating_seconds=None if seconds is None else seconds - (earlier.regenerating_seconds or 0.0),
+            removed=self.removed,
         )
 
 
-_TOTALS = [each.name for each in fields(Stats) if each.name not in ("regenerating_seconds", "worst_code_error")]
+_TOTALS = [each.name for each in fields(Stats) if each.type == "int"]
 
 
-def stats(attachments: Iterable[Attachment], stopwatch: Stopwatch | None) -> Stats:
+def stats(attachments: Iterable[Attachment], stopwatch: Stopwatch | None, *, removed: bool) -> Stats:
     """The totals over ``attachments``.
 
     stopwatch: the one that times their regenerations; None if none does.
     """
     counted = [attachment.runner.statistics for attachment in attachments]
-    seconds = None if stopwatch is None else stopwatch.seconds()
-    return Stats(**_totals(counted), worst_code_error=_worst_code_error(counted), regenerating_seconds=seconds)
+    return Stats(
+        **_totals(counted),
+        worst_code_error=_worst_code_error(counted),
+        regenerating_seconds=None if stopwatch is None else stopwatch.seconds(),
+        removed=removed,
+    )
 
 
 def _worst_code_error(counted: Iterable[RegionStatistics]) -> float:
@@ -110,15 +130,18 @@ _LEGEND = (
 )
 
 
-def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
-    """The text of ``AppliedPolicy.explain``."""
+def explanation(policy: Policy, attachments: Iterable[Attachment], notes: Sequence[str] = ()) -> str:
+    """The text of ``PolicyReport.explain``.
+
+    notes: lines on the policy as a whole.
+    """
     attachments = list(attachments)
     groups: dict[tuple[str, ...], list[RegionStatistics]] = {}
     for attachment in attachments:
         pattern = _pattern(attachment)
         index = attachment.rule
         rule = "-" if index is None else f"rules[{index}]: {policy.rules[index].action}"
-        key = pattern, type(attachment.module).__name__, rule, attachment.runner.note
+        key = pattern, attachment.class_name, rule, attachment.runner.note
         groups.setdefault(key, []).append(attachment.runner.statistics)
     every = [statistics for counted in groups.values() for statistics in counted]
     columns = dict(_BYTES)
@@ -139,7 +162,7 @@ def explanation(policy: Policy, attachments: Iterable[Attachment]) -> str:
     align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(columns)))
     of_bytes = [f"{what} {span}" for span in ("a forward", "in all") for what in columns.values()]
     table = tabulate(rows, (*_HEADERS, *of_bytes), disable_numparse=True, colalign=align if rows else None)
-    head = [f"policy {policy.name}\n{table}\n{_LEGEND}"]
+    head = ["\n".join([f"policy {policy.name}", *notes, table, _LEGEND])]
     if worst := _worst_code_error(every):
         head.append(
             f"Worst error of what comes back from codes: {worst:.1%} of the largest number in its block of 128."

@@ -21,14 +21,17 @@ Place = tuple[int | None, int | None]
 """A module's index in the list that it is in, and the list's length; both None for a module in no list."""
 
 
-def module_entries(model: nn.Module, name: str) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
+def module_entries(
+    model: nn.Module, name: str, *, decorated: bool = False
+) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
     """The modules that a policy on ``model`` may govern, and the same by their paths.
 
     These have a forward of their own, and are no decorated module or part of one, which has its own policy.
 
     name: is taken for the name of the model's class.
+    decorated: whether the model is what a decorator is on, which makes it a block.
     """
-    blocks = _blocks(model, name)
+    blocks = _blocks(model, name, decorated)
     heads = set(_heads(model, blocks, _size_of_words(model)))
     entries: list[ModuleEntry] = []
     modules: dict[str, nn.Module] = {}
@@ -57,19 +60,22 @@ class _Block(NamedTuple):
         return _is_named(self.module) or any(map(_is_norm, self.module.modules()))
 
 
-def _blocks(model: nn.Module, name: str) -> dict[str, Place]:
+def _blocks(model: nn.Module, name: str, decorated: bool) -> dict[str, Place]:
     """The places of the model's repeated layers by their paths: what ``type: block`` selects.
 
     Where the model's own class is called a layer or a block, it is the model itself. Elsewhere a block is a child of a
     ModuleList, ModuleDict or Sequential whose class is called so, or occurs there several times and has a norm. A model
-    with none of these has blocks that occur several times without a norm.
+    with none of these is the block itself if it is decorated, and else has blocks that repeat without a norm.
 
     Blocks are outermost: what repeats inside of one, as experts and attention heads do, is part of it.
     """
     if name.endswith(_NAMES):
         return {"": (None, None)}
     found = list(_repeated(model))
-    return {block.path: block.place for block in [block for block in found if block.is_whole] or found}
+    whole = [block for block in found if block.is_whole]
+    if decorated and not whole:
+        return {"": (None, None)}
+    return {block.path: block.place for block in whole or found}
 
 
 def _heads(parent: nn.Module, blocks: Collection[str], size: tuple[int, int] | None, path: str = "") -> Iterator[str]:

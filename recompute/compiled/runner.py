@@ -29,6 +29,8 @@ class Runner:
     """How the graph of a module's own forward comes to call what this runs; None if it is not known."""
     fusion_around: Fusion | None = None
     """How the graph of a region around the module comes to call kernels that compute more than the module does."""
+    handle: object = None
+    """What ``apply`` returned for the module that this runs, if the policy was put on that module."""
 
     @property
     def variant(self) -> Hashable:

@@ -20,7 +20,7 @@ COMPRESSION_TOLERANCE = 0.125
 
 A number that comes back from codes of fp8 is off by at most 1/16 (``kernels.blockwise_8bit``), and a product of two by
 twice that. Errors that were all that large and of one sign would add up to this. They are smaller, of either sign, and
-cancel out in a gradient's sums: on the models of the tests a gradient is off by 1 to 4 per cent.
+cancel out in a gradient's sums: on the models of the tests the worst gradient is off by 2 to 6 per cent.
 """
 
 

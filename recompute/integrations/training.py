@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
+from recompute.attach.own_checkpointing import find_checkpointing, how_to_turn_off, said_of
 from recompute.counters import allocated_nbytes, start_peak
 from recompute.errors import UnsupportedError, warn
 from recompute.policy.matching import assign
@@ -49,7 +50,7 @@ class PolicyInTraining:
         self._options, self._advice = options, advice
         self._meter = TokenMeter()
         observes = options.logs or options.logits is False
-        self._goes_without_logits = observes and self.handle.observe_losses(self._meter)
+        self._goes_without_logits = observes and self.handle.observe_losses(self._meter, self._meter.read_logits)
         self._forwards, self._before = 0, self.handle.stats()
 
     def remove(self) -> None:
@@ -62,11 +63,13 @@ class PolicyInTraining:
 
     def end_step(self) -> None:
         """Call this after the last of the forwards whose gradients one step of the optimizer takes."""
+        why = None
         if self._options.logits is False and self._meter.step is None and self._meter.total is None:
-            warn(
-                "logits=False has no effect: no cross-entropy was computed from the output of the model's head. "
-                f"{self._advice}, or drop logits=False."
-            )
+            why = "no cross-entropy was computed from the output of the model's head"
+        elif self._options.logits is False and self._meter.reads_logits:
+            why = "something beside the cross-entropy read the output of the model's head, and so it was computed"
+        if why is not None:
+            warn(f"logits=False has no effect: {why}. {self._advice}, or drop logits=False.")
             self._options = self._options.model_copy(update={"logits": None})  # so that it is said once
         self._meter.end_step()
 
@@ -107,20 +110,10 @@ class HoldsPolicy:
 
 
 def _refuse_checkpointing(model: nn.Module) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    for path, module in model.named_modules():
-        if isinstance(module, CheckpointWrapper):
-            what = f"is wrapped in torch's CheckpointWrapper (at {path or 'the model'})"
-            instead = "Take checkpoint_wrapper, or apply_activation_checkpointing, out"
-        elif getattr(module, "gradient_checkpointing", False) is True:
-            what = f"has its own checkpointing on (in {path or 'the model'})"
-            instead = "Call model.gradient_checkpointing_disable()"
-        else:
-            continue
+    if found := find_checkpointing(model):
         raise UnsupportedError(
-            f"{type(model).__name__} {what}: it runs every layer again as a whole, and leaves a policy nothing to "
-            f"choose. {instead}, or drop the policy (RecomputeCallback, or recompute_policy)."
+            f"{said_of(found, type(model).__name__)} {how_to_turn_off(found)}, or drop the policy (RecomputeCallback, "
+            "or recompute_policy)."
         )
 
 
@@ -185,6 +178,11 @@ class TokenMeter:
         """The two counts (right, all) of the step under way, int64."""
         self.last: Tensor | None = None
         self.total: Tensor | None = None
+        self.reads_logits = False
+        """Whether logits were computed all the same."""
+
+    def read_logits(self) -> None:
+        self.reads_logits = True
 
     def __call__(self, argmax: Tensor, target: Tensor, ignore_index: int) -> None:
         counts = target != ignore_index

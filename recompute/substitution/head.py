@@ -37,6 +37,8 @@ class KernelHeadRunner(KernelRunner):
     logits_bytes: int | None = None
     """The memory for logits, as ``linear_cross_entropy`` takes it."""
     observe: LossObserver | None = field(default=None, init=False)
+    observe_logits: Callable[[], None] | None = field(default=None, init=False)
+    """Called whenever logits are computed because something other than a loss reads them."""
 
     def _what(self) -> str:
         room = "" if self.logits_bytes is None else f", with {humanize(self.logits_bytes)} for logits"
@@ -51,7 +53,10 @@ class KernelHeadRunner(KernelRunner):
         weight, bias, narrow = module.weight, module.bias, autocast_dtype(x.device.type)
         check_dtypes("linear_cross_entropy", {"hidden": x.dtype}, {"weight": weight, "bias": bias}, narrow)
         (hidden,) = cast((x,), narrow)  # the logits have its dtype
-        return LazyLogits.of(hidden, weight, bias, self.observe, self._count, self.logits_bytes)
+        made = LazyLogits.of(hidden, weight, bias, self.observe, self._count, self.logits_bytes)
+        if self.observe_logits is not None:
+            made.tell(self.observe_logits)
+        return made
 
     def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         _warn_of_logits(self.statistics.name)

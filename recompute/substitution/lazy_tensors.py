@@ -104,6 +104,16 @@ class LazyTensor(Tensor):
             return nullcontext()
         return torch.autocast(self.device.type, dtype, enabled=is_on)
 
+    def tell(self, observe: Callable[[], None]) -> None:
+        """Have ``observe`` called when the values are computed."""
+        compute = self._compute
+
+        def observed() -> Tensor:
+            observe()
+            return compute()
+
+        self._compute = observed
+
     def pass_by(self) -> None:
         """Note that a kernel has computed something of this without its values."""
         self._is_passed_by = True

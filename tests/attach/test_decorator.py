@@ -22,6 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import recompute
 from recompute.errors import AlreadyAppliedError, NoEffectError, PolicyError, PolicyWarning
+from recompute.policy.loading import preset_names
+from recompute.policy.rules import BLOCK
 
 HIDDEN = 8
 
@@ -358,3 +360,89 @@ def test_hugging_faces_checkpointing_runs_around_a_decorated_layer() -> None:
         each.zero_grad()
         each(**batch).loss.backward()
     assert_same([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])
+
+
+class Mixer(nn.Module):
+    """A block, which no name says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.linear(self.norm(x)))
+
+
+class Mixers(nn.Module):
+    """A model of blocks, which no name says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(Mixer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixer in self.mixers:
+            x = mixer(x)
+        return x
+
+
+def decorated(kind: str, policy: Any, base: type[nn.Module] = Mixer) -> tuple[Any, Any]:
+    """What to run, and what it was decorated as."""
+    if kind == "class":
+        cls = recompute.recompute(policy=policy)(type("Mine", (base,), {"forward": base.forward}))
+        return made(cls), cls
+    module = made(base)
+    target = recompute.recompute(module if kind == "module" else lambda x: module(x), policy=policy)
+    return target, target
+
+
+BLOCKS = [name for name in preset_names() if any(BLOCK in each.type for each in recompute.load_policy(name).rules)]
+KINDS = ["class", "module", "function"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", [*BLOCKS, rules(rule("block", "recompute", via="hook"))], ids=str)
+def test_what_is_decorated_is_the_block_whatever_it_is_called(policy: Any, kind: str) -> None:
+    if policy == "alternate":
+        with pytest.raises(NoEffectError, match=r"in no list of layers\n.*the model that has the layers"):
+            decorated(kind, policy)[0](inputs())
+        return
+    run, target = decorated(kind, policy)
+    assert_same(gradients(run, inputs()), gradients(made(Mixer), inputs()))
+    handle = target.recompute_handle
+    assert handle.stats().frames == 1
+    assert handle.stats().dropped_nbytes > 0
+    assert "rules[0]" in handle.explain()
+    assert not handle.removed
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("policy", ["elementwise", "full", "alternate"])
+def test_in_a_decorated_model_its_layers_are_the_blocks(policy: str, kind: str) -> None:
+    run, target = decorated(kind, policy, Mixers)
+    assert_same(gradients(run, inputs()), gradients(made(Mixers), inputs()))
+    governed = [each.path for each in target.recompute_handle._attachments if each.rule is not None]
+    assert governed == ["mixers.0", "mixers.1"][: 1 if policy == "alternate" else 2]
+
+
+def test_a_class_reports_on_all_instances_that_live_and_have_run() -> None:
+    cls: Any = recompute.recompute(policy="elementwise")(type("Mine", (Mixer,), {"forward": Mixer.forward}))
+    handle = cls.recompute_handle
+    idle, *ran = [cls() for _ in range(3)]
+    for module in ran:
+        module(inputs()).sum().backward()
+    assert repr(handle) == "<policy 'elementwise' on 2 modules>"
+    assert handle.stats().frames == 2
+    del ran, module
+    assert handle.stats().frames == 0
+    assert idle.recompute_handle is handle
+
+
+def test_a_decorated_modules_handle_is_what_apply_returns_and_copies_have_none() -> None:
+    module = recompute.recompute(made(Mixer), policy="full")
+    handle: Any = module.recompute_handle
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert not hasattr(copied, "recompute_handle")
+    handle.remove()
+    assert handle.removed
+    assert not hasattr(module, "recompute_handle")

@@ -168,17 +168,27 @@ def test_the_switch_goes_before_the_policy(policy: Any, logits: Any, kind: type,
     assert bool(logged(trainer, "token_accuracy")) is (kind is LazyLogits)
 
 
-def test_a_loss_that_does_not_go_that_way_is_told_of(tmp_path: Path) -> None:
+def as_dpo(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1).mean()
+
+
+def as_orpo(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Beside a cross-entropy of some of the logits."""
+    return F.cross_entropy(logits[:1, :-1].flatten(0, 1), labels[:1, 1:].flatten()) + as_dpo(logits, labels)
+
+
+@pytest.mark.parametrize(("loss", "why"), [(as_dpo, "no cross-entropy"), (as_orpo, "beside the cross-entropy")])
+def test_a_loss_that_does_not_go_that_way_is_told_of(loss: Any, why: str, tmp_path: Path) -> None:
     def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return outputs.logits.logsumexp(-1).mean()
+        return loss(outputs.logits, labels)
 
     trainer = MeasuredTrainer(
         model(), arguments(tmp_path), callbacks=[RecomputeCallback(logits=False)], compute_loss_func=loss_of
     )
-    with pytest.warns(PolicyWarning, match=r"logits=False has no effect.*or drop logits=False") as caught:
+    with pytest.warns(PolicyWarning, match=rf"logits=False has no effect: .*{why}.*or drop logits=False") as caught:
         trainer.train()
     assert len([each for each in caught if each.category is PolicyWarning]) == 1
-    assert logged(trainer, "token_accuracy") == []
+    assert bool(logged(trainer, "token_accuracy")) is (loss is as_orpo)
 
 
 class Around(nn.Module):
