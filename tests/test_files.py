@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,22 @@ def test_a_broken_profile_is_told_as_json(text: str, found: str, tmp_path: Path)
     path = tmp_path / "profile.json"
     path.write_text(text, encoding="utf-8")
     assert recompute("plan", "--budget", "1GiB", "--profile", path) == (2, f"recompute: {path}{found}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (["explain", "{}", "--model", "gpt2"], "policy"),
+        (["ablate", "{}"], "configuration"),
+        (["plan", "--budget", "1GiB", "--profile", "{}"], "profile"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_in_a_line(command: list[str], kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text("version: 1\nalpha: {}\nomega: {}\n", encoding="utf-8")
+    code, output = recompute(*(word.format(path) for word in command))
+    assert code == 2
+    assert re.fullmatch(rf"recompute: .*: expected a {kind}, .*; found another file, with alpha, omega\n", output)
 
 
 @pytest.mark.parametrize("key", ["hold", "min_bytes", "max_host_bytes"])

@@ -63,7 +63,7 @@ class AblateRequest:
         if self.model is not None and (self.config or self.text):
             raise AblationError("expected a configuration with its text, or --model; found both")
         if self.resume and self.overwrite:
-            raise AblationError("expected --resume, which goes on with the results that are there, or --overwrite")
+            raise AblationError("expected --resume, which goes on with results, or --overwrite; found both")
         if self.model is not None and self.resume:
             raise AblationError("--resume: expected a configuration, which says whose results they are; found --model")
         if self.config:

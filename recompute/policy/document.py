@@ -109,6 +109,7 @@ def parse_document(model_class: type[Model], text: str, *, label: str = "<text>"
         raise PolicyError(f"{label}:{line}: not valid YAML: {found} has to be escaped") from error
     except (ValueError, RecursionError) as error:
         raise PolicyError(f"{label}: a value cannot be read: {error}") from error
+    _refuse_another_kind(model_class, data, label, kind)
     return validate(model_class, data, label=label, root=root)
 
 
@@ -188,6 +189,15 @@ def _only_document(documents: Sequence[Node], label: str, kind: str) -> Node:
         found = "a list" if isinstance(root, SequenceNode) else show(root.value)
         raise PolicyError(f"{_position(label, root)}: expected a {kind}, which is a mapping; found {found}")
     return root
+
+
+def _refuse_another_kind(model_class: type[BaseModel], data: Mapping[Any, Any], label: str, kind: str) -> None:
+    """One sentence, in the place of one for each key, where a file has no key of its kind, nor one like it."""
+    known = [name for name in model_class.model_fields if name != "version"]
+    words = [str(key) for key in data if key != "version"]
+    if words and not any(word in known or nearest(word, known) for word in words):
+        keys, found = ", ".join(known[:5]), ", ".join(words[:5])
+        raise PolicyError(f"{label}: expected a {kind}, whose keys are {keys} …; found another file, with {found}")
 
 
 def _refuse_duplicate_keys(root: Node, label: str) -> None:
