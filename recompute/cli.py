@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from recompute.errors import (
     RecomputeError,
     RegenerationError,
 )
+from recompute.files import user_path
 
 if TYPE_CHECKING:
     from recompute.policy.rules import Policy
@@ -119,6 +121,12 @@ _MODEL_HELP = (
     "package.module:factory, a function that returns a model and a batch."
 )
 _DTYPES = "float32|bfloat16|float16"
+
+
+def _user_path(path: Path | None) -> Path | None:
+    return None if path is None else user_path(path)
+
+
 PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
 ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
 LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence. A factory has its own.", min=2)]
@@ -131,13 +139,17 @@ MicrobatchesOption = Annotated[int, typer.Option(help="Of a step; the batch is o
 InFlightOption = Annotated[
     int, typer.Option(help="Of a pipeline's stage: how many are between forward and backward at once.", min=1)
 ]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
 def ablate(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML file; see examples/ablation. Default: by whether there is a GPU.")
+        Path | None,
+        typer.Argument(
+            help="YAML file; see examples/ablation. Default: by whether there is a GPU.", callback=_user_path
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None, typer.Option(help="Preset or policy file, instead of the config's. Repeatable.")
@@ -146,8 +158,10 @@ def ablate(
         list[str] | None,
         typer.Option(help="torch-checkpoint, liger …, instead of the config's. Repeatable."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Train on this file's bytes.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write to.", file_okay=False)] = Path("results/ablation"),
+    text: Annotated[Path | None, typer.Option(help="Train on this file's bytes.", callback=_user_path)] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to.", file_okay=False, callback=_user_path)] = Path(
+        "results/ablation"
+    ),
     device: Annotated[Device | None, typer.Option(help="Where to train.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps a policy.", min=1)] = None,
     model: Annotated[
@@ -157,6 +171,7 @@ def ablate(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the results in the folder; measure again what failed.")
     ] = False,
+    overwrite: OverwriteOption = False,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="A B", help="Train nothing: say what changed between two results.json, or their folders."),
@@ -175,7 +190,7 @@ def ablate(
     from recompute.ablation.ablate_command import AblateRequest
 
     given: dict[str, Any] = {"policies": policy, "peers": peer, "device": device and device.value, "steps": steps}
-    request = AblateRequest(config=config, text=text, model=model, out=out, resume=resume, **given)
+    request = AblateRequest(config=config, text=text, model=model, out=out, resume=resume, overwrite=overwrite, **given)
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         cells = progress.add_task("", total=None, visible=False)
@@ -197,10 +212,15 @@ def ablate(
         command = shlex.join(["recompute", *sys.argv[1:]])
         outcome = request.run(command=command, progress=show, tell=tell, tell_left=show_left)
     Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(outcome.table)
-    typer.echo(f"{', '.join(outcome.files[:-1])} and {outcome.files[-1]} are in {out}")
+    if outcome.files:
+        typer.echo(f"{_listed(outcome.files)} {'is' if len(outcome.files) == 1 else 'are'} in {out}")
     for problem in outcome.problems:
         typer.echo(problem, err=True)
     raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else 1 if outcome.problems else 0)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _duration(seconds: float) -> str:
@@ -218,18 +238,23 @@ def explain(
     seq_len: LengthOption = 4096,
     batch_size: BatchOption = 1,
     dtype: DTypeOption = DType.bfloat16,
-    device: Annotated[Device, typer.Option(help="Whose attention and kernels to explain.")] = Device.auto,
+    device: Annotated[
+        Device, typer.Option(help="Whose attention and kernels to explain. No GPU is needed for cuda.")
+    ] = Device.auto,
+    wide: Annotated[bool, typer.Option("--wide", help="Every byte, in lines as long as that takes.")] = False,
 ) -> None:
     """Print what a policy keeps and drops of a model, tensor by tensor, and why.
 
     Takes no memory for the model, and neither its weights nor a GPU.
     """
-    rules = _load_policy(policy)
+    rules = _load_policy(policy, model)
 
+    from recompute.attach.explain import WIDTH
     from recompute.diagnostics.explain_command import explain_policy
 
+    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
     asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype.value, "device": device.value}
-    typer.echo(explain_policy(rules, model, **asked))
+    typer.echo(explain_policy(rules, model, wide=wide, width=width, **asked))
 
 
 @app.command()
@@ -256,7 +281,10 @@ def estimate(
         bool,
         typer.Option("--sweep", help="A table, and a plot, of 1, 2, 4 times the batch by 1/2, 1, 2, 4 the length."),
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the plot.", file_okay=False)] = Path("results/estimate"),
+    out: Annotated[Path, typer.Option(help="Folder for the plot.", file_okay=False, callback=_user_path)] = Path(
+        "results/estimate"
+    ),
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Print what a training step will take: parameters, gradients, optimizer, activations, and the peak.
 
@@ -272,7 +300,7 @@ def estimate(
     fitted = read_capacity(gpu, gpu_memory)
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
     request = EstimateRequest.checked(
-        model=model, options=options, policy=policy, device=fitted, sweep=sweep, out=out, **sizes
+        model=model, options=options, policy=policy, device=fitted, sweep=sweep, out=out, overwrite=overwrite, **sizes
     )
     with _progress() as tell:
         answer = request.run(tell)
@@ -294,7 +322,7 @@ def verify(
 
     Exits with 1 if it has not, or if the policy's rules drop nothing, so that there is nothing to check.
     """
-    rules = _load_policy(policy)
+    rules = _load_policy(policy, model)
 
     from recompute.diagnostics.verify_command import verify_policy
 
@@ -312,9 +340,12 @@ def plan(
     budget: Annotated[str, typer.Option(help="Of the whole step: 40GiB, 40GB, or 80% of the device.")],
     model: Annotated[str | None, typer.Option(help=_MODEL_HELP)] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="What --save-profile wrote, instead of measuring a model again.")
+        Path | None,
+        typer.Option(help="What --save-profile wrote, instead of measuring a model again.", callback=_user_path),
     ] = None,
-    save_profile: Annotated[Path | None, typer.Option(help="Write what was measured to this JSON file.")] = None,
+    save_profile: Annotated[
+        Path | None, typer.Option(help="Write what was measured to this JSON file.", callback=_user_path)
+    ] = None,
     seq_len: LengthOption = 4096,
     batch_size: BatchOption = 1,
     dtype: DTypeOption = DType.bfloat16,
@@ -342,7 +373,8 @@ def plan(
             "not exact, and chosen only if listed. Repeatable."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the policy to this YAML file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the policy to this YAML file.", callback=_user_path)] = None,
+    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Show what other budgets give; with --out, draw it beside it as a PNG.")
@@ -361,7 +393,7 @@ def plan(
     training: dict[str, Any] = {"dtype": dtype.value, "device": device.value, "optimizer": optimizer}
     training |= {"seq_len": seq_len, "batch_size": batch_size, "sharding": sharding, "devices": devices}
     training |= {"microbatches": microbatches, "microbatches_in_flight": microbatches_in_flight}
-    files: dict[str, Any] = {"profile": profile, "save_profile": save_profile, "out": out}
+    files: dict[str, Any] = {"profile": profile, "save_profile": save_profile, "out": out, "overwrite": overwrite}
     request = PlanRequest(
         budget=budget,
         model=model,
@@ -380,11 +412,14 @@ def plan(
     raise typer.Exit(1 if found.is_over_budget else 0)
 
 
-def _load_policy(policy: str) -> Policy:
-    """Read before anything heavy is imported, so that a mistake in it is told at once."""
+def _load_policy(policy: str, model: str) -> Policy:
+    """The policy; with the model's name it is checked before anything heavy is imported: mistakes are told at once."""
+    from recompute.estimation.check_paths import check_source
     from recompute.policy.loading import load_policy
 
-    return load_policy(policy)
+    rules = load_policy(policy)
+    check_source(model)
+    return rules
 
 
 @contextmanager

@@ -263,7 +263,10 @@ def _marked_end(module: torch.nn.Module, trace: MemoryTrace) -> Iterator[None]:
 def resolve_device(device: str) -> torch.device:
     """The device that "auto", "cpu" or "cuda" means here. Raises `AblationError` where there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise AblationError("device is cuda, but torch finds no CUDA device; use auto or cpu")
+        why = "finds no CUDA device" if torch.version.cuda else "was built for the CPU alone"
+        raise AblationError(
+            f"device is cuda, but torch {torch.__version__} {why}; use cpu, or auto, which takes what there is"
+        )
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

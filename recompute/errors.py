@@ -64,6 +64,10 @@ class HostMemoryError(RecomputeError, MemoryError):
     """More is to be offloaded than a rule allows, or than there is room for."""
 
 
+class WriteError(RecomputeError, OSError):
+    """A file cannot be written: the disk is full, say. What was there before is there still."""
+
+
 class ModelError(RecomputeError, ValueError):
     """There is no such model as is described, or it cannot be run without data of its own, or not be trained."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +27,15 @@ peers: []
 sequence_lengths: [64]
 steps: 2
 device: cpu
+"""
+
+FACTORY = """\
+import torch
+from torch import nn
+
+def make():
+    layers = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+    return nn.Sequential(*layers), torch.randn(4, 8)
 """
 
 
@@ -130,12 +142,62 @@ def test_ctrl_c_reports_the_rows_so_far(config: Path, tmp_path: Path, monkeypatc
         return under(policy, *others)
 
     monkeypatch.setattr(trials, "under", interrupt)
+    monkeypatch.setattr(sys, "argv", ["recompute", "ablate", str(config), "--overwrite", "--steps", "7"])
     code, output = recompute("ablate", config, "--out", tmp_path, "--steps", 1)
     assert code == 130
     assert "interrupted: the rows still to come are missing" in output
+    (going_on,) = re.findall(r"^to go on: (.*)$", output, re.MULTILINE)
+    assert shlex.split(going_on)[-2:] == ["7", "--resume"]
     assert re.search(r"│ full +│", output)
     assert [row["policy"] for row in saved(tmp_path)["rows"]] == ["none", "full"]
     assert "interrupted" in (tmp_path / "results.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("of_a_factory", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_full_disk_leaves_the_table_and_what_was_written(
+    of_a_factory: bool, later: bool, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills up when the second row is to be written; later: only then, so that the next row has room again."""
+    written: list[str] = []
+
+    def fill_up(path: Path, data: bytes) -> int:
+        rows = data.count(b'"policy":')
+        if path.parent == out and (rows == 2 or (rows != 1 and written and not later)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(path.name)
+        return write(path, data)
+
+    out, write = tmp_path / "out", Path.write_bytes
+    (tmp_path / "filling.py").write_text(FACTORY, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    what = ("--model", "filling:make", "--peer", "torch-checkpoint") if of_a_factory else (config,)
+    code, output = recompute("ablate", *what, "--policy", "full", "--policy", "alternate", "--steps", 1, "--out", out)
+    saved_rows = [row["policy"] for row in saved(out)["rows"]]
+    assert "Traceback" not in output
+    assert output.count("No space left on device. Free some space there, or write to another folder. The training") == 1
+    for policy in ("none", "full", "alternate"):
+        assert re.search(rf"│ {policy} +│", output)
+    assert (code, "results.md" in output) == (0 if later else 1, later)
+    assert (saved_rows[:3] == ["none", "full", "alternate"]) is later
+    assert saved(out)["complete"] is later
+    if not later:
+        assert saved_rows == ["none"]
+        assert re.search("with --model there is no --resume" if of_a_factory else r"to go on: .* --resume", output)
+
+
+def test_a_disk_that_is_full_from_the_beginning_is_told_before_anything_is_trained(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(trials, "_measure", lambda *_: pytest.fail("trained"))
+    code, output = recompute("ablate", config, "--out", tmp_path)
+    assert code == 2
+    assert output.startswith(f"recompute: {tmp_path}/results.json: cannot be written: No space left on device. ")
 
 
 @pytest.mark.parametrize(

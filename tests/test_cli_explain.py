@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,14 @@ def described(name: str, folder: Path, **changes: Any) -> str:
 def explained(model: Any, batch: dict[str, Tensor], policy: str) -> str:
     with apply(model, policy) as handle:
         model(**batch)
-        return handle.explain()
+        return handle.explain(wide=True)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", *slow("hook", "elementwise", "auto"), "kernel"])
 def test_explain_says_what_a_real_run_says(policy: str, tiny: str) -> None:
     model, batch = build(tiny, **OPTIONS)
     real = f"{describe(model, batch)}\n\n{explained(model, batch, policy)}\n"
-    flags = ("--seq-len", 24, "--batch-size", 2, "--dtype", "float32", "--device", "cpu")
+    flags = ("--seq-len", 24, "--batch-size", 2, "--dtype", "float32", "--device", "cpu", "--wide")
     assert recompute("explain", policy, "--model", tiny, *flags) == (0, real)
 
 
@@ -72,7 +73,7 @@ def test_a_model_gets_positions_for_the_length_that_is_asked_for(tmp_path: Path)
 
 
 def test_explain_takes_no_memory_for_the_largest_model() -> None:
-    code, output = recompute("explain", "elementwise", "--model", LLAMA_8B, "--device", "cpu")
+    code, output = recompute("explain", "elementwise", "--model", LLAMA_8B, "--device", "cpu", "--wide")
     assert code == 0
     title, _, policy, _, _, layers, *_ = output.splitlines()
     assert title == "LlamaForCausalLM, 1,746,997,248 parameters, bfloat16 on cpu; input_ids 1x4096, labels 1x4096"
@@ -141,7 +142,7 @@ def test_what_depends_on_values_is_refused(tiny: str) -> None:
     ("policy", "source", "message"),
     [
         ("hok", "gone.yaml", "no preset and no file is named 'hok' (did you mean 'hook'?)"),
-        ("hook", "gone.yaml", "gone.yaml: cannot be read as a configuration file: No such file"),
+        ("hook", "gone.yaml", "gone.yaml: cannot be read as the configuration of a model: there is no such file"),
         ("hook", "gone.json", "gone.json: cannot be read as the configuration of a model: there is no such file"),
         ("hook", "bad.yaml", "bad.yaml:1:9: model.layer: unknown key (did you mean 'layers'?)"),
         ("hook", "bad.json", "bad.json: expected a configuration that transformers"),
@@ -169,6 +170,16 @@ def test_a_name_that_hugging_face_does_not_know_is_told(monkeypatch: pytest.Monk
     code, output = recompute("explain", "hook", "--model", "nobody/nothing")
     assert code == 2
     assert "nobody/nothing is not a local folder" in output
+
+
+def test_cuda_is_explained_where_there_is_none(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, output = recompute("explain", "auto", "--model", tiny, "--seq-len", 8, "--device", "cuda", "--wide")
+    assert code == 0, output
+    assert "bfloat16 as on cuda, which is not here; input_ids 1x8" in output
+    assert re.search(r"kernel: norm_linears, residual_mlp on CUDA, else .* +2 +[\d,]+ ", output)
+    assert "rms_norm_output" in output
+    assert "aten." not in output
 
 
 def test_explain_needs_a_model() -> None:

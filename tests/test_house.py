@@ -42,6 +42,7 @@ FOLDERS = (
     "policy",
     "units",
     "counters",
+    "files",
     "errors",
     "source_files",
 )

@@ -262,7 +262,7 @@ def outcome_of(subject: Subject, preset: str, plain: Trace, on_error: Callable[[
         regenerations=stats.regenerations,
         warnings=messages,
     )
-    shares = re.findall(r"([\d,]+) of ([\d,]+) run as captured code", str(handle.explain()))
+    shares = re.findall(r"([\d,]+) of ([\d,]+) run as captured code", handle.explain(wide=True))
     for captured, regions in shares:
         outcome.captured += int(captured.replace(",", ""))
         outcome.regions += int(regions.replace(",", ""))

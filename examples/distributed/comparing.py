@@ -130,7 +130,7 @@ class Run:
             "held_bytes": held_nbytes,
             "peak_bytes": peak_nbytes,
             "step_ms": 1e3 * statistics.median(times[2:]),
-            "captured": [] if self.handle is None else _captured(self.handle.explain()),
+            "captured": [] if self.handle is None else _captured(self.handle.explain(wide=True)),
         }
 
     def _memory(self) -> tuple[int, int]:

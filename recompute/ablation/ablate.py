@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,17 +19,19 @@ from torch.optim import AdamW, Optimizer
 from recompute import counters
 from recompute.ablation import ablation_plots, ablation_report, results_file
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, treatments
-from recompute.ablation.row_recorder import RowRecorder
+from recompute.ablation.row_recorder import AblationRun, RowRecorder
 from recompute.ablation.subjects import FactorySubject
 from recompute.ablation.trials import AblationRow, Experiment, Progress
 from recompute.attach.apply import PolicyLike
 from recompute.counters import resolve_device
-from recompute.errors import AblationError
+from recompute.errors import AblationError, WriteError
 from recompute.estimation.factories import Factory
+from recompute.files import user_path
 from recompute.policy.loading import load_policy
 
 POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel")
 PEERS = ("torch-checkpoint",)
+STEPS, WARMUP = 12, 6
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,11 @@ class Ablation:
         return ablation_plots.memory_against_time(self.results["rows"])
 
     def save(self, folder: str | Path) -> None:
-        """Write ``results.json``, tables, plots and a page of all into ``folder``, which is made."""
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
+        """Write ``results.json``, tables, plots and a page of all into ``folder``, which is made.
+
+        They take the places of those that are there. Raises ``WriteError`` where one cannot be written.
+        """
+        path = user_path(folder)
         results_file.save(self.results, path)
         ablation_report.write(self.results, path)
 
@@ -77,8 +82,8 @@ def ablate(
     compile: bool = False,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-    steps: int = 12,
-    warmup: int = 6,
+    steps: int = STEPS,
+    warmup: int = WARMUP,
     seed: int = 0,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "auto",
@@ -106,7 +111,8 @@ def ablate(
     seed: for the weights, and for what training draws, such as dropout.
     dtype: of the model and of the batch's tensors of floats; None to leave them as they are.
     device: "auto" (CUDA if there is one), "cpu", "cuda", or a ``torch.device``.
-    out: a folder for ``results.json``, written again after each row, and for tables and plots at the end.
+    out: a folder for ``results.json``, written again after each row, and for tables and plots at the end. They take
+        the places of those that are there. What cannot be written, as on a full disk, is a warning.
     progress: called after each step with what runs, the steps done, and the steps in all.
     on_row: called with each row.
 
@@ -114,8 +120,56 @@ def ablate(
     a step, times are in seconds: see ``AblationRow``.
 
     Raises before anything is trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no
-    model, ``PolicyError`` for a bad policy.
+    model, ``PolicyError`` for a bad policy, ``WriteError`` where ``out`` cannot be written.
     """
+    run = prepare(
+        model_factory,
+        batch,
+        policies,
+        peers=peers,
+        layers=layers,
+        compile=compile,
+        loss=loss,
+        optimizer=optimizer,
+        steps=steps,
+        warmup=warmup,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        out=out,
+        progress=progress,
+    )
+    for row in run:
+        if on_row is not None:
+            on_row(row)
+    found = Ablation(run.recorder.rows, run.recorder.results)
+    if out is not None:
+        try:
+            found.save(out)
+        except WriteError as error:  # whoever trained for hours gets the numbers
+            warnings.warn(f"{error}. What was measured is returned; its save(folder) writes it", stacklevel=2)
+    return found
+
+
+def prepare(
+    model_factory: Factory,
+    batch: Any,
+    policies: Sequence[PolicyLike] | Mapping[str, PolicyLike],
+    *,
+    peers: Sequence[str],
+    layers: str | Sequence[str] | None = None,
+    compile: bool = False,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    steps: int,
+    warmup: int = WARMUP,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device,
+    out: str | Path | None,
+    progress: Progress | None,
+) -> AblationRun:
+    """What ``ablate`` is asked for, checked, before anything is trained. Raises what ``ablate`` does."""
     _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
     named = _named(policies)
     place = resolve_device(device) if isinstance(device, str) else device
@@ -138,15 +192,13 @@ def ablate(
         "machine": counters.describe_machine(place) | {"recompute": results_file.package_version()},
         "config": {"model": subject.description, "steps": steps, "warmup": warmup, "seed": seed},
     }
-    recorder = RowRecorder(results, None if out is None else Path(out))
-    for row in recorder.train(experiment, treatments(named, peers, compiled=compile), experiment.facts):
-        if on_row is not None:
-            on_row(row)
+    recorder = RowRecorder(results, None if out is None else user_path(out))
+    return AblationRun(recorder, _train(experiment, treatments(named, peers, compiled=compile), recorder))
+
+
+def _train(experiment: Experiment, names: Sequence[str], recorder: RowRecorder) -> Iterator[AblationRow]:
+    yield from recorder.train(experiment, names, experiment.facts)
     recorder.finish()
-    found = Ablation(recorder.rows, results)
-    if out is not None:
-        found.save(out)
-    return found
 
 
 def _check(numbers: Mapping[str, tuple[Any, int]], dtype: Any, peers: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 from rich.table import Table
 
 from recompute.ablation import ablation_report, results_file
-from recompute.ablation.ablate import ablate
+from recompute.ablation.ablate import PEERS, POLICIES, STEPS, prepare
 from recompute.ablation.ablation_config import AblationConfig, default_config
 from recompute.ablation.row_places import varied
-from recompute.ablation.row_recorder import TellLeft
+from recompute.ablation.row_recorder import AblationRun, TellLeft
 from recompute.ablation.run_ablation import run
-from recompute.ablation.trials import AblationRow, Progress
-from recompute.errors import AblationError
+from recompute.ablation.trials import Progress
+from recompute.errors import AblationError, WriteError
 from recompute.estimation.factories import load_factory
+from recompute.files import check_new
 from recompute.policy.document import load_document, validate
 from recompute.policy.loading import load_policy
 
@@ -50,6 +52,8 @@ class AblateRequest:
     """The folder to write to."""
     resume: bool = False
     """Whether to go on with the rows that are there."""
+    overwrite: bool = False
+    """Whether to replace what is there."""
 
     def settings(self) -> AblationConfig:
         """The configuration, changed as the request says.
@@ -58,6 +62,8 @@ class AblateRequest:
         """
         if self.model is not None and (self.config or self.text):
             raise AblationError("expected a configuration with its text, or --model; found both")
+        if self.resume and self.overwrite:
+            raise AblationError("expected --resume, which goes on with results, or --overwrite; found both")
         if self.model is not None and self.resume:
             raise AblationError("--resume: expected a configuration, which says whose results they are; found --model")
         if self.config:
@@ -82,43 +88,66 @@ class AblateRequest:
     ) -> AblationOutcome:
         """Train, write ``results.json`` and what is made of it, and report.
 
-        Ctrl-C ends the training; what was measured until then is reported. tell: is given a line for each row.
+        Ctrl-C ends the training; what was measured until then is reported, and so is what a full disk has no room for.
+        command: what was asked for, by which an interrupted ablation goes on. tell: is given a line for each row.
         """
         settings = self.settings()
+        self._check_new()
         axes = varied(each.facts for each in settings.comparisons())
-
-        def tell_row(row: AblationRow) -> None:
-            tell(ablation_report.line(asdict(row), axes))
-
-        is_interrupted = False
+        if self.model is not None:
+            started = self._of_model(self.model, progress)
+        else:
+            options: dict[str, Any] = {"progress": progress, "tell_left": tell_left, "resume": self.resume}
+            started = run(settings, self.out, command=command, **options)
+        recorder = started.recorder
+        is_interrupted, told = False, False
         try:
-            if self.model is not None:
-                self._run_model(self.model, progress, tell_row)
-            else:
-                options: dict[str, Any] = {"progress": progress, "tell_left": tell_left, "resume": self.resume}
-                for row in run(settings, self.out, command=command, **options):
-                    tell_row(row)
+            for row in started:
+                tell(ablation_report.line(asdict(row), axes))
+                if recorder.problem is not None and not told:
+                    tell(f"{recorder.problem}. The training goes on")
+                told = recorder.problem is not None
         except KeyboardInterrupt:
             is_interrupted = True
-        results = results_file.load(self.out)
-        files = [results_file.NAME, *ablation_report.write(results, self.out)]
-        return AblationOutcome(
-            ablation_report.table(results["rows"]), ablation_report.failures(results), is_interrupted, files
-        )
+        problems, files = ablation_report.failures(recorder.results), []
+        try:
+            if recorder.problem is not None:
+                raise recorder.problem
+            files = [results_file.NAME]
+            files += ablation_report.write(recorder.results, self.out)
+        except WriteError as error:
+            problems.append(str(error))
+        if is_interrupted or len(files) < 2:
+            problems.append(self._how_to_go_on(command))
+        return AblationOutcome(ablation_report.table(recorder.results["rows"]), problems, is_interrupted, files)
+
+    def _check_new(self) -> None:
+        """Raise ``AblationError`` where results are there that are neither to be gone on with nor to be replaced."""
+        if not self.overwrite and not (self.resume and (self.out / results_file.NAME).is_file()):
+            names = (results_file.NAME, *ablation_report.FILES)
+            others = "--overwrite replaces what is there, and --out names another folder"
+            if self.model is None:
+                others = f"--resume goes on with these results, {others}"
+            check_new([self.out / name for name in names], error=AblationError, others=others)
+
+    def _how_to_go_on(self, command: str) -> str:
+        if self.model is not None:
+            return "to start again, add --overwrite: with --model there is no --resume"
+        words = [word for word in shlex.split(command) if word not in ("--overwrite", "--resume")]
+        return f"to go on: {shlex.join([*words, '--resume'])}"
 
     @property
     def _where(self) -> str:
         return self.device or "auto"
 
-    def _run_model(self, model: str, progress: Progress, tell_row: Callable[[AblationRow], None]) -> None:
-        """What is not asked for is left to ``ablate``'s defaults."""
-        given = {"policies": self.policies, "peers": self.peers, "steps": self.steps}
-        asked = {name: value for name, value in given.items() if value is not None}
-        ablate(
+    def _of_model(self, model: str, progress: Progress) -> AblationRun:
+        return prepare(
             load_factory(model),
+            None,
+            self.policies or POLICIES,
+            peers=self.peers or PEERS,
+            steps=self.steps or STEPS,
             device=self._where,
             out=self.out,
             progress=progress,
-            on_row=tell_row,
-            **asked,  # type: ignore[arg-type]
         )

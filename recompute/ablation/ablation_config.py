@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -25,6 +26,7 @@ from recompute.counters import resolve_device
 from recompute.errors import AblationError, BudgetError
 from recompute.estimation.check_paths import names_factory
 from recompute.estimation.llama import ModelShape
+from recompute.policy.document import with_unit
 from recompute.units import parse_budget
 
 DEVICE = "device"
@@ -70,7 +72,7 @@ class LongestSequence(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    budget: str | PositiveInt
+    budget: Annotated[str | PositiveInt, BeforeValidator(with_unit)]
     start: SequenceLength = 1024
     multiple: PositiveInt = 256
     most: SequenceLength = 1 << 20

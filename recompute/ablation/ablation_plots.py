@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, product
@@ -18,6 +17,7 @@ from matplotlib.transforms import BboxBase
 
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.row_places import AXES, place, place_of, varied
+from recompute.files import png_of
 
 RowDict = Mapping[str, Any]
 
@@ -39,13 +39,7 @@ def pictures(rows: Sequence[RowDict]) -> dict[str, bytes]:
         figures["times.png"] = _bars(measured, _time_parts, "milliseconds a step", 1e-3)
     if any(row.get("longest_sequence") is not None for row in rows):
         figures["longest.png"] = _bars(_without_lengths(rows), _length_parts, "tokens of the longest sequence", 1)
-    return {name: _png(figure) for name, figure in figures.items()}
-
-
-def _png(figure: Figure) -> bytes:
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png")
-    return stream.getvalue()
+    return {name: png_of(figure) for name, figure in figures.items()}
 
 
 def memory_against_time(rows: Sequence[RowDict]) -> Figure:

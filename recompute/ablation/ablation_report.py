@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from recompute.ablation.html_report import Section, page
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.row_places import AXES, place, place_of, varied
 from recompute.estimation.check_paths import names_factory
+from recompute.files import write_file
 from recompute.units import humanize
 
 RowDict = Mapping[str, Any]
@@ -27,34 +29,39 @@ _TITLES = {"model": "model", "batch_size": "batch", "dtype": "dtype", "sequence_
 _NOT_IN_CSV = ("losses", "timings")
 
 
+FILES = ("results.md", "results.csv", *ablation_plots.NAMES, "report.html")
+"""What ``write`` may write."""
+
+
 def write(results: Mapping[str, Any], out: Path) -> list[str]:
     """Write all that is made of ``results.json`` into the folder `out`. Returns the names of the files.
 
     These are ``results.md``, ``results.csv``, plots (``results.png`` and others, as far as there are numbers for them)
-    and ``report.html``, a page with all of it.
+    and ``report.html``, a page with all of it. Raises ``WriteError``.
     """
-    (out / "results.md").write_text(markdown(results), encoding="utf-8")
-    _write_csv(results["rows"], out / "results.csv")
+    write_file(out / "results.md", markdown(results))
+    write_file(out / "results.csv", _csv(results["rows"]))
     drawn = ablation_plots.pictures(results["rows"])
     for name in ablation_plots.NAMES:
         if name in drawn:
-            (out / name).write_bytes(drawn[name])
+            write_file(out / name, drawn[name])
         else:
             (out / name).unlink(missing_ok=True)  # of an earlier run
     sections = [Section(title, cells) for title, cells in tables(results["rows"])]
     text = page(results, describe(results), failures(results), sections, drawn)
-    (out / "report.html").write_text(text, encoding="utf-8")
+    write_file(out / "report.html", text)
     return ["results.md", "results.csv", *drawn, "report.html"]
 
 
-def _write_csv(rows: Sequence[RowDict], file: Path) -> None:
+def _csv(rows: Sequence[RowDict]) -> str:
     """One line for each row; a pair of quartiles takes two columns."""
     flat = [_flat(row) for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))
-    with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, columns)
-        writer.writeheader()
-        writer.writerows(flat)
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, columns)
+    writer.writeheader()
+    writer.writerows(flat)
+    return stream.getvalue()
 
 
 def _flat(row: RowDict) -> dict[str, Any]:

@@ -73,6 +73,12 @@ class IsolatedExperiment(AbstractContextManager["IsolatedExperiment"]):
         return found
 
     def _answer(self, task: str, policy: str, length: int | None = None) -> tuple[Any, str | None]:
+        try:
+            return self._asked(task, policy, length)
+        except OSError as error:  # the disk of temporary files is full, say: that is this row's error, too
+            return None, f"{type(error).__name__}: {self._folder}: {error}"
+
+    def _asked(self, task: str, policy: str, length: int | None) -> tuple[Any, str | None]:
         config = self._comparison.config
         job = {
             "config": config.as_given(),

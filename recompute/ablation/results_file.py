@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib import metadata
@@ -12,6 +11,7 @@ from typing import Any
 
 from recompute.ablation.trials import AblationRow
 from recompute.errors import AblationError
+from recompute.files import user_path, write_file
 
 Results = dict[str, Any]
 
@@ -30,14 +30,13 @@ def package_version() -> str | None:
 
 
 def save(results: Mapping[str, Any], folder: Path) -> None:
-    """Replace the file as a whole, so that an interrupted run leaves a good one."""
-    unfinished = folder / f"{NAME}.part"
-    unfinished.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, folder / NAME)
+    """Replace the file as a whole, so that an interrupted run leaves a good one. Raises ``WriteError``."""
+    write_file(folder / NAME, json.dumps(results, indent=2) + "\n")
 
 
 def load(path: Path) -> Results:
     """The results in a file, or in ``results.json`` of a folder. Raises ``AblationError`` where there are none."""
+    path = user_path(path)
     file = path / NAME if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

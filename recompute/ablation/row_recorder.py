@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from recompute.ablation import results_file
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.row_places import place
 from recompute.ablation.trials import AblationRow, Timings
+from recompute.errors import WriteError
 
 TellLeft = Callable[[int, int, float | None], None]
 """Called with how many cells are done, how many there are, and the seconds that the rest may take (None: not known)."""
@@ -35,7 +36,7 @@ class RowRecorder:
 
     results: what the file holds beside the rows. The key ``rows`` is set, and ``complete``, which is false until all
         rows are there.
-    out: the folder of the file; None to write none.
+    out: the folder of the file; None to write none. Raises ``WriteError`` where it cannot be written to begin with.
     earlier: rows that are there before anything runs.
     total: how many cells there are. A cell is one training, or one search.
     """
@@ -49,11 +50,15 @@ class RowRecorder:
         total: int = 0,
         tell_left: TellLeft = lambda done, total, seconds: None,
     ):
-        self._results, self._out, self._tell_left = results, out, tell_left
+        self.results, self._out, self._tell_left = results, out, tell_left
         self._rows = {self._key(asdict(row), row.policy): row for row in earlier}
         self._done, self._total = 0, total
         self._spent: list[float] = []
+        self.problem: WriteError | None = None
+        """Why the file lacks the latest rows; None if it has all of them. They are written with the next row."""
         self._write()
+        if self.problem is not None:  # nothing was trained yet
+            raise self.problem
 
     def train(
         self, trainer: Trainer, names: Sequence[str], facts: Mapping[str, Any], *, repeats: int = 1
@@ -98,7 +103,7 @@ class RowRecorder:
                 yield self._put(replace(row, longest_sequence=length, error=row.error or error))
 
     def finish(self) -> None:
-        self._results["complete"] = True
+        self.results["complete"] = True
         self._write()
 
     @property
@@ -142,10 +147,25 @@ class RowRecorder:
         return place(facts), policy
 
     def _write(self) -> None:
-        self._results |= {"complete": self._results.get("complete", False), "rows": [*map(asdict, self._rows.values())]}
-        if self._out is not None:
-            self._out.mkdir(parents=True, exist_ok=True)
-            results_file.save(self._results, self._out)
+        self.results |= {"complete": self.results.get("complete", False), "rows": [*map(asdict, self._rows.values())]}
+        if self._out is None:
+            return
+        try:
+            results_file.save(self.results, self._out)
+            self.problem = None
+        except WriteError as error:  # training goes on: its rows are still told
+            self.problem = error
+
+
+@dataclass(frozen=True)
+class AblationRun:
+    """An ablation that has been checked. To iterate over it is to train: it yields each row that has changed."""
+
+    recorder: RowRecorder
+    rows: Iterator[AblationRow]
+
+    def __iter__(self) -> Iterator[AblationRow]:
+        return self.rows
 
 
 def _difference(row: AblationRow, baseline: AblationRow) -> float | None:

@@ -15,13 +15,14 @@ from recompute.ablation import results_file
 from recompute.ablation.ablation_config import AblationConfig, Comparison, HuggingFaceFields
 from recompute.ablation.cell_process import IsolatedExperiment
 from recompute.ablation.longest_sequence import budget_nbytes, find_longest, is_out_of_memory
-from recompute.ablation.row_recorder import RowRecorder, TellLeft, Trainer
+from recompute.ablation.row_recorder import AblationRun, RowRecorder, TellLeft, Trainer
 from recompute.ablation.subjects import experiment_of, hugging_face_source, load_text
 from recompute.ablation.trials import AblationRow, Progress, attempted
 from recompute.counters import resolve_device
 from recompute.errors import AblationError
-from recompute.estimation.check_paths import check_writable, names_factory
+from recompute.estimation.check_paths import names_factory
 from recompute.estimation.factories import load_factory
+from recompute.files import check_writable
 
 
 def run(
@@ -32,8 +33,8 @@ def run(
     progress: Progress,
     resume: bool = False,
     tell_left: TellLeft = lambda done, total, seconds: None,
-) -> Iterator[AblationRow]:
-    """Train under each policy in each comparison, and yield each row once ``out/results.json`` holds it.
+) -> AblationRun:
+    """Train, as the rows are iterated over, under each policy in each comparison; ``out/results.json`` holds each row.
 
     A row is yielded again after each repeat. Beside ``rows`` that file has ``machine``, ``config``, ``text`` and the
     `command` that led to it. It is replaced as a whole each time, so an interrupted run leaves the rows until then,
@@ -42,8 +43,9 @@ def run(
     resume: go on with the rows of an earlier run of the same configuration in ``out``. Rows that failed are measured
         again. Where there are no results yet, it starts from the beginning.
 
-    Raises `AblationError` for a text or a device that cannot be used, and for results that are not to be resumed;
-    ``ModelError`` for a model that there is not. A policy that fails has an ``error`` in its row.
+    Raises before anything is trained: `AblationError` for a text or a device that cannot be used, and for results that
+    are not to be resumed; ``ModelError`` for a model that there is not; ``WriteError`` for a full disk. A policy that
+    fails has an ``error`` in its row.
     """
     device = resolve_device(config.device)
     source, text = load_text(config.text)
@@ -70,10 +72,17 @@ def run(
     searches = len(_without_lengths(config.comparisons())) * len(names) if asked else 0
     total = len(config.comparisons()) * len(names) * config.repeats + searches
     recorder = RowRecorder(results, out, earlier, total=total, tell_left=tell_left)
+    return AblationRun(recorder, _train(config, text, device, progress, recorder))
+
+
+def _train(
+    config: AblationConfig, text: bytes, device: torch.device, progress: Progress, recorder: RowRecorder
+) -> Iterator[AblationRow]:
+    names = config.treatments()
     for comparison in config.comparisons():
         with _trainer(comparison, text, device, progress) as trainer:
             yield from recorder.train(trainer, names, comparison.facts, repeats=config.repeats)
-    for comparison in _without_lengths(config.comparisons()) if asked else ():
+    for comparison in _without_lengths(config.comparisons()) if config.longest_sequence else ():
         search = _Search(comparison, text, device, progress)
         yield from recorder.search(search.longest, names, comparison.facts)
     recorder.finish()

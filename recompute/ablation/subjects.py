@@ -34,6 +34,7 @@ from recompute.estimation.factories import (
     placed,
 )
 from recompute.estimation.llama import ModelShape, build_llama
+from recompute.files import user_path
 from recompute.policy.document import nearest
 
 _TEXT_NBYTES = 4 << 20  # of the standard library: more than a run's batches can visit
@@ -165,7 +166,7 @@ def load_text(path: Path | None) -> tuple[str, bytes]:
     """A name for the text, and its bytes: those of the file, or of the standard library's modules, sorted by name."""
     if path is not None:
         try:
-            return path.name, path.read_bytes()
+            return path.name, user_path(path).read_bytes()
         except OSError as error:
             raise AblationError(f"{path}: the text cannot be read: {error.strerror}") from error
     text = bytearray()

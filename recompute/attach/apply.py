@@ -13,7 +13,7 @@ from torch import nn
 
 from recompute.attach.attachments import attach, attachments_of, detach, detach_all, refuse_governed
 from recompute.attach.check_effect import has_effect
-from recompute.attach.explain import Attachment, Stats, explanation, stats
+from recompute.attach.explain import WIDTH, Attachment, Stats, explanation, stats
 from recompute.attach.own_checkpointing import Checkpointing, find_checkpointing, said_of, warn_of_checkpointing
 from recompute.compiled.unwrap import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -199,18 +199,21 @@ class PolicyReport:
         plans = {attachment.path: attachment.runner.statistics.plan for attachment in self._attachments}
         return {path: plan for path, plan in plans.items() if plan is not None and plan.is_complete}
 
-    def explain(self) -> str:
+    def explain(self, *, wide: bool = False, width: int = WIDTH) -> str:
         """A table of which modules got which rule and what a forward drops of them; then each tensor, and why.
 
         Modules share a line if their paths differ in indices alone and they are treated alike. A line has the bytes of
-        one module's forward, which is a mean over those so far, and the bytes of all forwards of all its modules. The
-        last line has the sums of the latter, which are those of ``stats()``.
+        one module's forward, which is a mean over those so far. The last line has the bytes of all forwards, which are
+        those of ``stats()``.
 
         The tensors listed are those of one module's last forward: what autograd saved in it, which of its outputs a
         later module saved, and what is held only so that others can be regenerated. What kernels save is counted, and
         not listed.
+
+        wide: every byte instead, of one forward and of all, whole names, and one line for each module and tensor.
+        width: the most columns of a line if it is not wide.
         """
-        return explanation(self.policy, self._attachments, self._notes())
+        return explanation(self.policy, self._attachments, self._notes(), wide=wide, width=width)
 
     def _notes(self) -> list[str]:
         return []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 from tabulate import tabulate
 from torch import nn
@@ -14,10 +16,11 @@ from torch import nn
 from recompute.attach.runners import region_in
 from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.runner import Runner
-from recompute.engine.cut.save_plan import SavedTensorRow, SavePlan
+from recompute.engine.cut.save_plan import SavedTensorRow
 from recompute.engine.saved_tensors import DroppedOutput, RegionStatistics
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.rules import Policy
+from recompute.units import humanize
 
 
 class Attachment:
@@ -123,51 +126,137 @@ def _totals(counted: Sequence[RegionStatistics]) -> dict[str, int]:
 _BYTES = {"eager_nbytes": "eager", "dropped_nbytes": "dropped", "kept_nbytes": "kept"}
 _OFFLOADED = {"offloaded_nbytes": "offloaded"}
 _COMPRESSED = {"compressed_nbytes": "compressed", "codes_nbytes": "to codes of"}
-_HEADERS = ("module", "count", "class", "rule", "in backward", "forwards")
-_LEGEND = (
-    "Bytes. eager: what a module holds for backward without the policy. a forward: of one module. in all: of all "
-    "forwards of all modules, as stats() counts."
-)
+WIDTH = 110
+"""The columns that an explanation takes unless it is wide."""
+_LEAST = 12
+"""The columns that are left to a name, however little room there is."""
 
 
-def explanation(policy: Policy, attachments: Iterable[Attachment], notes: Sequence[str] = ()) -> str:
+@dataclass(frozen=True)
+class _Alike:
+    """The modules of a line: their paths differ in indices alone, and they are treated alike."""
+
+    pattern: str
+    type_name: str
+    rule: str
+    note: str
+    counted: list[RegionStatistics]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        return _totals(self.counted)
+
+
+def explanation(
+    policy: Policy,
+    attachments: Iterable[Attachment],
+    notes: Sequence[str] = (),
+    *,
+    wide: bool = False,
+    width: int = WIDTH,
+) -> str:
     """The text of ``PolicyReport.explain``.
 
     notes: lines on the policy as a whole.
     """
     attachments = list(attachments)
-    groups: dict[tuple[str, ...], list[RegionStatistics]] = {}
-    for attachment in attachments:
-        pattern = _pattern(attachment)
-        index = attachment.rule
-        rule = "-" if index is None else f"rules[{index}]: {policy.rules[index].action}"
-        key = pattern, attachment.class_name, rule, attachment.runner.note
-        groups.setdefault(key, []).append(attachment.runner.statistics)
-    every = [statistics for counted in groups.values() for statistics in counted]
+    groups = _groups(policy, attachments)
+    every = [statistics for group in groups for statistics in group.counted]
     columns = dict(_BYTES)
     for more in (_OFFLOADED, _COMPRESSED):
         if any(getattr(statistics, name) for statistics in every for name in more):
             columns |= more
-    rows = []
-    details = []
-    for (pattern, type_name, rule, note), counted in groups.items():
-        rows.append((pattern, f"{len(counted):,}", type_name, rule, note, *_counts(_totals(counted), columns)))
-        details += _details(f"{pattern} ({type_name})", counted)
-    if any(statistics.frames for statistics in every):
-        numbers = _counts(_totals(every), columns)
-        each_is_the_same = [""] * len(columns)
-        rows.append(
-            ("total", f"{len(every):,}", "", "", "", numbers[0], *each_is_the_same, *numbers[1 + len(columns) :])
-        )
-    align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(columns)))
-    of_bytes = [f"{what} {span}" for span in ("a forward", "in all") for what in columns.values()]
-    table = tabulate(rows, (*_HEADERS, *of_bytes), disable_numparse=True, colalign=align if rows else None)
-    head = ["\n".join([f"policy {policy.name}", *notes, table, _LEGEND])]
+    table = _wide_modules(groups, columns) if wide else _modules(groups, columns, width)
+    notes = notes if wide else [_wrapped(note, width) for note in notes]
+    parts = ["\n".join([f"policy {policy.name}", *notes, table])]
     if worst := _worst_code_error(every):
-        head.append(
+        parts.append(
             f"Worst error of what comes back from codes: {worst:.1%} of the largest number in its block of 128."
         )
-    return "\n\n".join([*head, *_captures(attachments), *details])
+    if captured := _captures(attachments):
+        parts.append("\n".join(captured if wide else (_wrapped(line, width) for line in captured)))
+    show = _wide_tensors if wide else partial(_tensors, width=width)
+    for group in groups:
+        title = f"{group.pattern} ({group.type_name})"
+        for count, statistics in _with_plans(group.counted):
+            parts.append(show(title if count == 1 else f"{title}, each of {count}", statistics))
+    return "\n\n".join(parts)
+
+
+def _groups(policy: Policy, attachments: Iterable[Attachment]) -> list[_Alike]:
+    groups: dict[tuple[str, str, str, str], list[RegionStatistics]] = {}
+    for attachment in attachments:
+        index = attachment.rule
+        rule = "-" if index is None else f"rules[{index}]: {policy.rules[index].action}"
+        key = _pattern(attachment), attachment.class_name, rule, attachment.runner.note
+        groups.setdefault(key, []).append(attachment.runner.statistics)
+    return [_Alike(*key, counted) for key, counted in groups.items()]
+
+
+def _modules(groups: Sequence[_Alike], columns: Mapping[str, str], width: int) -> str:
+    """The table of modules, with the bytes of one forward of each, and in the last line those of all forwards."""
+    rows, notes, unknown = [], [], [""] * (1 + len(columns))
+    for group in groups:
+        totals = group.totals
+        frames = totals["frames"]
+        numbers = [f"{frames:,}", *(humanize(round(totals[name] / frames)) for name in columns)] if frames else unknown
+        rows.append((group.pattern, f"{len(group.counted):,}", *numbers))
+        notes.append(f"{group.type_name}, {group.rule}; {group.note}".replace(", -; ", "; "))
+    totals = _totals([statistics for group in groups for statistics in group.counted])
+    if totals["frames"]:
+        count = sum(len(group.counted) for group in groups)
+        rows.append(("total", f"{count:,}", f"{totals['frames']:,}", *(humanize(totals[name]) for name in columns)))
+        notes.append("")
+    headers = ("module", "count", "forwards", *columns.values())
+    table = _fitted(headers, "class, rule; in backward", rows, notes, width, giving_way=1)
+    return f"{table}\n{_wrapped(_LEGEND, width, indent='')}"
+
+
+_LEGEND = (
+    "Bytes of one forward of one module; in the last line, of all forwards of all modules. eager: what a module holds "
+    "for backward without the policy. explain(wide=True), or --wide, has every byte."
+)
+
+
+def _wide_modules(groups: Sequence[_Alike], columns: Mapping[str, str]) -> str:
+    """The same with every byte, for one forward and for all of them, in lines as long as that takes."""
+    rows = [
+        (
+            group.pattern,
+            f"{len(group.counted):,}",
+            group.type_name,
+            group.rule,
+            group.note,
+            *_counts(group.totals, columns),
+        )
+        for group in groups
+    ]
+    totals = _totals([statistics for group in groups for statistics in group.counted])
+    if totals["frames"]:
+        count = sum(len(group.counted) for group in groups)
+        frames, *numbers = _counts(totals, columns)
+        each_is_the_same = [""] * len(columns)
+        rows.append(("total", f"{count:,}", "", "", "", frames, *each_is_the_same, *numbers[len(columns) :]))
+    align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(columns)))
+    of_bytes = [f"{what} {span}" for span in ("a forward", "in all") for what in columns.values()]
+    headers = ("module", "count", "class", "rule", "in backward", "forwards", *of_bytes)
+    table = tabulate(rows, headers, disable_numparse=True, colalign=align if rows else None)
+    return f"{table}\n{_WIDE_LEGEND}"
+
+
+_WIDE_LEGEND = (
+    "Bytes. eager: what a module holds for backward without the policy. a forward: of one module. in all: of all "
+    "forwards of all modules, as stats() counts."
+)
+
+
+def _counts(totals: Mapping[str, int], columns: Collection[str]) -> list[str]:
+    """The cells for the number of forwards, the bytes of one on average, and those of all; empty if there were none."""
+    frames = totals["frames"]
+    if not frames:
+        return [""] * (1 + 2 * len(columns))
+    each = [f"{totals[name] / frames:,.0f}" for name in columns]
+    return [f"{frames:,}", *each, *(f"{totals[name]:,}" for name in columns)]
 
 
 def _pattern(attachment: Attachment) -> str:
@@ -188,62 +277,106 @@ def _captures(attachments: Iterable[Attachment]) -> list[str]:
             others = "stay on the tape" if alike[0].has_tape or alike[0].is_checkpoint else "go on by their kernels"
             line += f"; the others {others}: {'; '.join(failures)}"
         lines.append(line)
-    return ["\n".join(lines)] if lines else []
+    return lines
 
 
-def _counts(totals: Mapping[str, int], columns: Collection[str]) -> list[str]:
-    """The cells for the number of forwards, the bytes of one on average, and those of all; empty if there were none."""
-    frames = totals["frames"]
-    if not frames:
-        return [""] * (1 + 2 * len(columns))
-    each = [f"{totals[name] / frames:,.0f}" for name in columns]
-    return [f"{frames:,}", *each, *(f"{totals[name]:,}" for name in columns)]
-
-
-def _details(title: str, counted: Sequence[RegionStatistics]) -> list[str]:
-    """A table of tensors for each set of regions whose last frames followed the same plan."""
+def _with_plans(counted: Sequence[RegionStatistics]) -> list[tuple[int, RegionStatistics]]:
+    """One of each set of regions whose last frames followed the same plan, and how many they are."""
     alike: dict[tuple[int, tuple[DroppedOutput, ...]], list[RegionStatistics]] = {}
     for statistics in counted:
         if statistics.plan is not None or statistics.dropped_outputs:
             alike.setdefault((id(statistics.plan), tuple(statistics.dropped_outputs)), []).append(statistics)
-    return [_tensors(title if len(each) == 1 else f"{title}, each of {len(each)}", each[0]) for each in alike.values()]
+    return [(len(each), each[0]) for each in alike.values()]
 
 
-def _tensors(title: str, statistics: RegionStatistics) -> str:
+_TENSOR_HEADERS = ("made by", "saved by", "shape", "dtype", "bytes", "fate")
+
+
+def _tensors(title: str, statistics: RegionStatistics, *, width: int) -> str:
     """Each tensor that autograd saved or that recipes read, whether it is kept or dropped, and why; and the totals."""
-    plan, dropped_outputs = statistics.plan, statistics.dropped_outputs
-    compresses = statistics.compressed_tensors > 0
-    rows = [] if plan is None else list(plan.rows(compresses=compresses))
-    rows += [
-        SavedTensorRow(
-            each.made_by, "(outside)", each.layout, each.nbytes, "dropped", "an output, which another module saved"
-        )
-        for each in dropped_outputs
+    rows = _tensor_rows(statistics)
+    cells = [_cells(row, humanize(row.nbytes)) for row in rows]
+    reasons = ["" if row.fate == "alive" else row.reason for row in rows]  # which says the same
+    totals = _tensor_totals(rows, statistics, humanize)
+    fits = len(title) + len(totals) + 2 <= width
+    head = f"{title}: {totals}" if fits else f"{title}:\n{_wrapped('    ' + totals, width)}"
+    return f"{head}\n{_fitted(_TENSOR_HEADERS, 'because', cells, reasons, width, giving_way=2)}"
+
+
+def _wide_tensors(title: str, statistics: RegionStatistics) -> str:
+    """The same with every byte, in lines as long as that takes."""
+    rows = _tensor_rows(statistics)
+    lines = [(*_cells(row, f"{row.nbytes:,}"), row.reason) for row in rows]
+    head = f"{title}: {_tensor_totals(rows, statistics, lambda nbytes: f'{nbytes:,} bytes')}"
+    return f"{head}\n{tabulate(lines, (*_TENSOR_HEADERS, 'because'), disable_numparse=True)}"
+
+
+def _tensor_rows(statistics: RegionStatistics) -> list[SavedTensorRow]:
+    plan = statistics.plan
+    rows = [] if plan is None else list(plan.rows(compresses=statistics.compressed_tensors > 0))
+    why = "an output, which another module saved"
+    return rows + [
+        SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
+        for each in statistics.dropped_outputs
     ]
-    lines = [
-        (
-            row.made_by,
-            row.saved_by,
-            "x".join(map(str, row.layout.shape)),
-            str(row.layout.dtype).removeprefix("torch."),
-            f"{row.nbytes:,}",
-            row.fate,
-            row.reason,
-        )
-        for row in rows
-    ]
-    headers = ("made by", "saved by", "shape", "dtype", "bytes", "fate", "because")
-    fates = ["dropped", *(["kept"] if plan is not None else [])]  # what kernels save is not listed
-    fates += ["kept in 8 bits"] if compresses and plan is not None else []
-    totals = ", ".join(f"{name} {_total(rows, name):,} bytes{_per_token(rows, name, plan)}" for name in fates)
-    return f"{title}: {totals}\n" + tabulate(lines, headers, disable_numparse=True)
 
 
-def _total(rows: Sequence[SavedTensorRow], fate: str) -> int:
-    return sum(row.nbytes for row in rows if row.fate == fate)
+def _cells(row: SavedTensorRow, nbytes: str) -> tuple[str, ...]:
+    shape, dtype = "x".join(map(str, row.layout.shape)), str(row.layout.dtype).removeprefix("torch.")
+    return row.made_by, row.saved_by, shape, dtype, nbytes, row.fate
 
 
-def _per_token(rows: Sequence[SavedTensorRow], fate: str, plan: SavePlan | None) -> str:
+def _tensor_totals(rows: Sequence[SavedTensorRow], statistics: RegionStatistics, show: Callable[[int], str]) -> str:
+    """The bytes of each fate, and those of a token where the module is given tokens. What kernels save is not known."""
+    plan = statistics.plan
     shape = () if plan is None else plan.input_shape
     tokens = math.prod(shape[:-1]) if len(shape) in (2, 3) else 0  # images have no tokens
-    return f" ({_total(rows, fate) / tokens:,.0f} a token, {tokens} tokens)" if tokens else ""
+    fates = ["dropped"]
+    if plan is not None:
+        fates += ["kept", "kept in 8 bits"] if statistics.compressed_tensors > 0 else ["kept"]
+    totals = []
+    for fate in fates:
+        nbytes = sum(row.nbytes for row in rows if row.fate == fate)
+        each = show(round(nbytes / tokens)).removesuffix(" bytes") if tokens else ""
+        totals.append(f"{fate} {show(nbytes)}" + (f" ({each} a token, {tokens} tokens)" if tokens else ""))
+    return ", ".join(totals)
+
+
+def _wrapped(text: str, width: int, indent: str = "    ") -> str:
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _fitted(
+    headers: Sequence[str],
+    below: str,
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    width: int,
+    *,
+    giving_way: int,
+) -> str:
+    """A table of at most ``width`` columns. A row's note stands below it; ``below`` is the notes' header.
+
+    giving_way: so many columns of names, the first ones, are shortened where there is no room.
+    """
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths[:giving_way]) > _LEAST:
+        widths[widths.index(max(widths[:giving_way]))] -= 1
+    is_text = [header in ("module", "made by", "saved by", "shape", "dtype", "fate") for header in headers]
+
+    def line(cells: Sequence[str]) -> str:
+        fitted = [_shortened(cell, room) for cell, room in zip(cells, widths, strict=True)]
+        aligned = zip(fitted, widths, is_text, strict=True)
+        return "  ".join(cell.ljust(room) if text else cell.rjust(room) for cell, room, text in aligned).rstrip()
+
+    indent = "    "
+    lines = [line(headers), indent + below, "  ".join("-" * room for room in widths)]
+    for row, note in zip(rows, notes, strict=True):
+        lines += [line(row), *([_wrapped(indent + note, width, indent)] if note else [])]
+    return "\n".join(lines)
+
+
+def _shortened(name: str, room: int) -> str:
+    """``name`` with its middle left out where there is no room for all of it."""
+    head = (room - 1) // 2
+    return name if len(name) <= room else f"{name[:head]}…{name[len(name) - (room - 1 - head) :]}"

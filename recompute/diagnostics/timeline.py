@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from recompute.counters import host_seconds
 from recompute.engine.thread_state import in_backward, local
 from recompute.estimation.module_tracker import ModuleTracker, pattern_of, unit_of
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
+from recompute.files import write_file
 from recompute.units import humanize
 
 Phase = Literal["forward", "backward", "regeneration", "compression", "offloading"]
@@ -178,7 +178,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         names += [("thread_name", number, name) for name, number in _TRACKS.items()]
         about = [{"ph": "M", "pid": 0, "tid": tid, "name": kind, "args": {"name": name}} for kind, tid, name in names]
         whole = {"traceEvents": [*about, *events], "displayTimeUnit": "ms"}
-        Path(path).write_text(json.dumps(whole), encoding="utf-8")
+        write_file(path, json.dumps(whole))
 
     def _slices(self) -> Iterator[dict[str, Any]]:
         for span in self.spans:

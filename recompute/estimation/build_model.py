@@ -23,6 +23,7 @@ from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import load_factory, make, placed
 from recompute.estimation.fake_tensors import FakeMode, move
 from recompute.estimation.llama import ModelFile, build_llama
+from recompute.files import user_path
 from recompute.policy.document import load_document
 
 _PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
@@ -146,7 +147,7 @@ def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, posi
 def _read(source: str) -> transformers.PretrainedConfig:
     check_source(source)
     with refusals_named(source):
-        return transformers.AutoConfig.from_pretrained(source)
+        return transformers.AutoConfig.from_pretrained(str(user_path(source)))
 
 
 @contextmanager

@@ -1,14 +1,14 @@
-"""Checks what a model is named by, and whether files can be written, before anything heavy is imported."""
+"""Checks what a model is named by, before anything heavy is imported."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 
-from recompute.errors import ModelError, RecomputeError
+from recompute.errors import ModelError
+from recompute.files import user_path
 
 EXPECTED = (
     "expected an ablation's .yaml file, the config.json of a Hugging Face model or the folder with it, the name of "
@@ -27,7 +27,9 @@ def check_source(source: str) -> None:
 
     Anything else may be a name that Hugging Face knows, which only transformers can tell.
     """
-    path = Path(source)
+    if not source.strip():
+        raise ModelError(f"{EXPECTED}; found an empty name")
+    path = user_path(source)
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
@@ -61,18 +63,3 @@ def _check_json(path: Path) -> None:
             f"{path}: expected a model_type, which says what transformers is to build ('llama', 'qwen3', …); "
             + (f"found keys {', '.join(list(found)[:5])}{', …' if len(found) > 5 else ''}" if found else "found {}")
         )
-
-
-def check_writable(path: str | os.PathLike[str], *, error: type[RecomputeError], is_folder: bool = False) -> None:
-    """Make the folder to write to, and raise ``error`` where it, or the file in it, cannot be written."""
-    path = Path(path)
-    folder = path if is_folder else path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        if not is_folder and path.is_dir():
-            raise IsADirectoryError(0, "it is a folder")
-    except OSError as problem:
-        kind = "a folder" if is_folder else "a file"
-        raise error(f"{path}: expected {kind} that can be written; {problem.strerror or problem}") from problem

@@ -11,10 +11,11 @@ from typing import Any
 
 from recompute.errors import EstimateError
 from recompute.estimation.capacity import Fit, fit
-from recompute.estimation.check_paths import check_source, check_writable, names_factory
+from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.estimate import estimate
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, sweep_plot, sweep_table
+from recompute.files import check_new, check_writable, png_of, user_path, write_file
 from recompute.policy.loading import load_policy
 from recompute.policy.rules import Policy
 
@@ -48,6 +49,8 @@ class EstimateRequest:
     sweep: bool = False
     out: Path
     """The folder for a sweep's plot."""
+    overwrite: bool = False
+    """Whether a plot that is there is replaced."""
 
     @staticmethod
     def checked(*, options: EstimateOptions, policy: str | None, **fields: Any) -> EstimateRequest:
@@ -65,7 +68,14 @@ class EstimateRequest:
                     "batch of its own. Estimate one size after another by what the function returns"
                 )
             check_writable(request.out, error=EstimateError, is_folder=True)
+            if not request.overwrite:
+                others = "--overwrite replaces it, and --out names another folder"
+                check_new([request._plot], error=EstimateError, others=others)
         return request
+
+    @property
+    def _plot(self) -> Path:
+        return user_path(self.out) / "estimate.png"
 
     def run(self, progress: Progress) -> EstimateAnswer:
         """Make the estimate, and find what fits the device if there is one; or make a sweep, and write its plot."""
@@ -96,6 +106,6 @@ class EstimateRequest:
         for done, (size, length) in enumerate(sizes):
             progress("estimating", done, len(sizes))
             points.append((size, length, self._estimate(size, length)))
-        sweep_plot(points).savefig(self.out / "estimate.png")
+        write_file(self._plot, png_of(sweep_plot(points)))
         rows = [{"batch_size": size, "seq_len": length, **each.as_dict()} for size, length, each in points]
-        return EstimateAnswer(f"{sweep_table(points)}\n\nestimate.png is in {self.out}", rows, None)
+        return EstimateAnswer(f"{sweep_table(points)}\n\nestimate.png is in {self._plot.parent}", rows, None)

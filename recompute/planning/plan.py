@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from recompute.files import write_file
 from recompute.planning import solver
 from recompute.planning.policy_of_plan import layer_spans, policy_of
 from recompute.planning.prediction import Assignment, Prediction, choices_of
@@ -84,8 +84,8 @@ class Plan:
         return self.policy.to_yaml()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write ``to_yaml()`` to a file, for ``recompute.apply`` to read."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        """Write ``to_yaml()`` to a file, for ``recompute.apply`` to read. Raises ``WriteError`` if that fails."""
+        write_file(path, self.to_yaml())
 
     def to_json(self) -> str:
         """The plan as a JSON object. ``recompute.apply`` takes its ``policy`` as a mapping."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from recompute.errors import PlanError
-from recompute.estimation.check_paths import check_source, check_writable
+from recompute.estimation.check_paths import check_source
 from recompute.estimation.gpus import Gpu
 from recompute.estimation.static_memory import check_sharding, read_option
+from recompute.files import check_new, check_writable, png_of, user_path, write_file
 from recompute.planning.make_plan import check_request, plan
 from recompute.planning.microbatches import check_microbatches
 from recompute.planning.plan import Plan
@@ -36,6 +37,8 @@ class PlanRequest:
     profile: Path | None = None
     save_profile: Path | None = None
     out: Path | None = None
+    overwrite: bool = False
+    """Whether files that are there are replaced."""
     seq_len: int = 4096
     batch_size: int = 1
     dtype: str = "bfloat16"
@@ -77,9 +80,21 @@ class PlanRequest:
             )
         if self.model is not None:
             check_source(self.model)
-        for path in filter(None, (self.out, self.save_profile)):
+        for path in self._files:
             check_writable(path, error=PlanError)
+        if not self.overwrite:
+            check_new(self._files, error=PlanError, others="--overwrite replaces what is there; or name another file")
         return named
+
+    @property
+    def _plot(self) -> Path | None:
+        """The picture of the frontier, beside the policy."""
+        return user_path(self.out).with_suffix(".png") if self.out is not None and self.frontier else None
+
+    @property
+    def _files(self) -> list[Path]:
+        """What is to be written."""
+        return [path for path in (self.out, self._plot, self.save_profile) if path is not None]
 
     def run(self, progress: Callable[[str, int, int], None]) -> Plan:
         """Make the plan of a ``checked`` request; writes the profile, if asked to."""
@@ -133,15 +148,10 @@ class PlanRequest:
 
     def write(self, plan: Plan) -> list[Path]:
         """Write the policy to ``out``, and beside it the frontier's plot. Returns all that the request has written."""
-        written = []
         if self.out is not None:
             plan.save(self.out)
-            written.append(self.out)
-            if self.frontier:
-                from recompute.planning import frontier_report
+        if self._plot is not None:
+            from recompute.planning import frontier_report
 
-                written.append(self.out.with_suffix(".png"))
-                frontier_report.plot(plan).savefig(written[-1])
-        if self.save_profile is not None:  # written before, as soon as it was measured
-            written.append(self.save_profile)
-        return written
+            write_file(self._plot, png_of(frontier_report.plot(plan)))
+        return self._files  # the profile was written before, as soon as it was measured

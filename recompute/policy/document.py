@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import io
+import json
 import os
 import re
 import reprlib
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
@@ -23,9 +23,13 @@ from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from recompute.errors import PolicyError
+from recompute.files import user_path
 
 Model = TypeVar("Model", bound=BaseModel)
 KeyPath = tuple[str | int, ...]
+
+_IN_FILE = "in_file"
+"""The key of a validator's context: whether what it is given stands in a file."""
 
 _EXPECTED = {
     "model_type": "a mapping",
@@ -65,7 +69,7 @@ def load_document(model_class: type[Model], source: str | os.PathLike[str], *, k
     """
     label = os.fspath(source)
     try:
-        content = Path(source).read_bytes()
+        content = user_path(source).read_bytes()
     except OSError as error:
         raise PolicyError(f"{label}: cannot be read as a {kind} file: {error.strerror}") from error
     try:
@@ -74,7 +78,19 @@ def load_document(model_class: type[Model], source: str | os.PathLike[str], *, k
         line = content.count(b"\n", 0, error.start) + 1
         found = f"byte 0x{content[error.start]:02x}"
         raise PolicyError(f"{label}:{line}: expected UTF-8 text; found {found}") from error
+    if label.endswith(".json") and text.strip():
+        _check_json(text, label, kind)
     return parse_document(model_class, text, label=label, kind=kind)
+
+
+def _check_json(text: str, label: str, kind: str) -> None:
+    """YAML's parser reads JSON, too. What it says of a broken file is no help to those who look for JSON in it."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        is_cut_off = not text[error.pos :].strip()
+        found = f"the file ends in the middle of the {kind}" if is_cut_off else error.msg[:1].lower() + error.msg[1:]
+        raise PolicyError(f"{label}:{error.lineno}:{error.colno}: not valid JSON: {found}") from error
 
 
 def parse_document(model_class: type[Model], text: str, *, label: str = "<text>", kind: str = "document") -> Model:
@@ -93,6 +109,7 @@ def parse_document(model_class: type[Model], text: str, *, label: str = "<text>"
         raise PolicyError(f"{label}:{line}: not valid YAML: {found} has to be escaped") from error
     except (ValueError, RecursionError) as error:
         raise PolicyError(f"{label}: a value cannot be read: {error}") from error
+    _refuse_another_kind(model_class, data, label, kind)
     return validate(model_class, data, label=label, root=root)
 
 
@@ -102,9 +119,16 @@ def validate(model_class: type[Model], data: Any, *, label: str, root: Node | No
     Raises ``PolicyError`` with one line for each mistake, each starting with ``label``.
     """
     try:
-        return model_class.model_validate(data)
+        return model_class.model_validate(data, context={_IN_FILE: root is not None})
     except ValidationError as error:
         raise PolicyError(_report(error, model_class, data, label, root)) from None
+
+
+def with_unit(size: object, info: ValidationInfo) -> object:
+    """``size``, unless it is a bare number in a file, whose author may mean anything. In code, numbers are bytes."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0 and (info.context or {}).get(_IN_FILE):
+        raise ValueError(f"expected a size with its unit, such as '{size}MiB', or '{size}B' for so many bytes")
+    return size
 
 
 def raises_policy_error(model_class: type[Model]) -> type[Model]:
@@ -165,6 +189,15 @@ def _only_document(documents: Sequence[Node], label: str, kind: str) -> Node:
         found = "a list" if isinstance(root, SequenceNode) else show(root.value)
         raise PolicyError(f"{_position(label, root)}: expected a {kind}, which is a mapping; found {found}")
     return root
+
+
+def _refuse_another_kind(model_class: type[BaseModel], data: Mapping[Any, Any], label: str, kind: str) -> None:
+    """One sentence, in the place of one for each key, where a file has no key of its kind, nor one like it."""
+    known = [name for name in model_class.model_fields if name != "version"]
+    words = [str(key) for key in data if key != "version"]
+    if words and not any(word in known or nearest(word, known) for word in words):
+        keys, found = ", ".join(known[:5]), ", ".join(words[:5])
+        raise PolicyError(f"{label}: expected a {kind}, whose keys are {keys} …; found another file, with {found}")
 
 
 def _refuse_duplicate_keys(root: Node, label: str) -> None:

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from recompute.errors import PolicyError
+from recompute.files import user_path
 from recompute.policy.document import load_document, nearest, show, validate
 from recompute.policy.rules import Policy
 
@@ -28,7 +29,7 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, object] | Policy) 
     presets, name = _presets(), os.fspath(source)
     if name in presets:
         return load_document(Policy, presets[name], kind="policy")
-    if os.path.exists(source):
+    if user_path(source).exists():
         return load_document(Policy, source, kind="policy")
     raise PolicyError(
         f"no preset and no file is named {show(name)}{nearest(Path(source).stem, presets)}; "

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from recompute.files import user_path
 from recompute.policy.rules import MIN_BYTES, PRICE, REPEATABLE, Rule, Via
 from recompute.units import humanize
 
@@ -175,7 +176,8 @@ def _note(rule: Rule) -> str:
 
 
 def _offloading(rule: Rule) -> Offloading:
-    return Offloading(rule.fraction, rule.min_bytes, rule.max_host_bytes, rule.path)
+    directory = None if rule.path is None else str(user_path(rule.path))
+    return Offloading(rule.fraction, rule.min_bytes, rule.max_host_bytes, directory)
 
 
 def _note_of_offloading(rule: Rule) -> str:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from recompute.errors import BudgetError
-from recompute.policy.document import dump_document, raises_policy_error
+from recompute.policy.document import dump_document, raises_policy_error, with_unit
 from recompute.units import parse_size
 
 Action = Literal["keep", "recompute", "checkpoint", "offload", "compress"]
@@ -172,25 +172,28 @@ def _fraction(value: object) -> float:
     raise ValueError("expected a share above 0 and up to 1, such as 0.5")
 
 
-def _size(value: object) -> int:
+def _size(value: object, info: ValidationInfo) -> int:
+    value = with_unit(value, info)
     try:
         if isinstance(value, (int, str)) and not isinstance(value, bool):
             return parse_size(value)
     except BudgetError:
         pass
-    raise ValueError("expected a size such as '40GiB', '512MiB' or '40GB', or whole bytes")
+    raise ValueError("expected a size such as '40GiB', '512MiB' or '40GB', or bytes as '9000B'")
 
 
-def _size_or_none(value: object) -> int | None:
-    return None if value is None else _size(value)
+def _size_or_none(value: object, info: ValidationInfo) -> int | None:
+    return None if value is None else _size(value, info)
 
 
-def size_as_written(nbytes: int | None) -> int | str | None:
+def size_as_written(nbytes: int | None) -> str | None:
     """Bytes as a policy file spells them: "400MiB" where that is exact."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes and nbytes % (1 << power) == 0:
-            return f"{nbytes >> power}{unit}"
-    return nbytes
+    if nbytes is None:
+        return None
+    for unit, name in ((1 << 30, "GiB"), (10**9, "GB"), (1 << 20, "MiB"), (10**6, "MB"), (1 << 10, "KiB")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return f"{nbytes}B"
 
 
 def _tokens_or_none(value: object) -> int | None:
@@ -250,6 +253,7 @@ Layers = Annotated[
     AfterValidator(_not_empty),
     PlainSerializer(_as_written),
 ]
+SizeOrNone = Annotated[int | None, PlainValidator(_size_or_none), PlainSerializer(size_as_written)]
 LayerSpelling = int | str | LayerSpan
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -308,14 +312,14 @@ class Rule(BaseModel):
     rerun: OneOrMore[Repeatable] = ()
     keep: OneOrMore[Keepable] = ()
     price: Annotated[float, PlainValidator(_price)] = PRICE
-    hold: Annotated[int | None, PlainValidator(_size_or_none), PlainSerializer(size_as_written)] = None
+    hold: SizeOrNone = None
     capture: bool = True
     compress: bool = False
     tile: Annotated[int | None, PlainValidator(_tokens_or_none)] = None
     offload: bool = False
     fraction: Annotated[float, PlainValidator(_fraction)] = 1.0
-    min_bytes: Annotated[int, PlainValidator(_size)] = MIN_BYTES
-    max_host_bytes: Annotated[int | None, PlainValidator(_size_or_none)] = None
+    min_bytes: Annotated[int, PlainValidator(_size), PlainSerializer(size_as_written)] = MIN_BYTES
+    max_host_bytes: SizeOrNone = None
     to: To = "host"
     path: str | None = None
 

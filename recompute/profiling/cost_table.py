@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
+from recompute.files import write_file
 from recompute.policy.document import load_document
 
 NBytes = Annotated[int, Field(ge=0)]
@@ -156,8 +156,8 @@ class Profile(BaseModel):
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        """Write it as JSON. Raises ``WriteError`` if that fails."""
+        write_file(path, self.model_dump_json(indent=2) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:

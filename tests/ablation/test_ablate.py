@@ -289,7 +289,7 @@ def command(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["explain", "elementwise", "--dtype", "float32"], "2 .* Block .* cheap ops run again"),
+        (["explain", "elementwise", "--dtype", "float32"], r"\* +2 .*\n +Block, .* cheap ops run again"),
         (["explain", "elementwise"], "Sequential, 176 parameters, bfloat16 on cpu; 4x8"),
         (["verify", "elementwise"], "bit for bit those without it"),
         (["estimate", "--policy", "elementwise"], "Sequential"),

@@ -356,7 +356,7 @@ def test_saves_and_loads_as_without(preset: str, tmp_path: Path) -> None:
 
 def test_an_explained_llama() -> None:
     handle = applied(make("llama"), "hook")
-    lines = [line.split() for line in handle.explain().splitlines() if "rules[" in line]
+    lines = [line.split() for line in handle.explain(wide=True).splitlines() if "rules[" in line]
     assert {line[0]: (line[1], line[2]) for line in lines} == {
         "model.layers.*.input_layernorm": ("2", "LlamaRMSNorm"),
         "model.layers.*.post_attention_layernorm": ("2", "LlamaRMSNorm"),

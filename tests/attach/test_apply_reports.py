@@ -188,7 +188,7 @@ def test_explain_says_which_module_got_which_rule_and_what_it_drops() -> None:
             ],
         },
     )
-    rows = {line.split()[0]: line for line in handle.explain().splitlines() if "rules[" in line}
+    rows = {line.split()[0]: line for line in handle.explain(wide=True).splitlines() if "rules[" in line}
     assert "mixed" in handle.explain()
     assert {key: row.split("rules[")[1][0] for key, row in rows.items()} == {
         "layers.*": "0",
@@ -205,7 +205,7 @@ def test_explain_says_which_module_got_which_rule_and_what_it_drops() -> None:
     assert "everything is kept" in rows["layers.*.self_attn"]
     next_token_loss(model, token_ids()).backward()
     row, hidden = TOKENS * 4, TOKENS * HIDDEN * 4
-    norm = next(line for line in handle.explain().splitlines() if line.startswith("norm "))
+    norm = next(line for line in handle.explain(wide=True).splitlines() if line.startswith("norm "))
     assert norm.split()[-2:] == [f"{row + 2 * hidden:,}", f"{hidden:,}"]
 
 

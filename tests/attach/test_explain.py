@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
+from recompute.units import humanize
 
 SHAPE = f"{BATCH}x{LENGTH}x{HIDDEN}"
 NBYTES = TOKENS * HIDDEN * 4
@@ -64,7 +65,7 @@ def explained(forward: Forward, action: str = "recompute", **options: Any) -> li
     handle = recompute.apply(module, rules(rule("Body", action, **options)))
     for _ in range(2):  # the first may have followed the plan of another region for a while
         module(torch.rand(BATCH, LENGTH, HIDDEN, requires_grad=True)).sum().backward()
-    (lines,) = tables(handle.explain()).values()
+    (lines,) = tables(handle.explain(wide=True)).values()
     return lines
 
 
@@ -206,22 +207,22 @@ def test_what_is_held_for_others_alone_says_so() -> None:
 def test_before_any_forward_there_are_no_tensors_to_tell_of() -> None:
     model = decoder()
     handle = recompute.apply(model)
-    assert tables(handle.explain()) == {}
+    assert tables(handle.explain(wide=True)) == {}
     with torch.no_grad():
         model(token_ids())
-    assert tables(handle.explain()) == {}
+    assert tables(handle.explain(wide=True)) == {}
 
 
 def test_modules_treated_alike_share_a_table_and_others_have_their_own() -> None:
     model = decoder(layers=3)
     handle = recompute.apply(model)
     next_token_loss(model, token_ids()).backward()
-    title, last = tables(handle.explain())
+    title, last = tables(handle.explain(wide=True))
     assert title.startswith("layers.* (TinyDecoderLayer), each of 3: ")
     assert last.startswith("norm (TinyRMSNorm): ")
     model.layers[1].self_attn.dropout = 0.5
     next_token_loss(model, token_ids()).backward()
-    titles = [title.split(":")[0] for title in tables(handle.explain())]
+    titles = [title.split(":")[0] for title in tables(handle.explain(wide=True))]
     layers = "layers.* (TinyDecoderLayer)"
     assert titles == [f"{layers}, each of 2", layers, "norm (TinyRMSNorm)"]
 
@@ -230,14 +231,14 @@ def test_a_checkpoint_without_exceptions_has_no_table() -> None:
     model = decoder()
     handle = recompute.apply(model, rules(rule("TinyMLP"), rule("TinyRMSNorm", "recompute", via="hook")))
     next_token_loss(model, token_ids()).backward()
-    assert all("TinyRMSNorm" in title for title in tables(handle.explain()))
+    assert all("TinyRMSNorm" in title for title in tables(handle.explain(wide=True)))
 
 
 def test_what_was_dropped_and_kept_adds_up_to_the_totals() -> None:
     model = decoder()
     handle = recompute.apply(model, rules(rule("TinyDecoderLayer", "recompute", via="hook")))
     next_token_loss(model, token_ids()).backward()
-    ((title, lines),) = tables(handle.explain()).items()
+    ((title, lines),) = tables(handle.explain(wide=True)).items()
     stats = handle.stats()
     for fate, nbytes in (("dropped", stats.dropped_nbytes), ("kept", stats.kept_nbytes)):
         total = sum(line.nbytes for line in lines if line.fate == fate)
@@ -265,7 +266,7 @@ def test_what_is_overwritten_is_kept_and_counted_but_for_running_statistics_whic
     module(torch.randn(TOKENS, HIDDEN)).sum().backward()
     stats = handle.stats()
     assert stats.eager_nbytes == stats.kept_nbytes + stats.dropped_nbytes
-    ((_, lines),) = tables(handle.explain()).items()
+    ((_, lines),) = tables(handle.explain(wide=True)).items()
     assert sum(line.nbytes for line in lines if line.fate == "kept") == stats.kept_nbytes
     running = [line.fate for line in lines if line.made_by == "(given)" and line.shape == str(HIDDEN)]
     assert set(running) <= {"alive"}
@@ -292,7 +293,7 @@ def test_the_last_row_is_stats_and_rows_add_up_to_it(policy: str, steps: int) ->
     handle = recompute.apply(model, policy)
     for _ in range(steps):
         next_token_loss(model, token_ids()).backward()
-    rows = summary(handle.explain())
+    rows = summary(handle.explain(wide=True))
     total, stats = rows.pop("total"), handle.stats()
     assert number(total["forwards"]) == stats.frames
     for what, nbytes in (("eager", stats.eager_nbytes), ("dropped", stats.dropped_nbytes), ("kept", stats.kept_nbytes)):
@@ -309,11 +310,11 @@ def test_all_that_is_counted_as_dropped_is_listed(policy: str) -> None:
     handle = recompute.apply(model, policy)
     next_token_loss(model, token_ids()).backward()
     listed = 0
-    for title, lines in tables(handle.explain()).items():
+    for title, lines in tables(handle.explain(wide=True)).items():
         modules = re.search(r", each of (\d+):", title)
         listed += (1 if modules is None else int(modules[1])) * sum(x.nbytes for x in lines if x.fate == "dropped")
     assert listed == handle.stats().dropped_nbytes
-    (norm,) = (lines for title, lines in tables(handle.explain()).items() if title.startswith("norm "))
+    (norm,) = (lines for title, lines in tables(handle.explain(wide=True)).items() if title.startswith("norm "))
     assert norm[-1][1:] == (
         "(outside)", SHAPE, "float32", NBYTES, "dropped", "an output, which another module saved",
     )  # fmt: skip
@@ -324,11 +325,11 @@ def test_what_is_saved_outside_is_told_of_the_last_forward_alone() -> None:
     handle = recompute.apply(model, "hook")
     for _ in range(2):
         next_token_loss(model, token_ids()).backward()
-    (norm,) = (lines for title, lines in tables(handle.explain()).items() if title.startswith("norm "))
+    (norm,) = (lines for title, lines in tables(handle.explain(wide=True)).items() if title.startswith("norm "))
     assert [line.saved_by for line in norm].count("(outside)") == 1
     model.lm_head.weight.requires_grad_(False)  # whose gradient alone wants the norm's output
     next_token_loss(model, token_ids()).backward()
-    (norm,) = (lines for title, lines in tables(handle.explain()).items() if title.startswith("norm "))
+    (norm,) = (lines for title, lines in tables(handle.explain(wide=True)).items() if title.startswith("norm "))
     assert [line.saved_by for line in norm].count("(outside)") == 0
 
 
@@ -336,7 +337,7 @@ def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from() -> No
     model = decoder()
     handle = recompute.apply(model, "hook")  # under which a norm gives the input back
     next_token_loss(model, token_ids()).backward()
-    (title,) = (title for title in tables(handle.explain()) if "TinyMLP" in title)
+    (title,) = (title for title in tables(handle.explain(wide=True)) if "TinyMLP" in title)
     each = 2 * INTERMEDIATE * 4
     assert f"dropped {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
     assert f"kept {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
@@ -357,7 +358,7 @@ def test_totals_of_a_llama_layer_a_token() -> None:
     ids = torch.randint(0, 64, (2, 16))
     handle = recompute.apply(model)
     model(input_ids=ids, labels=ids).loss.backward()
-    title, _ = tables(handle.explain())
+    title, _ = tables(handle.explain(wide=True))
     # A norm's input in float32, its root, the normalized values and the output; the activation and the product.
     dropped = 2 * (4 * hidden + 4 + 2 * hidden + 2 * hidden) + 2 * 2 * intermediate
     # The layer's input, q, attention's output and the stream after it; k and v; gate and up; of attention a logarithm
@@ -368,3 +369,38 @@ def test_totals_of_a_llama_layer_a_token() -> None:
         f"dropped {dropped * 32:,} bytes ({dropped} a token, 32 tokens), "
         f"kept {kept * 32:,} bytes ({kept} a token, 32 tokens)"
     )
+
+
+@pytest.mark.parametrize("width", [80, 110])
+@pytest.mark.parametrize("policy", ["elementwise", "kernel", "full"])
+def test_by_default_lines_fit_and_say_bytes_as_people_do(policy: str, width: int) -> None:
+    """A name that has no room loses its middle. The wide text has all of it."""
+    model = nn.ModuleDict({"a_long_name_" * 3: decoder(layers=2)})
+    (inner,) = model.values()
+    handle = recompute.apply(model, policy)
+    next_token_loss(inner, token_ids()).backward()
+    text, stats = handle.explain(width=width), handle.stats()
+    assert max(map(len, text.splitlines())) <= width
+    total = next(line.split() for line in text.splitlines() if line.startswith("total "))
+    sizes = [humanize(nbytes) for nbytes in (stats.eager_nbytes, stats.dropped_nbytes, stats.kept_nbytes)]
+    assert total[2:] == [str(stats.frames), *" ".join(sizes).split()]
+    assert width > 80 or "…" in text
+    assert "a_long_name_" * 3 in handle.explain(wide=True)
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "kernel"])
+def test_both_widths_tell_of_the_same_modules_and_tensors_in_the_same_order(policy: str) -> None:
+    model = decoder(layers=2)
+    handle = recompute.apply(model, policy)
+    next_token_loss(model, token_ids()).backward()
+    wide, text = handle.explain(wide=True), handle.explain(width=1000)
+    lines = [line for each in tables(wide).values() for line in each]
+    told = [line.split() for line in text.splitlines() if re.search("[^,]B  (dropped|kept|alive)$", line)]
+    assert [(*line[:2], line.fate) for line in lines] == [(*words[:2], words[-1]) for words in told]
+    assert [" ".join(words[-3:-1]) for words in told] == [humanize(line.nbytes) for line in lines]
+    reasons = [line.reason for line in lines if line.reason and line.fate != "alive"]
+    assert [line.strip() for line in text.splitlines() if line.strip() in reasons] == reasons
+    for row in summary(wide).values():
+        if row["class"]:
+            told_rule = f"    {row['class']}, {row['rule']}; {row['in backward']}".replace(", -; ", "; ")
+            assert told_rule in text.splitlines()

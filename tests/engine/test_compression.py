@@ -318,7 +318,7 @@ def test_stats_and_explain_say_what_is_off() -> None:
     model = Inside(MLP())
     with recompute.apply(model, rules(**WAYS["recompute"])) as handle:
         loss_of(model(square())).backward()
-        explained = handle.explain()
+        explained = handle.explain(wide=True)
         stats = handle.stats()
     assert "cheap ops run again; tensors whose readers tolerate rounding are held in 8 bits" in explained
     assert "compressed in all" in explained

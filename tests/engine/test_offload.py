@@ -29,12 +29,13 @@ from engine_testing import (
     weak,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recompute
 from recompute.engine.host import host_memory, offload
 from recompute.engine.host.host_memory import HostPool, default_limit, pool_in
 from recompute.engine.host.offload import OffloadedStorage
-from recompute.errors import HostMemoryError, MutationError, UnsupportedError
+from recompute.errors import HostMemoryError, MutationError, PolicyError, UnsupportedError
 
 WAYS: dict[str, dict[str, Any]] = {
     "offload": {"action": "offload"},
@@ -406,12 +407,32 @@ def test_memory_is_released_by_reference_count() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("place", "why"), [("gone", "No such file or directory"), ("file", "Not a directory"), ("there", "")]
+)
+def test_a_directory_that_takes_no_files_is_refused_when_a_policy_is_applied(
+    place: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "there").mkdir()
+    policy = rules(action="offload", to="disk", path=str(tmp_path / place))
+    if not why:
+        recompute.apply(Layers(), policy)
+        return
+    with pytest.raises(
+        PolicyError, match=rf"rules\[0\]\.path: expected a directory .* found .*{place}: {why}\. Make it"
+    ):
+        recompute.apply(Layers(), policy)
+    with FakeTensorMode():
+        recompute.apply(Layers(), policy)  # an estimate may be for another machine
+
+
 def test_stats_and_explain_say_what_left() -> None:
     model = Layers()
     with recompute.apply(model, rules()) as handle:
         model(batch()).sum().backward()
         stats = handle.stats()
-        explained = handle.explain()
+        explained = handle.explain(wide=True)
     assert stats.offloaded_tensors == 2 * LAYERS
     assert stats.offloaded_nbytes == stats.kept_nbytes == stats.eager_nbytes == 2 * LAYERS * ACTIVATION
     assert stats.regenerations == stats.dropped_nbytes == 0

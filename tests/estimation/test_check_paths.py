@@ -11,8 +11,8 @@ import pytest
 import transformers
 from test_cli import recompute
 
-from recompute.errors import ModelError, PlanError
-from recompute.estimation.check_paths import check_source, check_writable
+from recompute.errors import ModelError
+from recompute.estimation.check_paths import check_source
 
 
 def written(folder: Path, text: str | bytes, name: str = "config.json") -> Path:
@@ -83,13 +83,3 @@ def test_what_transformers_refuses_is_told_in_a_line(command: str, changes: dict
     assert line.startswith(f"recompute: {path}: expected a configuration that transformers ")
     assert message in line
     assert "Traceback" not in output
-
-
-def test_where_nothing_can_be_written_is_told(tmp_path: Path) -> None:
-    file = written(tmp_path, "")
-    for path, is_folder in ((file / "plan.yaml", False), (file / "results", True), (tmp_path, False)):
-        with pytest.raises(PlanError, match=r": expected a (file|folder) that can be written; "):
-            check_writable(path, error=PlanError, is_folder=is_folder)
-    check_writable(tmp_path / "deep" / "plan.yaml", error=PlanError)
-    assert (tmp_path / "deep").is_dir()
-    assert not list((tmp_path / "deep").iterdir())

@@ -266,7 +266,8 @@ def test_sizes_of_offloading_are_read_as_people_write_them():
     assert Rule(match="a", action="checkpoint", offload=True, min_bytes=0).min_bytes == 0
     text = Policy(rules=[rule]).to_yaml()
     assert "fraction: 0.5" in text
-    assert "max_host_bytes: 40000000000" in text
+    assert "max_host_bytes: 40GB" in text
+    assert "min_bytes: 64KiB" in text
 
 
 @pytest.mark.parametrize(
@@ -361,9 +362,10 @@ def test_hold_is_a_size_and_is_written_as_people_write_it():
         ("448MiB", 448 << 20, "448MiB"),
         ("1.5 GiB", 1536 << 20, "1536MiB"),
         (3 << 40, 3 << 40, "3072GiB"),
-        (1000, 1000, "1000"),
-        (0, 0, "0"),
-        ("0MiB", 0, "0"),
+        (1000, 1000, "1000B"),
+        ("40GB", 40 * 10**9, "40GB"),
+        (0, 0, "0B"),
+        ("0MiB", 0, "0B"),
     ):
         rule = Rule(match="a", action="recompute", hold=spelling)
         assert rule.hold == nbytes
@@ -372,7 +374,7 @@ def test_hold_is_a_size_and_is_written_as_people_write_it():
 
 def test_what_is_no_size_cannot_be_held():
     assert refusal_of(Rule, match="a", action="recompute", hold="much") == (
-        "Rule: hold: expected a size such as '40GiB', '512MiB' or '40GB', or whole bytes; found 'much'"
+        "Rule: hold: expected a size such as '40GiB', '512MiB' or '40GB', or bytes as '9000B'; found 'much'"
     )
     assert refusal_of(Rule, match="a", action="checkpoint", hold="1GiB") == (
         "Rule: hold: expected no 'hold' beside action 'checkpoint': it belongs to action 'recompute'; found '1GiB'"
