@@ -75,7 +75,7 @@ def test_a_region_in_a_graph_runs_by_the_tape(monkeypatch: pytest.MonkeyPatch) -
 
     def captured() -> bool:
         model(x).sum().backward()
-        return "2 of 2 run as captured code" in handle.explain()
+        return "2 of 2 run as captured code" in handle.explain(wide=True)
 
     with recompute.apply(model, DRAWS_NOTHING["hooks"]) as handle:
         for _ in range(3):

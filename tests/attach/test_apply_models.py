@@ -150,7 +150,7 @@ def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) 
     # Of one batch the ratio differs by a quarter from processor to processor, as sums are in other orders: so of eight.
     ratios = [gradient_error(a, c) / gradient_error(b, c) for a, b, c in zip(found, without, truth, strict=True)]
     assert statistics.mean(ratios) <= 1.15
-    notes = handle.explain()
+    notes = handle.explain(wide=True)
     assert ("norm_linears, residual_mlp" in notes) is (name not in ("gemma2", "gemma3"))  # which norm once more
     for kernel in ("gated_mlp", "rope, as apply_rotary_pos_emb", "rms_norm", "linear_cross_entropy"):
         assert f"kernel: {kernel}" in notes
@@ -162,8 +162,8 @@ def test_kernels_leave_out_what_they_do_not_compute() -> None:
     ) as caught:
         handle = recompute.apply(make("llama", hidden_act="relu"), "kernel")
     assert len(caught) == 1  # for all layers
-    assert "kernel: rms_norm" in handle.explain()
-    assert "gated_mlp" not in handle.explain()
+    assert "kernel: rms_norm" in handle.explain(wide=True)
+    assert "gated_mlp" not in handle.explain(wide=True)
 
 
 def norm_nbytes(rows: int, width: int, size: int) -> int:
@@ -327,7 +327,7 @@ def test_options_of_the_model(options: dict[str, Any], preset: str) -> None:
 def test_kernels_take_biases(policy: Any) -> None:
     options = {"mlp_bias": True, "attention_bias": True}
     model = make("llama", **options)
-    assert "gated_mlp" in applied(model, policy).explain()
+    assert "gated_mlp" in applied(model, policy).explain(wide=True)
     torch.testing.assert_close(steps(model), steps(make("llama", **options)))
 
 

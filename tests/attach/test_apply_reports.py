@@ -164,11 +164,11 @@ def test_stats_stay_when_the_policy_is_gone() -> None:
     with recompute.apply(model, "hook") as handle:
         train(model)
         inside = handle.stats()
-        explained = handle.explain()
+        explained = handle.explain(wide=True)
     assert inside.frames > 0
     assert handle.stats() == inside
     assert handle.stats().removed > inside.removed
-    first, note, *rest = handle.explain().splitlines()
+    first, note, *rest = handle.explain(wide=True).splitlines()
     assert [first, *rest] == explained.splitlines()
     assert note.startswith("It was removed")
     assert repr(handle).endswith("on 6 modules, removed>")
@@ -189,7 +189,7 @@ def test_explain_says_which_module_got_which_rule_and_what_it_drops() -> None:
         },
     )
     rows = {line.split()[0]: line for line in handle.explain(wide=True).splitlines() if "rules[" in line}
-    assert "mixed" in handle.explain()
+    assert "mixed" in handle.explain(wide=True)
     assert {key: row.split("rules[")[1][0] for key, row in rows.items()} == {
         "layers.*": "0",
         "layers.*.self_attn": "1",
@@ -222,7 +222,7 @@ def test_explain_says_which_module_got_which_rule_and_what_it_drops() -> None:
 )
 def test_explain_says_how_the_model_itself_comes_back(action: str, options: dict[str, Any], expected: str) -> None:
     handle = recompute.apply(TinyRMSNorm(), rules(rule("TinyRMSNorm", action, **options)))
-    (row,) = (line for line in handle.explain().splitlines() if "rules[0]" in line)
+    (row,) = (line for line in handle.explain(wide=True).splitlines() if "rules[0]" in line)
     assert expected in row
 
 

@@ -58,10 +58,10 @@ def test_a_region_is_not_captured_before_it_has_settled(traced: list[Any]) -> No
     for _ in range(captured_region.WARMUP_FRAMES - 1):
         twins.step(step)
     assert traced == []
-    assert "captured" not in twins.handle.explain()
+    assert "captured" not in twins.handle.explain(wide=True)
     twins.settle(step)
     assert len(traced) == 1
-    assert "inside: 1 of 1 run as captured code" in twins.handle.explain()
+    assert "inside: 1 of 1 run as captured code" in twins.handle.explain(wide=True)
 
 
 def test_capture_false_stays_on_the_tape(traced: list[Any]) -> None:

@@ -239,4 +239,4 @@ def test_whole_models_train_as_without_a_policy(name: str, policy: str) -> None:
     model = models.make(name)
     handle = recompute.apply(model, policy)
     assert_same(dict(enumerate(trained(model))), dict(enumerate(expected)))
-    assert "captured code" in str(handle.explain())
+    assert "captured code" in str(handle.explain(wide=True))

@@ -253,7 +253,7 @@ def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch: pyt
         before = handle.stats()
         held.append(memory_of(model, tokens()))
         counted.append(handle.stats() - before)
-    assert "takes other steps" in handle.explain()
+    assert "takes other steps" in handle.explain(wide=True)
     assert counted == [counted[0]] * 8
     by_tape = held[1]
     assert max(held[4:]) <= by_tape, "nothing of it lives on"
@@ -303,7 +303,7 @@ def test_a_region_that_goes_on_otherwise_while_an_equal_one_is_captured_counts_e
         before = handle.stats()
         step(model)
         assert (handle.stats() - before).frames == 2
-    assert "2 of 2 run as captured code" in handle.explain()
+    assert "2 of 2 run as captured code" in handle.explain(wide=True)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside: dict[str, An
         step(model)
         counted.append(handle.stats() - before)
     assert counted[1:] == [counted[1]] * 8
-    assert "stay on the tape: modules inside of it have rules of their own" in handle.explain()
+    assert "stay on the tape: modules inside of it have rules of their own" in handle.explain(wide=True)
 
 
 def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_the_tape() -> None:
@@ -330,4 +330,4 @@ def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_th
     handle, step = recompute.apply(model, {"rules": [alike]}), train(tokens())
     for _ in range(6):
         step(model)
-    assert "layers.*: 2 of 2 run as captured code" in handle.explain()
+    assert "layers.*: 2 of 2 run as captured code" in handle.explain(wide=True)

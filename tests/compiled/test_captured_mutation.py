@@ -200,7 +200,7 @@ def test_writes_to_what_it_was_given_stay_on_the_tape(x: Tensor, forward: Callab
     for _ in range(10):
         twins.step(step)
     assert not twins.is_captured
-    assert "stay on the tape" in twins.handle.explain()
+    assert "stay on the tape" in twins.handle.explain(wide=True)
     assert twins.why_not
 
 

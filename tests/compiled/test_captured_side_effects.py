@@ -205,7 +205,7 @@ def test_what_code_cannot_do_stays_on_the_tape(forward: Callable[..., Any]) -> N
         twins.step(on(batches[index % 2] if index > 8 else batches[0]))
     assert not twins.is_captured
     assert twins.why_not
-    assert twins.why_not.split(";")[0] in twins.handle.explain()
+    assert twins.why_not.split(";")[0] in twins.handle.explain(wide=True)
 
 
 def test_the_reason_names_the_question() -> None:

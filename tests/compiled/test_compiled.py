@@ -173,7 +173,7 @@ def test_layers_that_are_wrapped_keep_their_paths() -> None:
     for index, layer in enumerate(model.layers):
         model.layers[index] = torch.compile(layer, backend=BACKEND)
     handle = recompute.apply(model, {"rules": [{"match": "layers.*.mlp", "layers": 0, "action": "checkpoint"}]})
-    assert re.search(r"^layers\.\*\.mlp +1 ", handle.explain(), re.MULTILINE)
+    assert re.search(r"^layers\.\*\.mlp +1 ", handle.explain(wide=True), re.MULTILINE)
     close(train(model), train(decoder()))
 
 

@@ -71,7 +71,7 @@ class Inside(nn.Module):
 
 def fates(handle: Any) -> list[tuple[str, str]]:
     """What the tensors that were held in 8 bits were made by, and saved by."""
-    rows = [line.split() for line in handle.explain().splitlines() if "kept in 8 bits" in line]
+    rows = [line.split() for line in handle.explain(wide=True).splitlines() if "kept in 8 bits" in line]
     return [(row[0], row[1]) for row in rows if row[0].startswith("aten.")]
 
 

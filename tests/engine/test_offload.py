@@ -107,7 +107,7 @@ def test_captured_code_offloads_what_it_keeps(way: dict[str, Any], copies: list[
         moved = handle.stats() - before
         assert moved.offloaded_nbytes == sum(nbytes for which, nbytes in copies[step:] if which == "out") > 0
         if way["action"] != "offload":
-            assert f"layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain()
+            assert f"layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
 
 
 SEEN_OTHERWISE: dict[str, Callable[[Tensor], Tensor]] = {

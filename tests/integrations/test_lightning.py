@@ -358,7 +358,7 @@ def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
     class Explains(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             assert callback.handle is not None
-            text = callback.handle.explain()
+            text = callback.handle.explain(wide=True)
             found[kernels] = {note for note in ("kernel: rms_norm", "cheap ops run again") if note in text}
 
     found: dict[Any, set[str]] = {}

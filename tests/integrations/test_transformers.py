@@ -361,7 +361,9 @@ def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             assert callback.handle is not None
             self.notes = {
-                note for note in ("kernel: rms_norm", "cheap ops run again") if note in callback.handle.explain()
+                note
+                for note in ("kernel: rms_norm", "cheap ops run again")
+                if note in callback.handle.explain(wide=True)
             }
 
     found = {}

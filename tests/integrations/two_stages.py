@@ -117,7 +117,7 @@ def train(name: str, rules: dict[str, Any] | None) -> StepsOfStages:
         optimizer.zero_grad()
     values = [value.detach() for value in (*values, *parameters)]
     dropped = sum(handle.stats().dropped_nbytes for handle in handles)
-    lines = [line for handle in handles for line in str(handle.explain()).splitlines() if "captured" in line]
+    lines = [line for handle in handles for line in str(handle.explain(wide=True)).splitlines() if "captured" in line]
     return StepsOfStages(values, bits(torch.get_rng_state()), dropped, lines)
 
 

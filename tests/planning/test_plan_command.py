@@ -163,7 +163,7 @@ def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
     ruled = {row["path"] for row in document["choices"] if row["choice"] != "keep"}
     assert ruled
     with recompute.apply(model, out) as handle:
-        text = handle.explain()
+        text = handle.explain(wide=True)
         assert "model.layers.*" in text
         model(**batch).loss.backward()
 

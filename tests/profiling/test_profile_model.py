@@ -99,7 +99,7 @@ def test_ways_that_hold_8_bits_are_profiled_where_they_are_asked_for(device: str
     rule = {"match": "model.layers.*", **(layer["hook, in 8 bits"].rule or {})}
     with recompute.apply(model, {"rules": [rule]}) as handle:
         model(**batch).loss.backward()
-    assert "8 bits" in handle.explain()
+    assert "8 bits" in handle.explain(wide=True)
 
 
 @pytest.mark.slow
@@ -368,7 +368,7 @@ def test_short_steps_are_measured_as_captured_code(monkeypatch: pytest.MonkeyPat
     def watched(run: DryRun, regions: Any, *, memory: Any = None, clock: Any = None) -> Any:
         trace = step(run, regions, memory=memory, clock=clock)
         if handles:
-            said = re.findall(r"\d+ of \d+ run as captured code", str(handles[-1].explain()))
+            said = re.findall(r"\d+ of \d+ run as captured code", str(handles[-1].explain(wide=True)))
             told.setdefault(len(handles), []).append(said)
         return trace
 

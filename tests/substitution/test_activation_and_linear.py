@@ -122,7 +122,7 @@ def test_the_kernel_gives_what_the_layer_gives(activation: nn.Module, dtype: tor
     exact = gradients(copy.deepcopy(module).double(), X.double())
     module, x = module.to(dtype), X.to(dtype)
     found, handle = under(module)
-    assert "kernel: activation_linear (" in handle.explain()
+    assert "kernel: activation_linear (" in handle.explain(wide=True)
     assert kernels_in(found, x) == 1
     for value, peer, truth in zip(gradients(found, x), gradients(module, x), exact, strict=True):
         assert (value.dtype, value.shape) == (peer.dtype, peer.shape)
@@ -141,7 +141,7 @@ def test_it_has_the_kernels_own_bits(capture: bool) -> None:
     (found, handle), (other, _) = under(module, capture=capture), under(made(lambda: Layer(by_hand)), capture=False)
     for _ in range(7):
         assert_same(gradients(found, X), gradients(other, X))
-    assert ("1 of 1 run as captured code" in handle.explain()) is capture
+    assert ("1 of 1 run as captured code" in handle.explain(wide=True)) is capture
     assert kernels_in(found, X) == 1
 
 
@@ -155,7 +155,7 @@ def test_it_holds_what_the_tape_holds(build: Callable[[], nn.Module], dtype: tor
             found, handle = under(module, via, capture=capture)
             for _ in range(7 if capture else 2):
                 gradients(found, X.to(dtype))
-            assert ("1 of 1 run as captured code" in handle.explain()) is capture
+            assert ("1 of 1 run as captured code" in handle.explain(wide=True)) is capture
             stats = of_one_more(lambda found=found: found(x * 1), handle)
             counts.append((stats.kept_nbytes, stats.eager_nbytes))
             if not capture:
@@ -169,11 +169,11 @@ def test_it_holds_what_the_tape_holds(build: Callable[[], nn.Module], dtype: tor
 def test_a_linear_and_an_expression_of_it_have_the_bits_of_a_linear_and_a_module(capture: bool) -> None:
     plain = made(esm)
     (found, handle), (other, _) = (under(each, capture=capture) for each in (plain, made(PostNorm)))
-    assert "kernel: activation_linear (gelu), with dense" in handle.explain()
+    assert "kernel: activation_linear (gelu), with dense" in handle.explain(wide=True)
     for _ in range(7):
         assert_same(gradients(found, X), gradients(other, X))
         torch.testing.assert_close(gradients(found, X), gradients(plain, X))
-    assert ("1 of 1 run as captured code" in handle.explain()) is capture
+    assert ("1 of 1 run as captured code" in handle.explain(wide=True)) is capture
     assert kernels_in(found) == 1
 
 
@@ -203,7 +203,7 @@ class WrittenOfHalf(Written):
 def test_what_is_nearly_a_linear_and_an_activation_runs_as_it_is(first: type[Half], capture: bool) -> None:
     module = made(lambda: PostNorm(first))
     found, handle = under(module, capture=capture)
-    assert "activation_linear" not in handle.explain()
+    assert "activation_linear" not in handle.explain(wide=True)
     for _ in range(7):
         torch.testing.assert_close(gradients(found, X), gradients(module, X))
 
@@ -286,14 +286,14 @@ AS_IT_IS: dict[str, Callable[[], nn.Module]] = {
 def test_what_is_nearly_that_runs_as_it_is(build: Callable[[], nn.Module], capture: bool) -> None:
     module = made(build)
     (found, handle), (by_hooks, of_hooks) = (under(module, via, capture=capture) for via in ("kernel", "hook"))
-    assert "activation_linear" not in handle.explain()
+    assert "activation_linear" not in handle.explain(wide=True)
     for _ in range(7 if capture else 2):
         outcome = gradients(found, X)
         with counted_ops() as ops:
             gradients(found, X)
         assert "recompute.activation_forward" not in ops
         torch.testing.assert_close(outcome, gradients(by_hooks, X))
-    is_captured = ["1 of 1 run as captured code" in each.explain() for each in (handle, of_hooks)]
+    is_captured = ["1 of 1 run as captured code" in each.explain(wide=True) for each in (handle, of_hooks)]
     assert is_captured[0] == is_captured[1]
 
 
@@ -301,7 +301,7 @@ def test_a_module_that_returns_an_activation_returns_its_values() -> None:
     """Nobody knows what reads them."""
     module = made(Half)
     found, handle = under(module)
-    assert "activation_linear" not in handle.explain()
+    assert "activation_linear" not in handle.explain(wide=True)
     assert type(found(X)) is Tensor
     assert_same(gradients(found, X), gradients(module, X))
 
@@ -315,7 +315,7 @@ def test_a_dropout_in_between_runs_as_it_is_while_it_drops(capture: bool) -> Non
             each.p = p
         for _ in range(7):
             torch.testing.assert_close(gradients(found, X), gradients(module, X))
-        assert ("1 of 1 run as captured code" in handle.explain()) is capture
+        assert ("1 of 1 run as captured code" in handle.explain(wide=True)) is capture
         assert kernels_in(found, X) == kernels
 
 
@@ -442,7 +442,7 @@ def test_one_activation_and_one_linear_may_serve_several_layers() -> None:
     handle = recompute.apply(module, rules(rule("Layer", "recompute", via="kernel")))
     for _ in range(7):
         torch.testing.assert_close(gradients(module, X), gradients(plain, X))
-    assert "3 of 3 run as captured code" in handle.explain()
+    assert "3 of 3 run as captured code" in handle.explain(wide=True)
     assert kernels_in(module, X) == 3
 
 
@@ -463,10 +463,10 @@ def test_a_rule_that_compresses_leaves_it_to_the_tape() -> None:
 def test_on_the_cpu_auto_leaves_it_to_the_tape() -> None:
     module = made(Layer)
     found, handle = under(module, "auto")
-    assert "kernel: activation_linear (gelu), with fc2 on CUDA, else" in handle.explain()
+    assert "kernel: activation_linear (gelu), with fc2 on CUDA, else" in handle.explain(wide=True)
     for _ in range(7):
         assert_same(gradients(found, X), gradients(module, X))
-    assert "1 of 1 run as captured code" in handle.explain()
+    assert "1 of 1 run as captured code" in handle.explain(wide=True)
 
 
 @pytest.mark.slow
@@ -479,7 +479,7 @@ def test_autocast_casts_as_it_does_without_a_policy() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 outcome = gradients(each, X)
         outcomes.append(outcome)
-    assert "1 of 1 run as captured code" in handle.explain()
+    assert "1 of 1 run as captured code" in handle.explain(wide=True)
     for value, other in zip(*outcomes, strict=True):
         assert value.dtype is other.dtype
         assert (value - other).norm() <= 0.02 * other.norm()
@@ -542,7 +542,7 @@ def test_bloom_is_captured_and_holds_less_than_its_tape() -> None:
         handle = recompute.apply(model, rules(rule("BloomBlock", "recompute", via=via)))
         for _ in range(8):
             model(**models.batch("llama"), use_cache=False).loss.backward()
-        kept[via], texts[via] = handle.plans()["transformer.h.0"].kept_nbytes, handle.explain()
+        kept[via], texts[via] = handle.plans()["transformer.h.0"].kept_nbytes, handle.explain(wide=True)
     assert kept["hook"] - kept["kernel"] == TOKENS * 4 * HIDDEN * 4
     assert f"transformer.h.*: {LAYERS} of {LAYERS} run as captured code" in texts["kernel"]
     assert "kernel: activation_linear (gelu_tanh), with dense_4h_to_h" in texts["kernel"]

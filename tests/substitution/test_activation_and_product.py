@@ -126,7 +126,7 @@ class Opaque(nn.Module):
 def test_the_kernel_gives_what_the_mlp_gives(run: Callable[..., Tensor], activation: str) -> None:
     module = made(lambda: Layer(run, act=ACT2FN[activation], opaque=Opaque()))
     found, handle = under(module)
-    assert "fused with the product behind it" in handle.explain()
+    assert "fused with the product behind it" in handle.explain(wide=True)
     assert kernels_in(found) == 1
     torch.testing.assert_close(gradients(found, X), gradients(module, X))
 
@@ -157,7 +157,7 @@ def test_it_has_the_kernels_own_bits(capture: bool) -> None:
     (found, handle), (other, _) = (under(each, capture=capture) for each in (module, made(lambda: Layer(by_hand))))
     for _ in range(7):
         assert_same(gradients(found, X), gradients(other, X))
-    assert ("1 of 1 run as captured code" in handle.explain()) is capture
+    assert ("1 of 1 run as captured code" in handle.explain(wide=True)) is capture
     assert kernels_in(found) == 1
 
 
@@ -170,7 +170,7 @@ def test_it_holds_what_the_tape_holds(run: Callable[..., Tensor], capture: bool)
         found, handle = under(module, via, capture=capture)
         for _ in range(7 if capture else 2):
             gradients(found, X)
-        assert ("1 of 1 run as captured code" in handle.explain()) is capture
+        assert ("1 of 1 run as captured code" in handle.explain(wide=True)) is capture
         counts.append(held(found, lambda found=found: found(x * 1)))
         assert of_one_more(lambda found=found: found(x * 1), handle).kept_nbytes == counts[-1]
     assert counts[1] <= counts[0]
@@ -235,10 +235,12 @@ def test_what_is_nearly_that_has_the_bits_that_it_has_without_a_policy(
     module = made(lambda: Layer(run, act=copy.deepcopy(activation)))
     module.norm = nn.Identity()  # has no kernel
     found, handle = under(module, capture=capture)
-    assert ("fused with the product" in handle.explain()) is (run is by_a_column)  # whose width a trace does not tell
+    assert ("fused with the product" in handle.explain(wide=True)) is (
+        run is by_a_column
+    )  # whose width a trace does not tell
     for _ in range(7):
         assert_same(gradients(found, X), gradients(module, X))
-    assert ("1 of 1 run as captured code" in handle.explain()) is capture
+    assert ("1 of 1 run as captured code" in handle.explain(wide=True)) is capture
     assert kernels_in(found) == 0
 
 
@@ -326,10 +328,10 @@ def test_a_rule_that_compresses_leaves_it_to_the_tape() -> None:
 def test_on_the_cpu_auto_leaves_it_to_the_tape() -> None:
     module = made(lambda: Layer(with_dropout))
     found, handle = under(module, "auto")
-    assert "kernel: silu, fused with the product behind it on CUDA, else" in handle.explain()
+    assert "kernel: silu, fused with the product behind it on CUDA, else" in handle.explain(wide=True)
     for _ in range(7):
         assert_same(gradients(found, X), gradients(module, X))
-    assert "1 of 1 run as captured code" in handle.explain()
+    assert "1 of 1 run as captured code" in handle.explain(wide=True)
 
 
 @fused
@@ -362,6 +364,6 @@ def test_a_t5_holds_what_its_tape_holds_with_its_dropout() -> None:
         for _ in range(8):
             torch.manual_seed(0)
             model(**batch, use_cache=False).loss.backward()
-        assert ("gelu_tanh, fused with the product behind it" in handle.explain()) is (via == "kernel")
+        assert ("gelu_tanh, fused with the product behind it" in handle.explain(wide=True)) is (via == "kernel")
         bytes_held.append(held(model, lambda model=model: model(**batch, use_cache=False).loss))
     assert bytes_held[1] == bytes_held[0]

@@ -106,7 +106,7 @@ def test_layers_with_layer_norms_are_captured_with_the_kernels_bits() -> None:
     code, kernels, batch = make(), make(), models.batch("llama")
     handle = recompute.apply(code, policy())
     captured(code, batch, handle)
-    assert "add_layer_norm" in handle.explain()
+    assert "add_layer_norm" in handle.explain(wide=True)
     recompute.apply(kernels, policy(capture=False))
     assert_same(gradients(code, batch), gradients(kernels, batch))
 
@@ -170,7 +170,7 @@ def test_layers_with_stacked_experts_are_captured_with_the_kernels_bits(name: st
     recompute.apply(kernels, policy(capture=False))
     handle = recompute.apply(code, policy())
     captured(code, batch, handle)
-    assert "silu, fused with the product behind it" in handle.explain()
+    assert "silu, fused with the product behind it" in handle.explain(wide=True)
     for _ in range(2):
         expected = gradients(kernels, batch)
     with runs_code() as count:
@@ -301,7 +301,7 @@ def test_explain_says_which_layers_are_captured() -> None:
     model = models.make("llama")
     handle = recompute.apply(model, policy())
     captured(model, models.batch("llama"), handle)
-    assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain()
+    assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
 
 
 def test_a_call_without_gradients_before_each_step_keeps_no_layer_from_being_captured() -> None:
@@ -312,7 +312,7 @@ def test_a_call_without_gradients_before_each_step_keeps_no_layer_from_being_cap
         with torch.no_grad():
             model(**batch)
         gradients(model, batch)
-    assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain()
+    assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
 
 
 def test_capture_false_leaves_a_layer_to_its_kernels() -> None:

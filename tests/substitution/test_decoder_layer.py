@@ -88,7 +88,7 @@ def test_finds_a_layer_that_may_attend_to_an_encoder() -> None:
                 for output, each in zip(outputs, (model, plain), strict=True)
             ]
             torch.testing.assert_close(*gradients)
-    assert "kernel: add_layer_norm" in handle.explain()
+    assert "kernel: add_layer_norm" in handle.explain(wide=True)
 
 
 def _with_encoder(config: Any) -> nn.Module:
@@ -252,7 +252,7 @@ def test_a_layer_may_return_the_last_output_of_attention() -> None:
     plain = ChoosingLayer()
     layer, x = copy.deepcopy(plain), torch.randn(2, 6, TINY_HIDDEN)
     handle = recompute.apply(layer, rules(rule("ChoosingLayer", "recompute", via="kernel")))
-    assert "kernel: norm_linears, residual_mlp" in handle.explain()
+    assert "kernel: norm_linears, residual_mlp" in handle.explain(wide=True)
     for _ in range(6):
         assert torch.equal(layer(x)[1], plain(x)[1])
         torch.testing.assert_close(gradients(lambda x: layer(x)[0], x), gradients(lambda x: plain(x)[0], x))
@@ -451,7 +451,7 @@ def test_kernels_may_stand_in_for_what_has_attentions_place(
     layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm = norm(), attention(), norm()  # type: ignore[assignment]
     plain, x = copy.deepcopy(layer), torch.randn(2, 6, TINY_HIDDEN)
     handle = recompute.apply(layer, rules(rule("TinyDecoderLayer", "recompute", via="kernel")))
-    assert ("kernel: norm_linears" if norm is TinyRMSNorm else "kernel: add_layer_norm") in handle.explain()
+    assert ("kernel: norm_linears" if norm is TinyRMSNorm else "kernel: add_layer_norm") in handle.explain(wide=True)
     for _ in range(2):
         torch.testing.assert_close(outcome(layer, x), outcome(plain, x))
 
@@ -471,8 +471,8 @@ def test_parallel_layers_with_rms_norms_have_kernels_for_their_parts_alone() -> 
     module = Parallel()
     model = copy.deepcopy(module)
     handle = recompute.apply(model, rules(rule("Parallel", "recompute", via="kernel")))
-    assert "kernel: rms_norm" in handle.explain()
-    assert "kernel: gated_mlp" in handle.explain()
-    assert "norm_linears" not in handle.explain()
+    assert "kernel: rms_norm" in handle.explain(wide=True)
+    assert "kernel: gated_mlp" in handle.explain(wide=True)
+    assert "norm_linears" not in handle.explain(wide=True)
     x = torch.randn(2, 6, TINY_HIDDEN)
     torch.testing.assert_close(gradients(model, x), gradients(module, x))

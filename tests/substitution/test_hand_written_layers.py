@@ -84,7 +84,7 @@ def test_layers_are_computed_whole_and_captured(layers: str) -> None:
             F.cross_entropy(each(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
         for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, msg=lambda told, name=name: f"{name}: {told}")
-    said = str(handle.explain())
+    said = str(handle.explain(wide=True))
     assert ("linear_cross_entropy" in said) == (layers == "with the head")
     assert "kernel: norm_linears, residual_mlp" in said
     assert "kernel: gated_mlp (silu)" in said
@@ -126,4 +126,4 @@ def test_an_lm_head_of_several_parts_makes_no_logits() -> None:
             for loss, each in zip(losses, (model, plain), strict=True)
         )
         torch.testing.assert_close((losses[0], *found), (losses[1], *expected))
-    assert "kernel: linear_cross_entropy" in str(handle.explain())
+    assert "kernel: linear_cross_entropy" in str(handle.explain(wide=True))

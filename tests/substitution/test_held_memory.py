@@ -121,7 +121,7 @@ def test_a_head_holds_the_logits_that_its_rule_has_room_for() -> None:
             torch.testing.assert_close(torch.autograd.grad(run(), model.lm_head.weight), expected)
             kept.append(handle.stats().kept_nbytes)
             measured.append(step_memory(run, torch.device("cpu")).activation_bytes_held)
-            assert ("with 1.00 GiB for logits" in handle.explain()) is bool(room)
+            assert ("with 1.00 GiB for logits" in handle.explain(wide=True)) is bool(room)
     logits = 4 * TOKENS * words * 4
     assert kept[1] - kept[0] == measured[1] - measured[0] == logits
 

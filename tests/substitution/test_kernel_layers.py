@@ -95,7 +95,7 @@ def test_from_the_second_run_on_what_a_norm_feeds_is_one_node() -> None:
 def test_experts_are_gated_linear_units_in_one_kernel(name: str) -> None:
     model, plain = make(name), make(name)
     handle = recompute.apply(model, POLICY)
-    assert "silu, fused with the product behind it" in handle.explain()
+    assert "silu, fused with the product behind it" in handle.explain(wide=True)
     gradients(model)
     with Ops() as ops:
         loss_of(model)
@@ -346,7 +346,7 @@ def test_layers_have_their_kernels_whether_hugging_faces_checkpointing_is_on_or_
         if is_on:
             model.gradient_checkpointing_enable()
         handle = recompute.apply(model, POLICY | {"rules": [{"type": "block", "action": "recompute", "via": "kernel"}]})
-        notes.append(handle.explain())
+        notes.append(handle.explain(wide=True))
     assert "kernel: " in notes[0]
     assert notes[0] == notes[1]
 
@@ -466,7 +466,7 @@ def test_a_layer_that_branches_on_an_attribute_is_left_to_itself_when_that_chang
     layers = [Skipping(), Skipping()]
     layers[1].load_state_dict(layers[0].state_dict())
     handle = recompute.apply(layers[0], rules(rule("Skipping", "recompute", via="kernel", capture=capture)))
-    assert "kernel: norm_linears, residual_mlp" in handle.explain()
+    assert "kernel: norm_linears, residual_mlp" in handle.explain(wide=True)
     x = torch.randn(2, 6, TINY_HIDDEN, requires_grad=True)
     for step in range(6):
         if step == 5:

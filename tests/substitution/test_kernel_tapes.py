@@ -186,7 +186,7 @@ def test_the_finer_frontier_of_a_layer_is_what_rules_with_its_limits_give(via: s
             before = handle.stats()
             assert_same(gradients(model, models.batch("llama")), expected)
             assert (handle.stats() - before).kept_nbytes == LAYERS * point.held_nbytes
-        assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
+        assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
 
 
 def rerun_seconds(plan: Any) -> float:
@@ -236,7 +236,7 @@ def test_explain_says_which_kernels_and_what_they_keep() -> None:
     model = models.make("llama", num_hidden_layers=LAYERS)
     handle = recompute.apply(model, policy(rerun="gemm", keep="recompute.rope", price=2e10))
     gradients(model, models.batch("llama"))
-    text = handle.explain()
+    text = handle.explain(wide=True)
     assert (
         "kernel: norm_linears, residual_mlp; cheap ops run again and gemm, at 2e+10 bytes a second; recompute.rope kept"
     ) in text
@@ -317,7 +317,7 @@ def test_what_is_kept_by_name_is_not_made_again() -> None:
             model(token_ids()).sum().backward()
         plan = handle.plans()["layers.0"]
         reruns[bool(keep)] = sum(plan.steps[index].name == "aten.mm" for index in plan.rerun)
-        assert ("passed to recompute.keep" in handle.explain()) is bool(keep)
+        assert ("passed to recompute.keep" in handle.explain(wide=True)) is bool(keep)
     assert reruns[False] == reruns[True] + 1  # attention's output projection
 
 

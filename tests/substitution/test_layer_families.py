@@ -164,7 +164,7 @@ each_family = pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_ne
 @each_family
 def test_kernels_hold_what_the_tape_holds(name: str) -> None:
     (by_hooks, _), (by_kernels, handle) = (settled(name, via) for via in ("hook", "kernel"))
-    assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
+    assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
     assert held_by(by_kernels, name) == held_by(by_hooks, name) + FAMILIES[name].last_norm * tokens(name)
 
 
@@ -191,8 +191,8 @@ def test_a_layer_with_rms_norms_and_an_ungated_mlp_runs_on_no_tape() -> None:
         for _ in range(8):
             model(**batch_of("phi")).loss.backward()
         held[via] = held_by(model, "phi")
-    assert "kernel: norm_linears, add_rms_norm  " in handle.explain()
-    assert "kernel: mlp (relu2)" in handle.explain()
+    assert "kernel: norm_linears, add_rms_norm  " in handle.explain(wide=True)
+    assert "kernel: mlp (relu2)" in handle.explain(wide=True)
     assert held["kernel"] <= held["hook"] + (2 * LAYERS + 1) * TOKENS * 4
 
 
@@ -200,8 +200,8 @@ def test_a_layer_with_rms_norms_and_an_ungated_mlp_runs_on_no_tape() -> None:
 def test_the_kernels_run(name: str) -> None:
     family, (model, handle) = FAMILIES[name], settled(name, "kernel")
     ops = ops_of(model, name)
-    assert ("kernel: add_layer_norm" in handle.explain()) is (family.explained == WHOLE)
-    assert family.explained in handle.explain()
+    assert ("kernel: add_layer_norm" in handle.explain(wide=True)) is (family.explained == WHOLE)
+    assert family.explained in handle.explain(wide=True)
     for op in ("activation_backward_", "glu_backward_", "glu_backward"):
         assert ops.get(f"recompute.{op}", 0) == (LAYERS * family.stacks if op == family.mlps else 0)
 
@@ -217,7 +217,7 @@ def test_norms_add_what_parts_alone_add_by_ops_of_their_own(name: str, monkeypat
     whole, _ = settled(name, "kernel")
     monkeypatch.setattr(KernelLayerRunner, "for_module", lambda *_: None)
     parts, handle = under(name, layers("kernel"))
-    assert FAMILIES[name].explained not in handle.explain()
+    assert FAMILIES[name].explained not in handle.explain(wide=True)
     of_parts, of_whole = (
         ops["aten.add"] + ops.get("aten.add_", 0) for ops in (ops_of(parts, name), ops_of(whole, name))
     )
@@ -234,7 +234,7 @@ def test_gradients_are_the_models_up_to_rounding(name: str) -> None:
 @each_family
 def test_captured_layers_give_the_bits_of_those_on_the_tape(name: str) -> None:
     (captured, handle), (taped, of_tape) = settled(name, "kernel"), under(name, layers("kernel", capture=False), 4)
-    assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()
+    assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
     assert_same(outcome(captured, name), outcome(taped, name))
     plans, others = (
         {path: plan.kept_nbytes for path, plan in each.plans().items() if "norm" not in path}
@@ -273,7 +273,7 @@ def test_triton_gives_what_the_references_give(name: str, device: str) -> None:
 def test_a_tile_of_tokens_at_a_time_holds_no_intermediate(name: str) -> None:
     given = [layers("kernel", **options) for options in ({"capture": False}, {"tile": 8})]  # which is not captured
     (whole, _), (tiled, handle) = (under(name, each, 3) for each in given)
-    assert "8 tokens at a time" in handle.explain()
+    assert "8 tokens at a time" in handle.explain(wide=True)
     torch.testing.assert_close(outcome(tiled, name), outcome(whole, name))
     assert held_by(whole, name) - held_by(tiled, name) >= LAYERS * TOKENS * INTERMEDIATE * 4
 
@@ -290,7 +290,7 @@ def test_a_rule_that_compresses_holds_what_up_gives_in_8_bits() -> None:
                 "GPTNeoX", **{**PLAIN, "intermediate_size": numbers // TOKENS}, use_parallel_residual=False
             )()
             handle = recompute.apply(model, rules(rule(type_name, "recompute", via="kernel", compress=compress)))
-            assert ("what dense_h_to_4h gives in 8 bits" in handle.explain()) is compress
+            assert ("what dense_h_to_4h gives in 8 bits" in handle.explain(wide=True)) is compress
             loss = [model.train()(**batch_of("gpt_neox")).loss for _ in range(2)][-1]
             loss.backward()
             kept.append(held_by(model, "gpt_neox"))
@@ -300,7 +300,7 @@ def test_a_rule_that_compresses_holds_what_up_gives_in_8_bits() -> None:
 
 def test_on_the_cpu_auto_leaves_them_to_the_tape() -> None:
     model, handle = under("starcoder2", layers("auto"), 2)
-    assert "kernel: mlp (gelu_tanh) on CUDA, else" in handle.explain()
+    assert "kernel: mlp (gelu_tanh) on CUDA, else" in handle.explain(wide=True)
     assert_same(outcome(model, "starcoder2"), outcome(make("starcoder2"), "starcoder2"))
 
 

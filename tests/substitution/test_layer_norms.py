@@ -100,7 +100,7 @@ def test_the_kernel_gives_what_the_norm_gives(module: nn.Module, norm: KernelLay
             parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
     stand_in = copy.deepcopy(module)
     handle = recompute.apply(stand_in, rules(rule(type(module).__name__, "recompute", via="kernel")))
-    assert "kernel: layer_norm" in handle.explain()
+    assert "kernel: layer_norm" in handle.explain(wide=True)
     x, dy = torch.randn(2, 5, 3, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def results(module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -322,9 +322,9 @@ def test_a_block_on_a_tape_has_its_norms_computed_by_kernels() -> None:
             outcome(model, batch)
         counts[name], kept[name] = Counter(ops), handle.plans()["transformer.h.0"].kept_nbytes
         outcomes[name] = outcome(model, batch)
-        assert ("kernel: layer_norm" in handle.explain()) is (via == "kernel")
-        assert "kernel: add_layer_norm" not in handle.explain()
-        assert ("transformer.h.*: 2 of 2 run as captured code" in handle.explain()) is (name != "tape")
+        assert ("kernel: layer_norm" in handle.explain(wide=True)) is (via == "kernel")
+        assert "kernel: add_layer_norm" not in handle.explain(wide=True)
+        assert ("transformer.h.*: 2 of 2 run as captured code" in handle.explain(wide=True)) is (name != "tape")
     assert counts["kernel"]["recompute.layer_norm_backward"] == counts["hook"]["aten.native_layer_norm_backward"] == 5
     assert "aten.native_layer_norm" not in counts["kernel"]
     assert kept["kernel"] == kept["tape"] == kept["hook"]
@@ -340,7 +340,7 @@ LAYER_RULES = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kern
 def test_a_layer_whose_mlp_has_a_kernel_is_taken_as_a_whole(name: str) -> None:
     model, plain = make(name), make(name)
     handle = recompute.apply(model, LAYER_RULES)
-    assert "kernel: add_layer_norm" in handle.explain()
+    assert "kernel: add_layer_norm" in handle.explain(wide=True)
     with counted_ops() as ops:
         found = outcome(model, batch_of(name))
     layers = models.LAYERS
@@ -426,7 +426,7 @@ def test_the_mlp_of_a_whole_layer_runs_over_some_tokens_at_a_time_if_a_rule_says
     model, plain = make("olmo"), make("olmo")
     given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", tile=8))
     handle = recompute.apply(model, given)
-    assert "kernel: gated_mlp (silu), 8 tokens at a time" in handle.explain()
+    assert "kernel: gated_mlp (silu), 8 tokens at a time" in handle.explain(wide=True)
     torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
 
 

@@ -221,7 +221,7 @@ def layer_of(norm: type[nn.Module]) -> nn.Module:
 def test_a_layer_with_such_norms_is_taken_as_a_whole() -> None:
     layer, plain = layer_of(T5Like), layer_of(T5Like)
     handle = recompute.apply(layer, rules(rule("TinyDecoderLayer", "recompute", via="kernel")))
-    assert "kernel: norm_linears, residual_mlp" in handle.explain()
+    assert "kernel: norm_linears, residual_mlp" in handle.explain(wide=True)
     x = torch.randn(2, 5, HIDDEN)
     torch.testing.assert_close(gradients(layer, x), gradients(plain, x))
 
@@ -246,7 +246,7 @@ def test_a_t5_trains_with_them_in_mixed_precision_too(dtype: torch.dtype) -> Non
         model = models.make("t5", dropout_rate=0.0)
         if policy is not None:
             handle = recompute.apply(model, policy)
-            assert "rms_norm (llama casting)" in handle.explain()
+            assert "rms_norm (llama casting)" in handle.explain(wide=True)
         with counted_ops() as ops, torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
             loss = model(**models.batch("t5")).loss
             loss.backward()

@@ -41,7 +41,7 @@ def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
 )
 def test_explain_says_what_kernels_are_told(settings: dict[str, Any], note: str) -> None:
     with recompute.apply(make("llama"), rules(**settings)) as handle:
-        assert f"kernel: norm_linears, {note}" in handle.explain()
+        assert f"kernel: norm_linears, {note}" in handle.explain(wide=True)
 
 
 def test_tiles_hold_less_and_their_peak_is_lower() -> None:

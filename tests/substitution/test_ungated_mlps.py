@@ -93,7 +93,7 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
 def stood_in(module: nn.Module, **options: Any) -> nn.Module:
     found = copy.deepcopy(module)
     handle = recompute.apply(found, rules(rule(type(module).__name__, "recompute", via="kernel", **options)))
-    assert "kernel: mlp (" in handle.explain()
+    assert "kernel: mlp (" in handle.explain(wide=True)
     return found
 
 
@@ -234,7 +234,7 @@ def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture: b
     state = torch.get_rng_state()
     handle = recompute.apply(model, rules(rule("MLP", "recompute", via="kernel", capture=capture)))
     assert torch.equal(torch.get_rng_state(), state)
-    assert "kernel: mlp (gelu); cheap ops run again" in handle.explain()
+    assert "kernel: mlp (gelu); cheap ops run again" in handle.explain(wide=True)
     for _ in range(6):
         for seed in range(2):
             outputs, expected, _ = (gradients(each, x, seed=seed) for each in (model, plain, by_hooks))
@@ -273,7 +273,7 @@ def test_an_mlp_of_sequences_with_dropout_is_captured_with_the_kernels_bits(make
 
     for seed in range(8):
         assert_same(step(code, seed), step(kernels, seed))
-    assert "1 of 1 run as captured code" in handle.explain()
+    assert "1 of 1 run as captured code" in handle.explain(wide=True)
 
 
 @pytest.mark.parametrize(
