@@ -26,6 +26,8 @@ class ModelAndBatch(NamedTuple):
     model: nn.Module
     batch: Any
     name: str
+    assumed: tuple[str, ...] = ()
+    """What the caller did not say of the batch."""
 
     def run(self) -> tuple[Tensor, Any]:
         if isinstance(self.batch, Mapping):

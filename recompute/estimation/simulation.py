@@ -6,7 +6,7 @@ import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recompute.errors import ModelError, RecomputeError
+from recompute.estimation.attention_choice import Platform
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.module_tracker import LOSS, ModuleTracker, unit_of
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
@@ -46,6 +47,8 @@ class SimulatedStep:
     """What is held after forward, by the path of the module that made it."""
     logits_peak_nbytes: int
     """The most that logits, their copies and their gradients take at once, with those that the model returned."""
+    attention: tuple[str, ...] = ()
+    """The kernels that ``scaled_dot_product_attention`` ran by."""
 
     def beside_others(self, in_flight: int) -> SimulatedStep:
         """The step of a microbatch that runs beside others, so that so many are in flight, and beside all gradients."""
@@ -55,7 +58,7 @@ class SimulatedStep:
             MomentMemory(moment.name, {gradients: others + max(moment.alive.values())}) for moment in self.moments
         ]
         held = {path: in_flight * nbytes for path, nbytes in self.held.items()}
-        return SimulatedStep(tuple(moments), held, self.logits_peak_nbytes)
+        return replace(self, moments=tuple(moments), held=held)
 
 
 def simulate(
@@ -66,20 +69,20 @@ def simulate(
     classes: int | None = None,
     autocast: torch.dtype | None = None,
     warm_up: bool = False,
-    on_cuda: bool = True,
+    platform: Platform | None = None,
 ) -> SimulatedStep:
     """Trace one forward and backward of a model on fake tensors, under their mode. Leaves no gradients.
 
     run: runs forward; returns the loss, and what else the model returned.
     tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
     warm_up: run a forward before, for what a policy learns in the first one.
-    on_cuda: count as on CUDA; else to the byte, as the CPU runs it.
+    platform: count as on this device; None: to the byte, as the CPU runs it.
     """
     if warm_up:
-        with _environment(autocast, on_cuda) as forward_only, forward_only(), _following(model, ModuleTracker()):
+        with _environment(autocast, platform) as (forward_only, _), forward_only(), _following(model, ModuleTracker()):
             run()
     recorder = _MemoryRecorder(classes, tokens)
-    trace = StorageTrace(BLOCK_NBYTES if on_cuda else 1)
+    trace = StorageTrace(1 if platform is None else BLOCK_NBYTES)
     recorder.watch(trace)
     hooks = [
         parameter.register_post_accumulate_grad_hook(recorder.take_gradient)
@@ -87,7 +90,7 @@ def simulate(
         if parameter.requires_grad
     ]
     try:
-        with _without_garbage_collection(), _environment(autocast, on_cuda) as forward_only, trace:
+        with _without_garbage_collection(), _environment(autocast, platform) as (forward_only, attention), trace:
             with forward_only(), _following(model, recorder.tracker):
                 loss, output = run()
             logits = _logits(output, classes)
@@ -104,7 +107,8 @@ def simulate(
             hook.remove()
         model.zero_grad()
     moments = tuple(MomentMemory(name, dict(alive)) for name, alive in recorder.moments.items())
-    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes)
+    kernels = tuple(sorted(attention))
+    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes, kernels)
 
 
 def optimizer_peak_nbytes(
@@ -127,13 +131,18 @@ def optimizer_peak_nbytes(
 
 
 @contextmanager
-def _environment(autocast: torch.dtype | None, on_cuda: bool) -> Iterator[Callable[[], Any]]:
-    """The modes for forward and backward. Yields a function that returns those for forward alone."""
-    if on_cuda:
-        with as_on_cuda():
-            yield lambda: as_on_cuda(autocast=autocast)
+def _environment(
+    autocast: torch.dtype | None, platform: Platform | None
+) -> Iterator[tuple[Callable[[], Any], set[str]]]:
+    """The modes for forward and backward.
+
+    Yields a function that returns those for forward alone, and the names of the kernels of attention that have run.
+    """
+    if platform is not None:
+        with as_on_cuda(platform) as attention:
+            yield lambda: as_on_cuda(autocast=autocast), attention
     else:
-        yield lambda: torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+        yield lambda: torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None), set()
 
 
 @contextmanager
