@@ -18,7 +18,8 @@ from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWar
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
-from recompute.estimation.layer_extrapolation import extrapolated_step, find_stack
+from recompute.estimation.fake_tensors import shapes_chosen_in_turn
+from recompute.estimation.layer_extrapolation import extrapolated_step, find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.simulation import SimulatedStep, optimizer_peak_nbytes, simulate
@@ -134,10 +135,12 @@ class ModelEstimator:
             options.loss,
             options.microbatches,
             options.microbatches_in_flight,
-            (*self._subject.assumed, *self._attention(step)),
+            (*self._subject.assumed, *self._assumed(step)),
         )
 
-    def _attention(self, step: SimulatedStep) -> Iterator[str]:
+    def _assumed(self, step: SimulatedStep) -> Iterator[str]:
+        if shapes_chosen_in_turn():
+            yield "tokens divided evenly among experts"
         if self._platform is not None and step.attention:
             kernels = " and ".join(step.attention)
             yield f"scaled_dot_product_attention by {kernels}, as torch {torch.__version__} on {self._platform.name}"
@@ -160,8 +163,8 @@ class ModelEstimator:
     def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
         """What a step takes under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
         if (policy, autocast) not in self._steps:
-            stack = find_stack(self._subject.model, policy)
-            step = None if stack is None else extrapolated_step(stack, lambda: self._simulate(policy, autocast))
+            stacks = find_stacks(self._subject.model, policy)
+            step = extrapolated_step(stacks, lambda: self._simulate(policy, autocast))
             self._steps[policy, autocast] = step or self._simulate(policy, autocast)
         return self._steps[policy, autocast]
 
