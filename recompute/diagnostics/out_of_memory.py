@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from recompute.attach.apply import policy_on
 from recompute.compiled.unwrap import unwrapped
 from recompute.errors import PolicyWarning, RecomputeError
+from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.estimate_result import ModuleActivations
 from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
@@ -213,7 +214,9 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
     with without_packing(name), fake_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
         estimator = ModelEstimator(
-            ModelAndBatch(fake_copy(model), fake_batch(latest.batch), name), on_cuda=device.type == "cuda", strict=False
+            ModelAndBatch(fake_copy(model), fake_batch(latest.batch), name),
+            Platform.of(None) if device.type == "cuda" else None,
+            strict=False,
         )
         now = estimator.step(policy, latest.autocast)
         peak_nbytes, moment = _peak(now)

@@ -21,7 +21,7 @@ from recompute.counters import resolve_device
 from recompute.errors import ModelError
 from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import load_factory, make, placed
-from recompute.estimation.fake_tensors import FakeMode, move
+from recompute.estimation.fake_tensors import FakeMode, modules_move, move
 from recompute.estimation.llama import ModelFile, build_llama
 from recompute.files import user_path
 from recompute.policy.document import load_document
@@ -84,7 +84,7 @@ def build_fake(source: Source, *, device: torch.device, **options: Any) -> Itera
 
     Raises ``ModelError`` where the model asks inside for the value of a tensor.
     """
-    with without_packing(_called(source)), FakeMode():
+    with without_packing(_called(source)), FakeMode(), modules_move():
         with no_init_weights():  # initializing some models asks for the values of tensors
             model, batch = build(source, device=torch.device("cpu"), **options)
         if isinstance(model, transformers.PreTrainedModel):

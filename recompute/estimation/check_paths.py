@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,6 +15,7 @@ EXPECTED = (
     "expected an ablation's .yaml file, the config.json of a Hugging Face model or the folder with it, the name of "
     "such a model, or package.module:factory"
 )
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -30,6 +32,8 @@ def check_source(source: str) -> None:
     if not source.strip():
         raise ModelError(f"{EXPECTED}; found an empty name")
     path = user_path(source)
+    if _DOTTED.fullmatch(source) and not path.exists() and (meant := _factory_meant(source)):
+        raise ModelError(f"{source}: {EXPECTED}; did you mean {meant!r}?")
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
@@ -43,6 +47,14 @@ def check_source(source: str) -> None:
         return
     if path.suffix not in (".yaml", ".yml"):
         _check_json(path)
+
+
+def _factory_meant(source: str) -> str:
+    """``package.module:factory`` where ``source`` has a dot in the place of the colon, and there is such a module."""
+    *parts, name = source.split(".")
+    where = Path(*parts)
+    own = where.with_suffix(".py").is_file() or (where / "__init__.py").is_file()
+    return f"{'.'.join(parts)}:{name}" if own or importlib.util.find_spec(parts[0]) is not None else ""
 
 
 def _check_json(path: Path) -> None:

@@ -6,6 +6,7 @@ Fake CUDA tensors would not do: their backward asks for streams, which there are
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from recompute.engine.thread_state import local
+from recompute.estimation.attention_choice import NAMES, Attention, Platform, SDPBackend, choose
 
 _aten = torch.ops.aten
 _torchs_attention = F.scaled_dot_product_attention
@@ -24,13 +26,31 @@ _torchs_dropout = F.dropout
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+class _Simulated(threading.local):
+    """The device that fake CPU tensors stand for in this thread, and the kernels of attention that have run on it."""
+
+    def __init__(self) -> None:
+        self.platform: Platform | None = None
+        self.attention: set[str] = set()
+
+
+_simulated = _Simulated()
+
+
 @contextmanager
-def as_on_cuda(*, autocast: torch.dtype | None = None) -> Iterator[None]:
+def as_on_cuda(platform: Platform | None = None, *, autocast: torch.dtype | None = None) -> Iterator[set[str]]:
     """Inside, in this thread, torch chooses the kernels of CUDA for fake CPU tensors.
 
+    platform: the device; None for that of the block around this one, or else ``Platform.of(None)``.
     autocast: the dtype of CUDA's autocast, if forward and loss are to run under it.
+
+    Yields the names of the kernels that ``scaled_dot_product_attention`` has run by, in this block and those around it.
     """
     before, local.simulates_cuda = local.simulates_cuda, True
+    around = _simulated.platform
+    if around is None:
+        _simulated.attention = set()
+    _simulated.platform = platform or around or Platform.of(None)
     attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention_here
     dropout, F.dropout = F.dropout, _dropout_here
     try:
@@ -38,9 +58,9 @@ def as_on_cuda(*, autocast: torch.dtype | None = None) -> Iterator[None]:
             if autocast is not None:
                 stack.enter_context(torch.autocast("cpu", autocast))
             stack.enter_context(_AsOnCuda())
-            yield
+            yield _simulated.attention
     finally:
-        local.simulates_cuda = before
+        local.simulates_cuda, _simulated.platform = before, around
         F.scaled_dot_product_attention = attention
         F.dropout = dropout
 
@@ -97,42 +117,54 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by the kernel that CUDA chooses: flash, else efficient, else math.
-
-    ``sdp_utils.cpp`` in ATen/native/transformers/cuda. Hopper may choose cuDNN's in the place of flash, which saves
-    tensors of the same sizes.
-    """
+    """Attention by the kernel that the simulated device chooses, with the ops around it of ATen's attention.cpp."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(dtype) for each in (query, key, value))
-    size, is_grouped = query.shape[-1], query.shape[-3] != key.shape[-3]
-    fits = query.dim() == 4 and key.shape[-1] == value.shape[-1] == size
+    platform = _simulated.platform
+    assert platform is not None, "as_on_cuda sets it"
+    if platform.torch >= (2, 14) and query.dim() == key.dim() == value.dim() == 3:  # fused kernels take these, too
+        query, key, value = (each.unsqueeze(0) for each in (query, key, value))
+        mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+        return _attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    chosen = choose(Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa), platform)
+    _simulated.attention.add(NAMES[chosen])
     trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    if fits and attn_mask is None and query.dtype in _HALVES and size <= 256:
+    size = query.shape[-1]
+    # Not "is": torch makes a new object for each.
+    if chosen == SDPBackend.CUDNN_ATTENTION:
+        bias, cudnn = _numbers(attn_mask, query), _aten._scaled_dot_product_cudnn_attention
+        return cudnn(query, key, value, bias, trains, dropout_p, is_causal, False, scale=scale)[0]
+    if chosen == SDPBackend.FLASH_ATTENTION:
         scale = size**-0.5 if scale is None else scale
         if size % 8:
             query, key, value = (F.pad(each, (0, -size % 8)) for each in (query, key, value))
         flash = _aten._scaled_dot_product_flash_attention
         output = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return output[..., :size] if size % 8 else output
-    if fits and not is_grouped and size % (4 if query.dtype is torch.float32 else 8) == 0:
-        bias = _bias(attn_mask, query, key)
-        efficient = _aten._scaled_dot_product_efficient_attention
+    if chosen == SDPBackend.EFFICIENT_ATTENTION:
+        bias, efficient = _bias(attn_mask, query, key), _aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, bias, trains, dropout_p, is_causal, scale=scale)[0]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
         return _torchs_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """What is added to the scores: a mask of bools becomes numbers, and rows begin at multiples of 16 bytes.
+def _numbers(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """What is added to the scores: a mask of bools becomes numbers.
 
     It calls the ops of ``convert_boolean_attn_mask`` in ATen/native/transformers/attention.cpp, so that a tape drops
     the same tensors as on CUDA.
     """
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=mask.device))
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """What the efficient kernel adds to the scores, whose rows begin at multiples of 16 bytes."""
+    mask = _numbers(mask, query)
     if mask is None:
         return None
-    if mask.dtype is torch.bool:
-        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=mask.device))
     if mask.shape[-1] % 8:
         mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
     return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from recompute.errors import EstimateError
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
+from recompute.estimation.gpus import find_gpu
 from recompute.policy.loading import load_policy
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def estimate(
     microbatches: int = 1,
     microbatches_in_flight: int = 1,
     batch: Any = None,
+    gpu: str | None = None,
     advise: bool = True,
 ) -> Estimate:
     """What a training step of ``model`` takes on a CUDA device. Needs no GPU, and no memory for the model.
@@ -54,6 +56,8 @@ def estimate(
     loss: "full" with whole logits, or "chunked" without them, by ``recompute.kernels.linear_cross_entropy``.
     microbatches, microbatches_in_flight: as ``recompute.plan`` takes them, for gradient accumulation and stages of
         pipelines. ``batch`` and ``batch_size`` are one microbatch's.
+    gpu: the device whose kernels are assumed, by a name that ``recompute.estimation.gpus`` knows; by default this
+        machine's, or an H100.
     advise: whether to try changes for ``advice``, each of which takes an estimate of its own.
 
     Raises ``EstimateError`` for an unknown option, ``PolicyError`` for a bad policy, and ``ModelError`` where there is
@@ -66,13 +70,15 @@ def estimate(
             raise EstimateError(f"{name}: expected at least 1; found {number!r}")
     several = microbatches, microbatches_in_flight
     options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several).read()
+    device = None if gpu is None else find_gpu(gpu)
     loaded = None if policy is None else load_policy(policy)
 
-    # Both import torch and transformers.
+    # These import torch and transformers.
+    from recompute.estimation.attention_choice import Platform
     from recompute.estimation.model_and_batch import fake_model_and_batch
     from recompute.estimation.model_estimator import ModelEstimator
 
     with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject:
-        estimator = ModelEstimator(subject)
+        estimator = ModelEstimator(subject, Platform.of(device))
         found = estimator.estimate(options, loaded)
         return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found

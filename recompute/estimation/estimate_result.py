@@ -47,6 +47,8 @@ class EstimateSettings:
     loss: str
     microbatches: int = 1
     microbatches_in_flight: int = 1
+    assumed: tuple[str, ...] = ()
+    """What is not told by the caller: the kernels of attention, the inputs that were made, dtypes …"""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ def _described(estimate: Estimate) -> str:
         f"{settings.model}; {settings.batch}\n{settings.dtype}, {settings.optimizer}, {on}, policy {settings.policy}, "
         f"{settings.loss} loss"
     )
+    if settings.assumed:
+        title += f"\nassumed: {'; '.join(settings.assumed)}"
     kept = [("parameters", static.parameters), ("gradients", static.gradients), ("optimizer states", static.optimizer)]
     kept += [(name, buffer.nbytes) for name, buffer in static.buffers.items()]
     held = [

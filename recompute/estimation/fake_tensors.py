@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
+
+from recompute.estimation.known_values import KnownValues
 
 _CPU = torch.device("cpu")
 _GROUPED_MM, _CAST = torch.ops.aten._grouped_mm.default, torch.ops.aten._to_copy.default
 
 
 class FakeMode(FakeTensorMode):
-    """Runs grouped matrix products in every dtype, as devices do. Torch's own mode refuses float32 (2.11 to 2.14)."""
+    """Knows the values on which shapes depend, and runs grouped matrix products in every dtype, as devices do.
+
+    Torch's own mode refuses both; of the products those in float32 (2.11 to 2.14).
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.values = KnownValues()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op is not _GROUPED_MM or args[0].dtype is torch.bfloat16 or kwargs.get("out_dtype") is not None:
+        whole = super().__torch_dispatch__
+        if op is not _GROUPED_MM:
+            return self.values.run(op, args, kwargs, lambda op, args, kwargs: whole(op, types, args, kwargs))
+        if args[0].dtype is torch.bfloat16 or kwargs.get("out_dtype") is not None:
             return super().__torch_dispatch__(op, types, args, kwargs)
         narrow = [self._cast(value, torch.bfloat16) for value in args]
         return self._cast(super().__torch_dispatch__(op, types, narrow, kwargs), args[0].dtype)
@@ -68,6 +82,36 @@ def move(model: nn.Module, device: torch.device | None, dtype: torch.dtype | Non
             module._buffers[name] = None if buffer is None else _like(buffer, device, dtype)
 
 
+@contextmanager
+def modules_move() -> Iterator[None]:
+    """Inside, ``nn.Module.to`` and its like give modules new fake parameters; shared ones stay shared.
+
+    Torch's own swaps them, and refuses that for those that something refers to, as an adapter's base layer.
+    """
+    whole = nn.Module._apply
+    moved: dict[Tensor, Tensor] = {}
+
+    def applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for part in module.children() if recurse else ():
+            part._apply(change)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    new = moved[parameter] if parameter in moved else change(parameter)
+                if new is not parameter and parameter not in moved:
+                    new = moved[parameter] = nn.Parameter(new, parameter.requires_grad)
+                module._parameters[name] = new  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else change(buffer)
+        return module
+
+    nn.Module._apply = applied  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = whole  # type: ignore[method-assign]
+
+
 def _like(tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
     return torch.empty_like(tensor, device=device, dtype=dtype if tensor.is_floating_point() else None)
 
@@ -77,5 +121,18 @@ def fake_batch(batch: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: _fake(tensor, tensor.dtype), batch)
 
 
+def shapes_chosen_in_turn() -> bool:
+    """Whether the mode that is on has let shapes depend on choices that it took in turn."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return isinstance(mode, FakeMode) and mode.values.chose_in_turn
+
+
 def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    has_values = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    if isinstance(mode, FakeMode) and has_values and not (dtype.is_floating_point or dtype.is_complex):
+        with unset_fake_temporarily():
+            values = tensor.detach().to(_CPU).clone()
+        mode.values.note(made, values)
+    return made

@@ -23,6 +23,8 @@ class Gpu(NamedTuple):
     """Bytes a second of its memory."""
     capacity_nbytes: int
     """About the bytes of memory that CUDA reports."""
+    capability: tuple[int, int] = (9, 0)
+    """CUDA's compute capability, on which kernels depend; of an AMD GPU one that has about the same kernels."""
     name: str = "a GPU"
     link: float | None = None
     """Bytes a second to its host, and as many back at once; None where that is not known."""
@@ -32,29 +34,31 @@ _PCIE = {4: 32e9, 5: 64e9}
 """Bytes a second each way over the 16 lanes of a generation of PCI Express."""
 
 
-def _gpu(name: str, half_tflops: float, float_tflops: float, tera_bandwidth: float, gib: int, pcie: int) -> Gpu:
-    return Gpu(half_tflops * 1e12, float_tflops * 1e12, tera_bandwidth * 1e12, gib * _GIB, name, _PCIE[pcie])
+def _gpu(
+    name: str, half_tflops: float, float_tflops: float, tera_bandwidth: float, gib: int, pcie: int, at: tuple[int, int]
+) -> Gpu:
+    return Gpu(half_tflops * 1e12, float_tflops * 1e12, tera_bandwidth * 1e12, gib * _GIB, at, name, _PCIE[pcie])
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H200", 989, 67, 4.8, 139, 5),
-        _gpu("H100", 989, 67, 3.35, 79, 5),
-        _gpu("H100 PCIe", 756, 51, 2.0, 79, 5),
-        _gpu("A100", 312, 19.5, 2.04, 79, 4),
-        _gpu("A100 PCIe", 312, 19.5, 1.935, 79, 4),
-        _gpu("A100 40GB", 312, 19.5, 1.555, 39, 4),
-        _gpu("B200", 2250, 75, 8.0, 178, 5),
-        _gpu("L40S", 362, 91.6, 0.864, 44, 4),
-        _gpu("L4", 121, 30.3, 0.3, 22, 4),
-        _gpu("A10", 125, 31.2, 0.6, 22, 4),
-        _gpu("RTX 4090", 165, 82.6, 1.008, 23, 4),
-        _gpu("RTX 3090", 71, 35.6, 0.936, 23, 4),
-        _gpu("MI300X", 1307, 163, 5.3, 191, 5),
+        _gpu("H200", 989, 67, 4.8, 139, 5, (9, 0)),
+        _gpu("H100", 989, 67, 3.35, 79, 5, (9, 0)),
+        _gpu("H100 PCIe", 756, 51, 2.0, 79, 5, (9, 0)),
+        _gpu("A100", 312, 19.5, 2.04, 79, 4, (8, 0)),
+        _gpu("A100 PCIe", 312, 19.5, 1.935, 79, 4, (8, 0)),
+        _gpu("A100 40GB", 312, 19.5, 1.555, 39, 4, (8, 0)),
+        _gpu("B200", 2250, 75, 8.0, 178, 5, (10, 0)),
+        _gpu("L40S", 362, 91.6, 0.864, 44, 4, (8, 9)),
+        _gpu("L4", 121, 30.3, 0.3, 22, 4, (8, 9)),
+        _gpu("A10", 125, 31.2, 0.6, 22, 4, (8, 6)),
+        _gpu("RTX 4090", 165, 82.6, 1.008, 23, 4, (8, 9)),
+        _gpu("RTX 3090", 71, 35.6, 0.936, 23, 4, (8, 6)),
+        _gpu("MI300X", 1307, 163, 5.3, 191, 5, (8, 0)),
     )
 }
-"""Teraflops dense, terabytes a second, and the generation of PCI Express, of 16 lanes.
+"""Teraflops dense, terabytes a second, GiB, the generation of PCI Express, of 16 lanes, and the compute capability.
 
 H100 and A100 without a suffix are the SXM forms, A100 with 80 GB.
 
@@ -120,7 +124,7 @@ def read_gpu(
         return None
     if name is None and missing:
         raise ModelError(f"gpu: expected --gpu, or all of {', '.join(figures)}; {', '.join(missing)} not given")
-    gpu = Gpu(0.0, 0.0, 0.0, 0, "a GPU of these figures") if name is None else find_gpu(name)
+    gpu = Gpu(0.0, 0.0, 0.0, 0, name="a GPU of these figures") if name is None else find_gpu(name)
     if tflops is not None:
         if not 0 < tflops < 1e6:
             raise ModelError(f"--gpu-tflops: expected a positive number of TFLOP/s, dense; found {tflops:g}")

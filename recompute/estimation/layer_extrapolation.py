@@ -1,72 +1,97 @@
-"""Calculates a step of a model with many equal layers from steps with few of them.
+"""Calculates a step of a model with many layers from two steps with the first few of them.
 
-Where layers are equal, all numbers of bytes are linear in how many layers there are, and in a layer's place among them.
-Steps with three layers and with four give these lines. A step with five must lie on them exactly, or all layers run.
+A layer's bytes depend on its kind and on those of its neighbours, and come on top of what the layers before it hold and
+of the gradients that the layers after it have left. The longer of the two steps shows each such kind. The shorter one
+must be what that says it is, or all layers run. It may be off by a tensor that layers share, such as angles of rotary
+embeddings: backward frees it in the first layer that reads it, which need not be the first of all.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from recompute.attach.module_entries import module_entries
 from recompute.engine.reachable_objects import base_of
 from recompute.errors import ModelError
 from recompute.estimation.simulation import MomentMemory, SimulatedStep
+from recompute.policy.matching import assign
 from recompute.policy.rules import Policy
 
-_FEW = 3, 4, 5
-_WORTH_IT = 2 * sum(_FEW)
-
-AliveNBytes = list[tuple[int, int]]
-"""``MomentMemory.alive`` as a sorted list: bytes of gradients, and the most bytes alive beside them."""
+_LEAST = 4  # layers, of which the two in the middle must be alike
+_WORTH_IT = 2  # times as many layers as run
+_SHARED = 1e-3  # of the peak: by so much a shared tensor may move a moment
 
 
 class LayerStack(NamedTuple):
-    """Layers that are equal but for their place."""
+    """A list of layers, each with a number that equal layers share, and how many of the first ones stand for all."""
 
     path: str
-    layers: nn.ModuleList
+    layers: nn.Module
+    kinds: tuple[int, ...]
+    fewer: int
+    few: int
+
+    def neighbourhood(self, index: int, count: int) -> tuple[int, int | None, int | None]:
+        """The kinds of a layer and its neighbours in a list of the first ``count`` layers."""
+        before = None if index == 0 else self.kinds[index - 1]
+        return self.kinds[index], before, None if index == count - 1 else self.kinds[index + 1]
+
+    def named(self, index: int) -> str:
+        return f"{self.path}.{index}"
 
 
-def find_stack(model: nn.Module, policy: Policy | None) -> LayerStack | None:
-    """The longest list of equal layers that the policy treats alike; None if there is none, or it is short."""
-    if policy is not None and any(_tells_layers_apart(rule) for rule in policy.rules):
-        return None
-    lists = [LayerStack(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    for stack in sorted(lists, key=lambda stack: -len(stack.layers)):
-        if len(stack.layers) >= _WORTH_IT and len({structure_of(layer) for layer in stack.layers}) == 1:
-            return stack
+def find_stacks(model: nn.Module, policy: Policy | None) -> list[LayerStack]:
+    """The outermost lists of layers of which a few stand for all, under the policy's rules."""
+    rules = _rules_by_path(model, policy)
+    found: list[LayerStack] = []
+    outer: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not path or any(path.startswith(f"{each}.") for each in outer):
+            continue
+        outer.append(path)
+        numbers: dict[Any, int] = {}
+        keys = [(structure_of(layer), _rules_in(rules, f"{path}.{name}")) for name, layer in module.named_children()]
+        kinds = tuple([numbers.setdefault(key, len(numbers)) for key in keys])
+        counts = _few(kinds)
+        if counts is not None:
+            found.append(LayerStack(path, module, kinds, *counts))
+    with _shortened(found, "few"):
+        few = _rules_by_path(model, policy)
+    return found if all(rules.get(path) == rule for path, rule in few.items()) else []
+
+
+def _rules_by_path(model: nn.Module, policy: Policy | None) -> dict[str, Any]:
+    if policy is None:
+        return {}
+    return dict(assign(policy, module_entries(model, type(model).__name__)[0]))
+
+
+def _rules_in(rules: Mapping[str, Any], layer: str) -> tuple[Any, ...]:
+    return tuple([(path[len(layer) :], rule) for path, rule in rules.items() if f"{path}.".startswith(f"{layer}.")])
+
+
+def _few(kinds: Sequence[int]) -> tuple[int, int] | None:
+    """How many of the first layers show every neighbourhood, the usual one twice; and fewer that show no other."""
+
+    def shown(count: int) -> Counter[Any]:
+        ends = (None, *kinds[:count], None)
+        return Counter(zip(ends, ends[1:], ends[2:], strict=False))
+
+    every = shown(len(kinds))
+    usual, times = every.most_common(1)[0] if kinds else (None, 0)
+    for count in range(_LEAST, len(kinds) // _WORTH_IT):
+        if shown(count).keys() == every.keys() and shown(count)[usual] >= min(2, times):
+            fewer = next((n for n in range(count - 1, 0, -1) if shown(n).keys() <= every.keys()), 0)
+            return (fewer, count) if fewer and fewer + count < len(kinds) else None
     return None
-
-
-def extrapolated_step(stack: LayerStack, simulate: Callable[[], SimulatedStep]) -> SimulatedStep | None:
-    """What ``simulate()`` would give, from runs of it with few layers; None where these are not on a line."""
-    steps = []
-    for count in _FEW:
-        with shortened_list(stack.layers, count):
-            try:
-                steps.append(simulate())
-            except ModelError:  # the model has the number of its layers elsewhere, too
-                return None
-    less, more, check = steps
-    try:
-        if _continued(stack.path, less, more, _FEW[2]) != check:
-            return None
-        return _continued(stack.path, less, more, len(stack.layers))
-    except _NotLinear:
-        return None
-
-
-class _NotLinear(Exception):
-    """The moments of the steps do not correspond."""
-
-
-def _tells_layers_apart(rule: Any) -> bool:
-    return rule.layers is not None or any(re.search(r"\d", glob) for glob in rule.match)
 
 
 def structure_of(module: nn.Module) -> Any:
@@ -97,65 +122,200 @@ def shortened_list(layers: nn.Module, count: int) -> Iterator[None]:
         layers._modules = whole
 
 
-def _continued(path: str, less: SimulatedStep, more: SimulatedStep, count: int) -> SimulatedStep:
-    """The step with ``count`` layers, from one with three and one with four."""
-    old = {moment.name: sorted(moment.alive.items()) for moment in less.moments}
-    new = {moment.name: sorted(moment.alive.items()) for moment in more.moments}
-    if len(old) + 2 != len(new):
-        raise _NotLinear
-    steps = count - _FEW[1]
-
-    def line(before: AliveNBytes, after: AliveNBytes, times: int) -> AliveNBytes:
-        if len(before) != len(after):
-            raise _NotLinear
-        return [
-            tuple(b + times * (b - a) for a, b in zip(first, second, strict=True))  # type: ignore[misc]
-            for first, second in zip(before, after, strict=True)
-        ]
-
-    def find(table: dict[str, AliveNBytes], name: str) -> AliveNBytes:
-        if name not in table:
-            raise _NotLinear
-        return table[name]
-
-    def of_layer(kind: str, index: int) -> AliveNBytes:
-        def named(number: int) -> str:
-            return f"{kind}{path}.{number}"
-
-        if index == 0:
-            return line(find(old, named(0)), find(new, named(0)), steps)
-        if index == count - 1:
-            return line(find(old, named(2)), find(new, named(3)), steps)
-        second = line(find(old, named(1)), find(new, named(1)), steps)
-        along = line(find(new, named(1)), find(new, named(2)), 0), find(new, named(1))
-        return [
-            tuple(s + (index - 1) * (b - a) for s, b, a in zip(*rows, strict=True))  # type: ignore[misc]
-            for rows in zip(second, *along, strict=True)
-        ]
-
-    moments: list[MomentMemory] = []
-    done: set[str] = set()
-    for name in new:
-        kind, is_layer, _ = name.partition(f"{path}.")
-        if not is_layer:
-            moments.append(MomentMemory(name, dict(line(find(old, name), new[name], steps))))
-        elif kind not in done:
-            done.add(kind)
-            order = range(count) if kind.startswith("forward") else reversed(range(count))
-            moments += [MomentMemory(f"{kind}{path}.{index}", dict(of_layer(kind, index))) for index in order]
-    logits = more.logits_peak_nbytes + steps * (more.logits_peak_nbytes - less.logits_peak_nbytes)
-    return SimulatedStep(tuple(moments), _held(path, less, more, count), logits)
+@contextmanager
+def _shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in stacks:
+            stack.enter_context(shortened_list(each.layers, getattr(each, which)))
+        yield
 
 
-def _held(path: str, less: SimulatedStep, more: SimulatedStep, count: int) -> dict[str, int]:
-    """What each module holds. Each layer except the first and the last one holds what the second one does."""
-    found: dict[str, int] = {}
-    for name, nbytes in more.held.items():
-        rest = re.fullmatch(rf"{re.escape(path)}\.(\d+)(.*)", name)
-        if rest is None:
-            found[name] = nbytes + (count - _FEW[1]) * (nbytes - less.held.get(name, 0))
-            continue
-        index, inside = int(rest[1]), rest[2]
-        indices = [0] if index == 0 else [count - 1] if index == 3 else range(1, count - 1) if index == 1 else []
-        found |= {f"{path}.{each}{inside}": nbytes for each in indices}
-    return found
+def extrapolated_step(stacks: Sequence[LayerStack], simulate: Callable[[], SimulatedStep]) -> SimulatedStep | None:
+    """What ``simulate()`` would give, from two runs of it with few layers; None where these do not agree."""
+    if not stacks:
+        return None
+    steps = []
+    for which in ("fewer", "few"):
+        with _shortened(stacks, which):
+            try:
+                steps.append(simulate())
+            except ModelError:  # the model has the number of its layers elsewhere, too
+                return None
+    less, more = steps
+    try:
+        rows = _Extrapolation(stacks, less, more)
+        if not rows.of([stack.fewer for stack in stacks]).is_like(less, rows.tolerance):
+            return None
+        return rows.of([len(stack.kinds) for stack in stacks])
+    except _NotAlike:
+        return None
+
+
+class _NotAlike(Exception):
+    """Layers of one kind differ in what they take, or moments do not correspond."""
+
+
+Alive = tuple[tuple[int, int], ...]
+"""``MomentMemory.alive`` in order: bytes of gradients, and the most bytes alive beside them."""
+
+
+@dataclass
+class _Sums:
+    """For a number of layers in each list: what is held before each layer, and the gradients from after it.
+
+    Lists are in the order in which forward runs them. Behind the layers comes what is held, or left, by whole lists.
+    """
+
+    held: dict[str, int]
+    left: dict[str, int]
+    held_by: list[int]
+    left_by: list[int]
+
+
+class _Extrapolation:
+    def __init__(self, stacks: Sequence[LayerStack], less: SimulatedStep, more: SimulatedStep):
+        order = [moment.name for moment in more.moments]
+        self._given = stacks
+        self._stacks = sorted(stacks, key=lambda stack: _place(order, f"forward of {stack.named(0)}"))
+        self._less, self._more = less, more
+        self.tolerance = int(_SHARED * max(nbytes for moment in more.moments for nbytes in moment.alive.values()))
+        self._held: dict[Any, tuple[tuple[str, int], ...]] = {}
+        self._alive: dict[Any, Alive] = {}
+        self._gradients: dict[Any, int] = {}
+        self._learn()
+
+    def _learn(self) -> None:
+        counts = {id(stack): stack.few for stack in self._stacks}
+        for stack, index, key in self._layers(counts):
+            inside = re.compile(rf"{re.escape(stack.named(index))}(\..*)?")
+            held = [(match[1] or "", n) for path, n in self._more.held.items() if (match := inside.fullmatch(path))]
+            gradient = self._more.gradients.get(stack.named(index), 0)
+            seen = tuple(sorted(held)), gradient
+            if (self._held.setdefault(key, seen[0]), self._gradients.setdefault(key, gradient)) != seen:
+                raise _NotAlike
+        sums = self._sums(counts)
+        moments = {moment.name: moment for moment in self._more.moments}
+        for stack, index, key in self._layers(counts):
+            path = stack.named(index)
+            for phase in _PHASES:
+                moment = moments.get(phase + path)
+                if moment is not None:
+                    alive = _shifted(moment, -sums.held[path], -_left(sums, phase, path))
+                    self._alive[phase, key] = self._most(self._alive.get((phase, key), alive), alive)
+
+    def _most(self, first: Alive, second: Alive) -> Alive:
+        """The more of the two at each number of bytes of gradients."""
+        if [g for g, _ in first] != [g for g, _ in second]:
+            raise _NotAlike
+        if any(abs(a - b) > self.tolerance for (_, a), (_, b) in zip(first, second, strict=True)):
+            raise _NotAlike
+        return tuple([max(pair) for pair in zip(first, second, strict=True)])
+
+    def _layers(self, counts: Mapping[int, int]) -> Iterator[tuple[LayerStack, int, Any]]:
+        for stack in self._stacks:
+            for index in range(counts[id(stack)]):
+                yield stack, index, (stack.path, stack.neighbourhood(index, counts[id(stack)]))
+
+    def _sums(self, counts: Mapping[int, int]) -> _Sums:
+        rows = list(self._layers(counts))
+        held = [sum(nbytes for _, nbytes in self._held[key]) for _, _, key in rows]
+        left = [self._gradients[key] for _, _, key in rows]
+        paths = [stack.named(index) for stack, index, _ in rows]
+        before, after = [0, *accumulate(held)], [0, *accumulate(reversed(left))][::-1]
+        borders = [0, *accumulate(counts[id(stack)] for stack in self._stacks)]
+        return _Sums(
+            dict(zip(paths, before, strict=False)),
+            dict(zip(paths, after[1:], strict=True)),
+            [before[border] for border in borders],
+            [after[border] for border in borders],
+        )
+
+    def of(self, counts_given: Sequence[int]) -> SimulatedStep:
+        """The step with so many layers in each list."""
+        counts = {id(stack): count for stack, count in zip(self._given, counts_given, strict=True)}
+        sums = self._sums(counts)
+        less = self._sums({id(stack): stack.fewer for stack in self._stacks})
+        more = self._sums({id(stack): stack.few for stack in self._stacks})
+        before = {moment.name: moment for moment in self._less.moments}
+        moments: list[MomentMemory] = []
+        done: set[str] = set()
+        for moment in self._more.moments:
+            phase, stack = self._of_layer(moment.name)
+            if stack is None:
+                if moment.name not in before:
+                    raise _NotAlike
+                alive = self._moved(before[moment.name], moment, less, more, sums)
+                moments.append(MomentMemory(moment.name, dict(alive)))
+            elif phase + stack.path not in done:
+                done.add(phase + stack.path)
+                moments += self._of_stack(phase, stack, counts[id(stack)], sums)
+        held, gradients = self._elsewhere("held"), self._elsewhere("gradients")
+        for each, index, key in self._layers(counts):
+            held |= {each.named(index) + inside: nbytes for inside, nbytes in self._held[key]}
+            gradients[each.named(index)] = self._gradients[key]
+        if self._less.logits_peak_nbytes != self._more.logits_peak_nbytes:
+            raise _NotAlike
+        return replace(self._more, moments=tuple(moments), held=held, gradients=gradients)
+
+    def _of_layer(self, name: str) -> tuple[str, LayerStack | None]:
+        for phase in _PHASES:
+            for stack in self._stacks:
+                if name.startswith(f"{phase}{stack.path}."):
+                    return phase, stack
+        return "", None
+
+    def _of_stack(self, phase: str, stack: LayerStack, count: int, sums: _Sums) -> Iterator[MomentMemory]:
+        order = range(count) if phase == _PHASES[0] else reversed(range(count))
+        for index in order:
+            path, key = stack.named(index), (phase, (stack.path, stack.neighbourhood(index, count)))
+            if key in self._alive:  # a frozen layer has no backward
+                alive = [(g + _left(sums, phase, path), n + sums.held[path]) for g, n in self._alive[key]]
+                yield MomentMemory(phase + path, dict(alive))
+
+    def _moved(
+        self, old: MomentMemory, new: MomentMemory, less: _Sums, more: _Sums, sums: _Sums
+    ) -> Iterator[tuple[int, int]]:
+        """What is alive in a moment that is in no list: some of the lists hold tensors then, or have left gradients."""
+        rows = [sorted(moment.alive.items()) for moment in (old, new)]
+        if len(rows[0]) != len(rows[1]):
+            raise _NotAlike
+        for first, second in zip(*rows, strict=True):
+            yield (
+                second[0] + _grown(second[0] - first[0], less.left_by, more.left_by, sums.left_by),
+                second[1] + _grown(second[1] - first[1], less.held_by, more.held_by, sums.held_by, self.tolerance),
+            )
+
+    def _elsewhere(self, table: str) -> dict[str, int]:
+        """The bytes by path outside of the lists, which are the same in both steps."""
+        lists = tuple([f"{stack.path}." for stack in self._stacks])
+        less, more = (
+            {path: nbytes for path, nbytes in getattr(step, table).items() if not path.startswith(lists)}
+            for step in (self._less, self._more)
+        )
+        if less != more:
+            raise _NotAlike
+        return more
+
+
+_PHASES = ("forward of ", "backward of ")
+
+
+def _place(order: Sequence[str], name: str) -> int:
+    return order.index(name) if name in order else len(order)
+
+
+def _left(sums: _Sums, phase: str, path: str) -> int:
+    return sums.left[path] if phase == _PHASES[1] else 0
+
+
+def _shifted(moment: MomentMemory, held: int, left: int) -> Alive:
+    return tuple(sorted((gradients + left, nbytes + held) for gradients, nbytes in moment.alive.items()))
+
+
+def _grown(difference: int, less: Sequence[int], more: Sequence[int], wanted: Sequence[int], tolerance: int = 0) -> int:
+    """By how much a sum over some of the lists grows beyond ``more``, where it grew by ``difference`` from ``less``."""
+    found = [(abs(b - a - difference), c - b) for a, b, c in zip(less, more, wanted, strict=True)]
+    off, grows = min([(abs(difference), 0), *found])
+    if off > tolerance:
+        raise _NotAlike
+    return grows

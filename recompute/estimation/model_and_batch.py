@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from recompute.errors import ModelError
 from recompute.estimation.build_model import batch_of, build_fake, without_packing
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.factories import check_taken, describe
+from recompute.estimation.factories import check_taken, describe, placed
 from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
 from recompute.estimation.static_memory import DTYPE_RECIPES
 
@@ -26,6 +26,8 @@ class ModelAndBatch(NamedTuple):
     model: nn.Module
     batch: Any
     name: str
+    assumed: tuple[str, ...] = ()
+    """What the caller did not say of the batch."""
 
     def run(self) -> tuple[Tensor, Any]:
         if isinstance(self.batch, Mapping):
@@ -53,7 +55,8 @@ def fake_model_and_batch(
             fake = fake_copy(model, dtype)
             if batch is not None:
                 check_taken(model, batch, name)
-                yield ModelAndBatch(fake, fake_batch(batch), name)
+                given, assumed = _in_dtype(fake_batch(batch), options)
+                yield ModelAndBatch(fake, given, name, assumed)
             elif hasattr(model, "config") and hasattr(model, "main_input_name"):
                 given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
                 yield ModelAndBatch(fake, given, describe(fake, given))
@@ -69,4 +72,20 @@ def fake_model_and_batch(
         )
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
     with build_fake(model, device=torch.device("cpu"), **sizes) as (network, given):
-        yield ModelAndBatch(network, given if batch is None else fake_batch(batch), describe(network, given))
+        given, assumed = (given, _made(given)) if batch is None else _in_dtype(fake_batch(batch), options)
+        yield ModelAndBatch(network, given, describe(network, given), assumed)
+
+
+def _in_dtype(batch: Any, options: EstimateOptions) -> tuple[Any, tuple[str, ...]]:
+    """The batch with floats in the dtype of the recipe, as a training loop casts them, and what that is called."""
+    recipe = DTYPE_RECIPES[options.dtype]
+    floats = [each for each in tree_leaves(batch) if isinstance(each, Tensor) and each.is_floating_point()]
+    if recipe.parameter == 4 or all(each.dtype is torch.bfloat16 for each in floats):
+        return batch, ()
+    return placed(batch, dtype=torch.bfloat16, device=torch.device("cpu")), ("the batch's floats in bfloat16",)
+
+
+def _made(batch: Any) -> tuple[str, ...]:
+    """Which inputs were made for a model, where these are not token ids alone."""
+    names = [name for name in batch if name not in ("input_ids", "labels")] if isinstance(batch, Mapping) else []
+    return (f"inputs of {', '.join(names)}",) if names else ()

@@ -15,9 +15,11 @@ from transformers import PretrainedConfig
 from recompute.attach.apply import apply
 from recompute.attach.module_entries import module_entries
 from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
+from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
-from recompute.estimation.layer_extrapolation import extrapolated_step, find_stack
+from recompute.estimation.fake_tensors import shapes_chosen_in_turn
+from recompute.estimation.layer_extrapolation import extrapolated_step, find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.simulation import SimulatedStep, optimizer_peak_nbytes, simulate
@@ -30,7 +32,7 @@ from recompute.estimation.static_memory import (
     share_of,
     static_nbytes,
 )
-from recompute.estimation.workspaces import WORKSPACE_NBYTES
+from recompute.estimation.workspaces import cublas_nbytes
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import Mechanism, meaning_of
 from recompute.policy.rules import Policy, Rule
@@ -44,14 +46,14 @@ _ADVISED = ("elementwise", "auto", "full")
 class ModelEstimator:
     """Makes estimates of one model under different options, and keeps the simulated steps, which take time."""
 
-    def __init__(self, subject: ModelAndBatch, *, on_cuda: bool = True, strict: bool = True):
-        """on_cuda: count as on CUDA; otherwise as on the CPU.
+    def __init__(self, subject: ModelAndBatch, platform: Platform | None, *, strict: bool = True):
+        """platform: count as on this CUDA device; None: as on the CPU.
 
         strict: as ``recompute.apply`` takes it.
         """
         self._strict = strict
         self._subject = subject
-        self._on_cuda = on_cuda
+        self._platform = platform
         self._steps: dict[Any, SimulatedStep] = {}
         self._optimizer_peaks: dict[Any, int] = {}
         self._parameters = parameter_shapes(subject.model)
@@ -74,7 +76,7 @@ class ModelEstimator:
             moments[moment.name] = static.in_phase(phase) + moment.peak_nbytes(share)
         moments[OPTIMIZER_STEP] = static.in_phase("optimizer") + static.gradients + optimizer_peak
         found = Estimate(
-            settings=self._settings(options, policy),
+            settings=self._settings(options, policy, step),
             static_bytes=static,
             activation_bytes=sum(step.held.values()),
             activation_bytes_per_layer=_per_layer(step.held),
@@ -121,7 +123,7 @@ class ModelEstimator:
         told = [Advice(what, saved) for what, saved in found.items() if saved >= _WORTH_TELLING * now.peak_bytes]
         return iter(sorted(told, key=lambda each: -each.saves_nbytes))
 
-    def _settings(self, options: EstimateOptions, policy: Policy | None) -> EstimateSettings:
+    def _settings(self, options: EstimateOptions, policy: Policy | None, step: SimulatedStep) -> EstimateSettings:
         batch = self._subject.batch
         named = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
         shapes = [f"{name} {'x'.join(map(str, each.shape))}" for name, each in named if isinstance(each, Tensor)]
@@ -133,7 +135,15 @@ class ModelEstimator:
             options.loss,
             options.microbatches,
             options.microbatches_in_flight,
+            (*self._subject.assumed, *self._assumed(step)),
         )
+
+    def _assumed(self, step: SimulatedStep) -> Iterator[str]:
+        if shapes_chosen_in_turn():
+            yield "tokens divided evenly among experts"
+        if self._platform is not None and step.attention:
+            kernels = " and ".join(step.attention)
+            yield f"scaled_dot_product_attention by {kernels}, as torch {torch.__version__} on {self._platform.name}"
 
     def _static(self, options: EstimateOptions) -> StaticBytes:
         recipe, optimizer = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
@@ -146,15 +156,15 @@ class ModelEstimator:
             **found.buffers,
             "the model's buffers": ExtraBuffer(sum(each.nbytes for each in self._subject.model.buffers())),
             "the batch": ExtraBuffer(given),
-            "cuBLAS workspaces": ExtraBuffer(WORKSPACE_NBYTES),
+            "cuBLAS workspaces": ExtraBuffer(0 if self._platform is None else cublas_nbytes(self._platform.capability)),
         }
         return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
 
     def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
         """What a step takes under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
         if (policy, autocast) not in self._steps:
-            stack = find_stack(self._subject.model, policy)
-            step = None if stack is None else extrapolated_step(stack, lambda: self._simulate(policy, autocast))
+            stacks = find_stacks(self._subject.model, policy)
+            step = extrapolated_step(stacks, lambda: self._simulate(policy, autocast))
             self._steps[policy, autocast] = step or self._simulate(policy, autocast)
         return self._steps[policy, autocast]
 
@@ -172,7 +182,7 @@ class ModelEstimator:
                 classes=self._classes(),
                 autocast=torch.bfloat16 if autocast else None,
                 warm_up=policy is not None and any(_learns(rule) for rule in policy.rules),
-                on_cuda=self._on_cuda,
+                platform=self._platform,
             )
         finally:
             if handle is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recompute.errors import ModelError, RecomputeError
+from recompute.estimation.attention_choice import Platform
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.module_tracker import LOSS, ModuleTracker, unit_of
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
@@ -46,6 +47,20 @@ class SimulatedStep:
     """What is held after forward, by the path of the module that made it."""
     logits_peak_nbytes: int
     """The most that logits, their copies and their gradients take at once, with those that the model returned."""
+    attention: tuple[str, ...] = ()
+    """The kernels that ``scaled_dot_product_attention`` ran by."""
+    gradients: dict[str, int] = field(default_factory=dict)
+    """The bytes of parameters' gradients, by the layer or the module outside of layers that they are in."""
+
+    def is_like(self, other: SimulatedStep, tolerance: int) -> bool:
+        """Whether the other one holds the same, and takes the same in each moment, but for ``tolerance`` bytes."""
+        rows = [
+            [(moment.name, *entry) for moment in step.moments for entry in moment.alive.items()]
+            for step in (self, other)
+        ]
+        pairs = list(zip(*map(sorted, rows), strict=False))
+        same = self.held == other.held and self.gradients == other.gradients and len(rows[0]) == len(rows[1])
+        return same and all(a[:2] == b[:2] and abs(a[2] - b[2]) <= tolerance for a, b in pairs)
 
     def beside_others(self, in_flight: int) -> SimulatedStep:
         """The step of a microbatch that runs beside others, so that so many are in flight, and beside all gradients."""
@@ -55,7 +70,7 @@ class SimulatedStep:
             MomentMemory(moment.name, {gradients: others + max(moment.alive.values())}) for moment in self.moments
         ]
         held = {path: in_flight * nbytes for path, nbytes in self.held.items()}
-        return SimulatedStep(tuple(moments), held, self.logits_peak_nbytes)
+        return replace(self, moments=tuple(moments), held=held)
 
 
 def simulate(
@@ -66,20 +81,21 @@ def simulate(
     classes: int | None = None,
     autocast: torch.dtype | None = None,
     warm_up: bool = False,
-    on_cuda: bool = True,
+    platform: Platform | None = None,
 ) -> SimulatedStep:
     """Trace one forward and backward of a model on fake tensors, under their mode. Leaves no gradients.
 
     run: runs forward; returns the loss, and what else the model returned.
     tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
     warm_up: run a forward before, for what a policy learns in the first one.
-    on_cuda: count as on CUDA; else to the byte, as the CPU runs it.
+    platform: count as on this device; None: to the byte, as the CPU runs it.
     """
     if warm_up:
-        with _environment(autocast, on_cuda) as forward_only, forward_only(), _following(model, ModuleTracker()):
+        with _environment(autocast, platform) as (forward_only, _), forward_only(), _following(model, ModuleTracker()):
             run()
-    recorder = _MemoryRecorder(classes, tokens)
-    trace = StorageTrace(BLOCK_NBYTES if on_cuda else 1)
+    units = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
+    recorder = _MemoryRecorder(classes, tokens, units)
+    trace = StorageTrace(1 if platform is None else BLOCK_NBYTES)
     recorder.watch(trace)
     hooks = [
         parameter.register_post_accumulate_grad_hook(recorder.take_gradient)
@@ -87,7 +103,7 @@ def simulate(
         if parameter.requires_grad
     ]
     try:
-        with _without_garbage_collection(), _environment(autocast, on_cuda) as forward_only, trace:
+        with _without_garbage_collection(), _environment(autocast, platform) as (forward_only, attention), trace:
             with forward_only(), _following(model, recorder.tracker):
                 loss, output = run()
             logits = _logits(output, classes)
@@ -104,7 +120,8 @@ def simulate(
             hook.remove()
         model.zero_grad()
     moments = tuple(MomentMemory(name, dict(alive)) for name, alive in recorder.moments.items())
-    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes)
+    kernels = tuple(sorted(attention))
+    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes, kernels, dict(recorder.gradients))
 
 
 def optimizer_peak_nbytes(
@@ -113,8 +130,18 @@ def optimizer_peak_nbytes(
     """The most that a step of torch's own optimizer takes beside parameters, gradients and its states.
 
     Parameters are on ``meta``: that takes a third of the time of fake tensors, and the optimizer can read its step
-    counts.
+    counts. A ``foreach`` optimizer runs each op on all parameters before the next one, so that each shape takes what it
+    takes by itself, as many times as there are parameters of it.
     """
+    if getattr(make([nn.Parameter(torch.empty(1, device="meta"))]), "defaults", {}).get("foreach"):
+        counts = Counter(shapes)
+        return sum(count * _peak_of_step(make, [shape], dtype) for shape, count in counts.items())
+    return _peak_of_step(make, shapes, dtype)
+
+
+def _peak_of_step(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> int:
     with unset_fake_temporarily(), torch.no_grad():
         parameters: list[Tensor] = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
         for parameter in parameters:
@@ -127,13 +154,18 @@ def optimizer_peak_nbytes(
 
 
 @contextmanager
-def _environment(autocast: torch.dtype | None, on_cuda: bool) -> Iterator[Callable[[], Any]]:
-    """The modes for forward and backward. Yields a function that returns those for forward alone."""
-    if on_cuda:
-        with as_on_cuda():
-            yield lambda: as_on_cuda(autocast=autocast)
+def _environment(
+    autocast: torch.dtype | None, platform: Platform | None
+) -> Iterator[tuple[Callable[[], Any], set[str]]]:
+    """The modes for forward and backward.
+
+    Yields a function that returns those for forward alone, and the names of the kernels of attention that have run.
+    """
+    if platform is not None:
+        with as_on_cuda(platform) as attention:
+            yield lambda: as_on_cuda(autocast=autocast), attention
     else:
-        yield lambda: torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+        yield lambda: torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None), set()
 
 
 @contextmanager
@@ -166,6 +198,8 @@ class _MemoryRecorder:
 
     classes: int | None
     tokens: int
+    units: Mapping[Tensor, str]
+    """For each parameter, the layer or module that it is in."""
     tracker: ModuleTracker = field(default_factory=ModuleTracker)
     is_backward: bool = False
     gradient_nbytes: int = 0
@@ -173,6 +207,7 @@ class _MemoryRecorder:
     logits_peak_nbytes: int = 0
     returned_logits_nbytes: int = 0
     """The bytes of the logits that the model returned, which the caller may still hold in backward."""
+    gradients: Counter[str] = field(default_factory=Counter)
     moments: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     _trace: StorageTrace | None = None
 
@@ -183,7 +218,9 @@ class _MemoryRecorder:
     def take_gradient(self, parameter: Tensor) -> None:
         assert self._trace is not None, "hooks are set when the trace is"
         if parameter.grad is not None:
-            self.gradient_nbytes += self._trace.forget(parameter.grad)
+            nbytes = self._trace.forget(parameter.grad)
+            self.gradient_nbytes += nbytes
+            self.gradients[self.units[parameter]] += nbytes
             self._grown(self._trace.alive_nbytes)
 
     def _where(self) -> str:

@@ -6,7 +6,6 @@ sorts of indices, is left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,31 +21,62 @@ def workspace_nbytes(op: Any, args: Any, output: Any) -> int:
 
 
 def _flash_backward(args: Any, output: Any) -> int:
-    """A float32 sum of the query's gradient, and a float32 for each row.
-
-    Where there are fewer key heads than query heads, also the gradients of keys and values for each query head.
+    """A float32 sum of the query's gradient, and a float32 for each row; both padded.
 
     ``mha_bwd`` in ATen/native/transformers/cuda/flash_attn/flash_api.cpp. Tensors are (batch, heads, tokens, size).
     """
-    query, key = args[1], args[2]
-    batch, heads, tokens, size = query.shape
+    batch, heads, tokens, size = args[1].shape
     rows = batch * heads * _up(tokens, 128)
-    nbytes = rows * _up(size, 32 if size <= 128 else 64) * 4 + rows * 4
-    if key.shape[1] != heads:
-        nbytes += 2 * batch * heads * key.shape[2] * size * key.element_size()
-    return nbytes
+    return rows * _up(size, 32 if size <= 128 else 64) * 4 + rows * 4 + _of_query_heads(args)
+
+
+def _cudnn_backward(args: Any, output: Any) -> int:
+    """A float32 sum of the query's gradient, and a float32 for each row (measured: cuDNN 9.19, H100)."""
+    batch, heads, tokens, size = args[1].shape
+    return batch * heads * tokens * (size + 1) * 4 + _of_query_heads(args)
+
+
+def _of_query_heads(args: Any) -> int:
+    """Where there are fewer heads of keys than of queries: gradients of keys and values for each head of queries."""
+    query, key, value = args[1:4]
+    if key.shape[1] == query.shape[1]:
+        return 0
+    return query.shape[0] * query.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
+
+
+def _efficient_forward(args: Any, output: Any) -> int:
+    """A float32 sum of an output of 16 bits, whose heads are wider than the registers of a block hold."""
+    query, value = args[0], args[2]
+    is_wide = max(query.shape[-1], value.shape[-1]) > 128
+    return 4 * output[0].numel() if is_wide and query.element_size() == 2 else 0
 
 
 def _efficient_backward(args: Any, output: Any) -> int:
-    """A float32 for each row, and where gradients have 16 bits, a float32 sum of each.
+    """A float32 for each row, and in 16 bits float32 sums of gradients, by blocks of rows.
 
-    ``_efficient_attention_backward`` in ATen/native/transformers/cuda/attention_backward.cu.
+    ``workspace_size`` in ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, and the splits of keys in
+    ``_efficient_attention_backward`` of attention_backward.cu. In float32 it is the product of which rows are summed.
     """
-    query, key = args[1], args[2]
-    delta = math.prod(query.shape[:3]) * 4
+    query, key, value = args[1:4]
+    batch, heads, tokens, size = query.shape
+    delta = batch * heads * tokens * 4
     if query.element_size() == 4:
-        return delta
-    return delta + 4 * (query.numel() + 2 * key.numel())
+        return 4 * output[0].numel() + 2 * delta
+    widest = max(size, value.shape[-1])
+    block, columns = (64, 64) if widest <= 64 else (128, 128) if widest <= 128 else (128, 64)
+    sums = -(-tokens // block) * -(-size // columns) * (block * columns + 4)
+    if widest > 128:
+        splits = max(1, min(-(-key.shape[2] // 64), 200 // (batch * heads)))
+        sums += splits * 64 * (_up(size, block) + _up(value.shape[-1], block))
+    return delta + 4 * batch * heads * sums + _of_query_heads(args)
+
+
+def _softmax_backward(args: Any, output: Any) -> int:
+    """The product of the gradient and the output, which is summed along rows.
+
+    ``softmax_backward_cuda_out`` in ATen/native/cuda/SoftMax.cu.
+    """
+    return args[0].numel() * args[0].element_size()
 
 
 def _embedding_backward(args: Any, output: Any) -> int:
@@ -68,11 +98,18 @@ def _up(number: int, multiple: int) -> int:
 
 _FORMULAS: dict[Any, Callable[[Any, Any], int]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    _aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten._softmax_backward_data.default: _softmax_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
 }
 
-WORKSPACE_NBYTES = 2 * 32 * 2**20
-"""The bytes of cuBLAS's workspaces on Hopper, from its first product on. Each thread that calls cuBLAS has one, so that
-there is one for forward and one for backward. On other devices each has 8.1 MiB (``getChosenWorkspaceSize`` in
-ATen/cuda/CublasHandlePool.cpp)."""
+
+def cublas_nbytes(capability: tuple[int, int]) -> int:
+    """The bytes of cuBLAS's workspaces, from its first product on.
+
+    Each thread that calls cuBLAS has one, so that there is one for forward and one for backward
+    (``getChosenWorkspaceSize`` in ATen/cuda/CublasHandlePool.cpp).
+    """
+    return 2 * (32 * 2**20 if capability[0] in (9, 10) else 8320 * 2**10)

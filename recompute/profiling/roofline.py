@@ -21,6 +21,7 @@ from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
 from recompute.engine.cut.ops import Kind, facts, work
 from recompute.errors import ModelError
+from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
@@ -28,7 +29,7 @@ from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
 from recompute.estimation.gpus import Gpu, find_gpu
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
-from recompute.estimation.workspaces import WORKSPACE_NBYTES
+from recompute.estimation.workspaces import cublas_nbytes
 from recompute.profiling.cost_table import HostLink, Profile
 from recompute.profiling.dry_run import DryRun, OptimizerFactory, nbytes_of
 from recompute.profiling.measure_regions import Progress, measure_regions
@@ -81,7 +82,13 @@ def roofline(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ModelError(f"expected a model to train; none of {name}'s parameters requires a gradient")
-    with without_packing(name), fake_mode(), as_on_cuda(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        without_packing(name),
+        fake_mode(),
+        as_on_cuda(Platform.of(gpu)),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         fake = fake_copy(model, parameters[0].dtype)
         args, kwargs = arguments_of(fake_batch(batch))
         trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
@@ -93,7 +100,7 @@ def roofline(
         static_nbytes = shards.parameter_nbytes + nbytes_of(list(fake.buffers())) + costs.state_nbytes
         static_nbytes += table["microbatch_nbytes"]
     table["regions"] = shards.with_buffers(table["regions"])
-    table |= {"static_nbytes": static_nbytes + WORKSPACE_NBYTES, "optimizer_seconds": costs.seconds}
+    table |= {"static_nbytes": static_nbytes + cublas_nbytes(gpu.capability), "optimizer_seconds": costs.seconds}
     table |= {"optimizer_peak_nbytes": costs.peak_nbytes + shards.buffer_nbytes("optimizer")}
     machine: dict[str, Any] = {**gpu._asdict(), "torch": torch.__version__}
     machine["gpu"] = machine.pop("name")

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import recompute
 from recompute import counters
 from recompute.errors import ModelError
+from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
 from recompute.estimation.module_tracker import unit_of
@@ -130,7 +131,7 @@ def fake_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> Simula
     with without_packing("model"), fake_mode():
         fake, given = fake_copy(model, torch.float32), fake_batch(batch)
         recompute.apply(fake, policy)
-        return simulate(fake, lambda: run(fake, given), warm_up=True, on_cuda=False)
+        return simulate(fake, lambda: run(fake, given), warm_up=True)
 
 
 def real_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> tuple[int, int]:
@@ -181,7 +182,7 @@ def test_gradients_are_told_apart_by_when_they_come() -> None:
     with fake_mode():
         fake = fake_copy(model, torch.float32)
         x = torch.empty(2, 8)
-        step = simulate(fake, lambda: ((output := fake(x)).sum(), output), on_cuda=False)
+        step = simulate(fake, lambda: ((output := fake(x)).sum(), output))
     moments = {moment.name: moment for moment in step.moments}
     assert max(moments["backward of 1"].alive) == 256
     assert max(moments["backward of 0"].alive) == 512
@@ -249,7 +250,7 @@ def test_autograd_sums_gradients_in_place() -> None:
             return gradient.expand(1000, 1000) * 2 + torch.ones(1000, 1000)
 
     def peak(run: Callable[[Tensor], Tensor]) -> int:
-        step = simulate(nn.Module(), lambda: (loss := run(weight), loss), on_cuda=True)
+        step = simulate(nn.Module(), lambda: (loss := run(weight), loss), platform=Platform.of(None))
         return max(nbytes for moment in step.moments for nbytes in moment.alive.values())
 
     weight_nbytes = 4 * 1000 * 1000
