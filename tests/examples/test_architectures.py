@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -77,7 +78,7 @@ def test_only_where_kernels_compute_may_gradients_be_close(part: Callable[[str],
 
 
 def test_two_values_that_are_not_numbers_are_the_same(part: Callable[[str], ModuleType]) -> None:
-    relative = part("trials").relative
+    relative = part("comparison").relative
     one = [torch.tensor([float("nan"), float("inf"), 3.0]), torch.tensor([4.0])]
     assert relative(one, one) == 0.0
     assert relative([one[0], torch.tensor([5.0])], one) == 0.25
@@ -92,17 +93,19 @@ def test_what_does_not_end_is_a_row(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_under_a_preset_is_wrong(part: Callable[[str], ModuleType]) -> None:
-    module = part("sweep")
+    series, is_wrong = part("series"), part("comparison").is_wrong
     presets = ("elementwise", "full")
-    architecture = module.architectures()["llama"]
+    item = series.Item("llama", {"class": "LlamaForCausalLM"}, None)
     done = {"elementwise": {"verdict": "bitwise"}}
-    trial = module.Trial(architecture, None, 0.0, {"task": "causal", "class": "LlamaForCausalLM", "outcomes": done})
-    row = module.cut_short(trial, module.ended_by(-11), presets)
+    trial = series.Trial(item, None, 0.0, {"class": "LlamaForCausalLM", "outcomes": done})
+    row = series.cut_short(trial, series.ended_by(-11), presets)
     assert row["outcomes"]["elementwise"] == done["elementwise"]
     assert (row["outcomes"]["full"]["verdict"], row["outcomes"]["full"]["detail"]) == ("wrong", "killed by SIGSEGV")
-    assert module.is_wrong(row)
+    assert is_wrong(row)
     trial.row = None  # it died before any preset: that is no fault of one
-    assert not module.is_wrong(module.cut_short(trial, module.ended_by(-11), presets))
+    row = series.cut_short(trial, series.ended_by(-11), presets)
+    assert row == {"class": "LlamaForCausalLM", "not built": "killed by SIGSEGV"}
+    assert not is_wrong(row)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +119,11 @@ def test_a_process_that_dies_under_a_preset_is_wrong(part: Callable[[str], Modul
     ],
 )
 def test_bits_are_compared(other: torch.Tensor, same: bool, part: Callable[[str], ModuleType]) -> None:
-    trials = part("trials")
+    comparison = part("comparison")
     one = torch.tensor([0.0, 1.0, float("nan")])
-    assert trials.same_bits(one, other) is same
-    assert (trials.differences({"loss": other}, {"loss": one}) == []) is same
-    assert trials.differences({}, {"loss": one}) == ["loss: only in one"]
+    assert comparison.same_bits(one, other) is same
+    assert (comparison.differences({"loss": other}, {"loss": one}) == []) is same
+    assert comparison.differences({}, {"loss": one}) == ["loss: only in one"]
 
 
 class Stub:
@@ -179,7 +182,8 @@ def test_verdicts(layer: type[nn.Linear], verdict: str, detail: str, part: Calla
     plain, _ = trials.train(Stub(lambda: nn.Linear(4, 4)), None)
     errors: list[Exception] = []
     Drifting.calls = 1
-    outcome = trials.outcome_of(Stub(lambda: layer(4, 4)), "none", plain, errors.append)
+    under_policy = functools.partial(trials.train, Stub(lambda: layer(4, 4)), "none")
+    outcome = part("comparison").outcome_of(under_policy, plain, errors.append)
     assert outcome.verdict == verdict
     assert detail in outcome.detail
     assert len(errors) == (layer in (Refusing, Failing))

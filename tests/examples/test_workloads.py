@@ -1,0 +1,133 @@
+"""The sweep over workloads: what is recorded of each step, whoever runs it, and what a row says."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = ("plain", "adapters", "quantization", "diffusion", "vision", "trainers", "alignment")
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a module of the sweep, as the script does: both folders are on the path."""
+    monkeypatch.syspath_prepend(EXAMPLES / "architectures")
+    monkeypatch.syspath_prepend(EXAMPLES / "workloads")
+    return importlib.import_module
+
+
+def row_of(part: Callable[[str], ModuleType], train: Callable[[Any], None], *presets: str) -> dict[str, Any]:
+    """What the sweep says of training that needs no package but torch."""
+    module = part("workload")
+    *_, row = module.examine(module.Workload("torch", ("torch",), train), presets, torch.device("cpu"), torch.float32)
+    return row
+
+
+@pytest.mark.parametrize("name", ["pre-norm blocks", "weights that blocks share", "convolutions with batch norm"])
+def test_a_workload_of_torch_is_bitwise_and_holds_less(name: str, part: Callable[[str], ModuleType]) -> None:
+    part("plain")
+    row = row_of(part, part("workload").WORKLOADS[f"torch: {name}"].train, "elementwise", "full")
+    assert row["finite"]
+    for outcome in row["outcomes"].values():
+        assert outcome["verdict"] == "bitwise", outcome["detail"]
+        assert 0 < outcome["held"] < 1
+        assert outcome["time"] > 0
+
+
+class Drifting(nn.Linear):
+    """Computes something else each time that the program calls it."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        Drifting.calls += 1
+        return super().forward(input) * Drifting.calls
+
+
+class Failing(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("layer", "key", "said"),
+    [(Drifting, "differs without a policy", "step 1: loss"), (Failing, "not built", "ValueError: no such thing")],
+)
+def test_what_cannot_be_compared_says_why(
+    layer: type[nn.Linear], key: str, said: str, part: Callable[[str], ModuleType]
+) -> None:
+    def train(run: Any) -> None:
+        model = run.govern(layer(4, 4))
+        run.train(model, lambda: model(torch.ones(2, 4)).sum())
+
+    row = row_of(part, train, "full")
+    assert said in row[key]
+    assert "outcomes" not in row
+
+
+def test_each_backward_and_each_step_of_any_loop_is_recorded(part: Callable[[str], ModuleType]) -> None:
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        for scale in (1.0, 2.0):
+            loss = model(torch.full((3, 4), scale)).sum()
+            loss.backward()
+        return loss
+
+    with part("comparison").Recording(model, 3) as recording:
+        for _ in range(3):
+            optimizer.step(closure)
+    steps = [(f"step {step}: loss", f"step {step}: loss 2", f"step {step}: gradient of weight") for step in (1, 2, 3)]
+    assert list(recording.trace) == [*(name for names in steps for name in names), "after: weight"]
+    for step in (1, 2, 3):
+        assert recording.trace[f"step {step}: gradient of weight"].tolist() == [[9.0] * 4]
+    assert len(recording.seconds) == 2  # the last step is not timed: its memory is counted
+    assert recording.held_nbytes >= 48  # the input that the weight's gradient needs
+
+
+def test_the_extra_brings_the_package_of_each_workload(part: Callable[[str], ModuleType]) -> None:
+    for file in FILES:
+        part(file)
+    workloads = part("workload").WORKLOADS
+    assert len(workloads) >= 60
+    setup = configparser.ConfigParser()
+    setup.read(EXAMPLES.parent / "setup.cfg")
+    brought = {line.partition(">=")[0] for line in setup["options.extras_require"]["workloads"].split()}
+    brought |= {line.partition(">=")[0] for line in setup["options"]["install_requires"].split()}
+    assert {name for each in workloads.values() for name in each.needs} <= brought
+
+
+@pytest.mark.slow
+def test_the_script_makes_the_table(tmp_path: Path) -> None:
+    names = ["torch: LSTM", "torch: several backwards through one graph"]
+    script = str(EXAMPLES / "workloads" / "workloads.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, "--out", str(tmp_path), "--only", *names],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]
+    assert sorted(rows) == names
+    table = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert "| torch     |           2 |" in table
+    for name in names:
+        assert f"\n| {name} " in table
