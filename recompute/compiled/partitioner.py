@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from recompute.engine.cut.byte_limit import best_cut
 from recompute.engine.cut.minimum_cut import Op, Value
-from recompute.engine.cut.ops import Kind, OpFacts, seconds
+from recompute.engine.cut.ops import Kind, OpFacts, seconds, size_hint
 from recompute.engine.dtensors import local_of
 from recompute.engine.tape.op_arguments import at
 
@@ -105,7 +105,7 @@ class RegionPartitioner:
         nodes: list[Node] = []
         if self._graph is not None:
             nodes += islice(reversed(self._graph.nodes), len(self._graph.nodes) - self._size)
-        self._calls.append(_Call(op, policy, known.family is not None, nodes))
+        self._calls.append(_Call(op, policy, known.is_costly, nodes))
 
     def see_save(self, tensor: Tensor) -> None:
         """Autograd saves a tensor, in the first run."""
@@ -163,7 +163,7 @@ class RegionPartitioner:
         return number
 
     def _new(self, tensor: Tensor, *, alive: bool = False) -> int:
-        self._values.append(Value(_size_hint(tensor.untyped_storage().nbytes()), demanded=False, alive=alive))
+        self._values.append(Value(size_hint(tensor.untyped_storage().nbytes()), demanded=False, alive=alive))
         return self._enter(tensor, len(self._values) - 1)
 
     def _enter(self, tensor: Tensor, number: int) -> int:
@@ -222,11 +222,4 @@ def _seconds(op: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> float
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    return torch.empty([*map(_size_hint, local_of(tensor).shape)], dtype=tensor.dtype, device="meta")
-
-
-def _size_hint(size: Any) -> int:
-    """A size; of a symbolic one, the number that it was traced with."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 1
+    return torch.empty([*map(size_hint, local_of(tensor).shape)], dtype=tensor.dtype, device="meta")

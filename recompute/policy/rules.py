@@ -32,14 +32,18 @@ To = Literal["host", "disk"]
 Repeatable = Literal["gemm", "convolution", "attention"]
 
 REPEATABLE: frozenset[str] = frozenset(get_args(Repeatable))
-"""The kinds of op that cost so much that ``recompute`` runs none of them again, unless a rule's ``rerun`` says so."""
+"""The kinds of op that cost so much that ``recompute`` runs none of them again, unless a rule's ``rerun`` says so.
+
+Thin GEMMs may always: they take no longer than to read and write their output (``engine.cut.ops``)."""
 
 FAMILIES = (*get_args(Repeatable), "collective")
 """These, and the one whose ops no tape ever runs again."""
 
-PRICE = 1e9
-"""By default, the bytes that may be held to save a second of running ops again: so few that little more than norms'
-statistics is kept for it."""
+PRICE = 1e10
+"""By default, the bytes that may be held to save a second of running ops again.
+
+What a reduction over a hundred elements makes is kept, as norms' statistics are: few bytes, for which many would be
+read. An elementwise op or a thin GEMM brings back at least fifty times as many bytes a second as this."""
 
 MIN_BYTES = 1 << 20
 """Smaller storages are not worth a copy of their own to the host and back, as far as no rule says otherwise."""

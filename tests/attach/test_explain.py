@@ -147,6 +147,10 @@ REASONS: dict[str, tuple[Forward, dict[str, Any], str, str]] = {
     "a GEMM that fits": (
         chain, {"rerun": "gemm", "hold": "1GiB"}, "aten.mm", "costs less to hold than to run again",
     ),
+    "little that takes long to bring back": (
+        lambda linear, x: (y := linear(x)).sin() + (y * 2).sum().sin(), {}, "aten.sum",
+        "to bring it back takes as long as to move 2.3 KiB",
+    ),
     "as large as what it comes from": (
         lambda linear, x: linear(x).exp().sin(), {}, "aten.exp", "holds less than what would regenerate it",
     ),
@@ -159,6 +163,15 @@ def test_what_is_kept_says_why(kind: str) -> None:
     line = line_of(made_by, explained(forward, via="hook", **options))
     assert line.fate == "kept"
     assert line.reason.split("; ")[0] == reason
+
+
+def test_what_a_thin_gemm_brings_back_says_so() -> None:
+    def forward(linear: nn.Module, x: Tensor) -> Tensor:
+        q = linear(x)[..., :1]
+        return (q @ q.transpose(1, 2)).softmax(-1).sin()
+
+    lines = explained(forward, via="hook")
+    assert line_of("aten._softmax", lines)[-2:] == ("dropped", "thin, so it runs again: aten.bmm")
 
 
 def test_attention_is_kept_and_says_why() -> None:

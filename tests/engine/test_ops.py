@@ -335,6 +335,20 @@ class TestSeconds:
         by_token = [tensor.transpose(1, 2) for tensor in (query, key, key)]
         assert ops._flops(facts(aten._flash_attention_forward.default), tuple(by_token), (query,)) == counted
 
+    @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 400), (torch.float16, 400), (torch.float32, 100)])
+    def test_a_gemm_is_thin_up_to_so_many_products_that_it_takes_as_long_as_a_copy(
+        self, dtype: torch.dtype, most: int
+    ) -> None:
+        def is_thin(products: int) -> bool:
+            a, b = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((8192, products), (products, 8192)))
+            thin = facts_of_call(aten.mm.default, (a, b), {}).is_thin
+            assert facts_of_call(aten.addmm.default, (a[0], a), {"mat2": b}).is_thin == thin
+            assert facts_of_call(aten.bmm.default, (a[None], b[None]), {}).is_thin == thin
+            assert facts_of_call(aten._grouped_mm.default, (a, b[None]), {}).is_thin == thin
+            return thin
+
+        assert [is_thin(products) for products in (1, most, most + 1)] == [True, True, False]
+
     def test_other_ops_by_what_they_move(self) -> None:
         x = torch.empty(1000)
         assert seconds(aten.add.Tensor, (x, x), {"alpha": 1}, x) == 3 * 4000 / ops.BANDWIDTH

@@ -137,7 +137,7 @@ def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     assert (rule.match, rule.layers, rule.via, rule.rerun, rule.keep) == ((), None, "auto", (), ())
     assert repr(rule) == (
         "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=(), "
-        "price=1000000000.0, hold=None, capture=True, compress=False, tile=None, offload=False, fraction=1.0, "
+        "price=10000000000.0, hold=None, capture=True, compress=False, tile=None, offload=False, fraction=1.0, "
         "min_bytes=1048576, max_host_bytes=None, to='host', path=None)"
     )
 

@@ -78,7 +78,7 @@ class OpPolicy:
             return "the rule runs nothing again"
         if known.name in self._keep or known.family in self._keep:
             return f"the rule keeps {known.name if known.name in self._keep else known.family}"
-        if known.family is not None and known.family not in self._rerun:
+        if known.is_costly and known.family not in self._rerun:
             return f"{known.family}, which the rule does not run again"
         return ""
 

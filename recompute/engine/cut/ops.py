@@ -55,7 +55,7 @@ class OpFacts(NamedTuple):
     """Without the overload: "aten.mm"."""
     kind: Kind
     family: str | None = None
-    """"gemm", "convolution", "attention" or "collective" of a costly op; None of any other."""
+    """"gemm", "convolution", "attention" or "collective" of an op that is costly, or ``is_thin``; None of others."""
     writes: tuple[int | str, ...] = ()
     """The arguments that it changes: their positions, or their names if they are keyword-only."""
     reason: str = ""
@@ -68,6 +68,13 @@ class OpFacts(NamedTuple):
     """Whether autocast applies to the ops that its kernel calls."""
     is_foreign: bool = False
     """Whether it is another library's, which may draw random numbers without saying so."""
+    is_thin: bool = False
+    """Whether it is a GEMM that takes no longer than to read and write its output. Of calls alone this is known."""
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether only a rule that names its family runs it again."""
+        return self.family is not None and not self.is_thin
 
 
 FACTORY = "a factory: something unseen may have filled its output"
@@ -90,7 +97,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 _FAMILIES = {
-    # cuBLAS gives the same bits on one stream and one kind of GPU (cuBLAS documentation, "Results reproducibility").
+    # cuBLAS gives the same bits on one stream and one kind of GPU (cuBLAS documentation, "Results reproducibility"), as
+    # long as it adds nothing atomically: that is off by default, and torch never turns it on.
     "gemm": _names("""
         mm bmm mv dot addmm baddbmm addbmm addmv _addmm_activation _int_mm _scaled_mm _grouped_mm
     """),
@@ -252,13 +260,13 @@ def is_costly_op(name: str) -> bool:
 
 
 class _Condition(NamedTuple):
-    """Which calls of an op are pure, if not all are.
+    """Which calls of an op are pure, if not all are; or which GEMMs are thin.
 
     reason: why the other calls are opaque; "" if they are random instead.
     """
 
     holds: Callable[[Callable[[str], Any]], bool]
-    """Whether a call is pure. It is passed a function that returns the call's argument of a name."""
+    """Whether a call is one of these. It is passed a function that returns the call's argument of a name."""
     reason: str
 
 
@@ -291,6 +299,9 @@ def _classify(op: Any) -> OpFacts:
     else:
         best = _classify_custom(op, base)
     best = best._replace(name=f"{space}.{base}", casts_inside=op in CASTS_INSIDE, is_foreign=is_foreign)
+    if best.family == "gemm" and best.kind is not Kind.OPAQUE and (factors := _FACTORS.get(base.removesuffix("_"))):
+        _variants[op] = _Condition(functools.partial(_is_thin, factors), ""), best._replace(is_thin=True)
+        return best._replace(varies=True)
     condition = _condition(op, space, base)
     if condition is None or best.kind is Kind.OPAQUE:
         return best
@@ -482,6 +493,39 @@ FLOPS = 4e14
 """Floating-point operations a second of a nominal accelerator."""
 BANDWIDTH = 2e12
 """Bytes that it moves a second."""
+# Of the products that sum up to an element of a thin GEMM's output, the most for each byte of it. Reading and writing
+# the byte takes as long: 2 / BANDWIDTH. In float32, a GPU's rate lies between that in TF32 and that without it.
+_THIN, _THIN_IN_FLOAT32 = FLOPS / BANDWIDTH, FLOPS / 8 / BANDWIDTH
+
+# The names of what these multiply: (..., M, K) and (..., K, N).
+_FACTORS = {
+    **dict.fromkeys(("mm", "bmm", "_grouped_mm"), ("self", "mat2")),
+    **dict.fromkeys(("addmm", "_addmm_activation"), ("mat1", "mat2")),
+    "baddbmm": ("batch1", "batch2"),
+}
+
+
+def _is_thin(factors: tuple[str, str], argument: Callable[[str], Any]) -> bool:
+    """Whether a GEMM takes no longer than to read and write its output, as each elementwise op does at least.
+
+    The scores of attention are thin: sums over the size of a head. So is LoRA's second product. A router's is not: its
+    output is small, and what it reads is not. No convolution counts as thin: those of few products, as depthwise ones,
+    take several times as long as their arithmetic and their traffic.
+    """
+    left, right = map(argument, factors)
+    if left.dim() > right.dim():  # a grouped GEMM whose groups stand side by side in its output
+        return False
+    *rows, products = map(size_hint, left.shape)
+    made, itemsize = math.prod(rows) * size_hint(right.shape[-1]), left.element_size()
+    read = math.prod(rows) * products + math.prod(map(size_hint, right.shape))
+    return read <= made and products <= itemsize * (_THIN if itemsize <= 2 else _THIN_IN_FLOAT32)
+
+
+def size_hint(size: Any) -> int:
+    """A size; of a symbolic one, the number that it was traced with. To ask for it adds no guard."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from recompute.engine.cut.byte_limit import best_cut
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value
+from recompute.engine.cut.ops import BANDWIDTH
 from recompute.engine.cut.tolerance import can_be_codes, passes_on, tolerates
+from recompute.units import humanize
 
 
 class ValueRef(NamedTuple):
@@ -53,6 +55,8 @@ class TapeStep(NamedTuple):
     """Why it is not run again; "" if it may be."""
     seconds: float = 0.0
     is_costly: bool = False
+    is_thin: bool = False
+    """Whether it is a GEMM that takes no longer than to read and write its output."""
     writes: bool = False
     """Whether it changes arguments."""
     overwrites: tuple[int, ...] = ()
@@ -326,7 +330,7 @@ class SavePlan:
             if self._lives_anyway(number):
                 fate, why = "alive", "lives anyway"
             elif number in self.dropped:
-                fate, why = "dropped", ""
+                fate, why = "dropped", self._thin_gemms_for(number)
             else:
                 in_codes = compresses and number in self.compressible
                 fate = "kept in 8 bits" if in_codes else "kept"
@@ -340,6 +344,26 @@ class SavePlan:
         if step < len(self.steps) and number in self.steps[step].inputs:
             return self.steps[step].name
         return self.steps[step - 1].name if step else "?"
+
+    def _why_held(self, number: int) -> str:
+        """Why a value is kept that its step could bring back."""
+        if self.steps[self.origin(number)].is_costly:
+            return "costs less to hold than to run again"
+        needed = self._brings_back(number)
+        if needed is None:
+            return "holds less than what would regenerate it"
+        moved = BANDWIDTH * sum(self.steps[index].seconds for index in needed)
+        return f"to bring it back takes as long as to move {humanize(round(moved))}"
+
+    def _thin_gemms_for(self, number: int) -> str:
+        """The thin GEMMs that run again for a dropped value, and not for another one that autograd saved."""
+        needed = self._brings_back(number) or set()
+        found = [step.name for index, step in enumerate(self.steps) if step.is_thin and index in needed]
+        return f"thin, so it runs again: {', '.join(found)}" if found else ""
+
+    def _brings_back(self, number: int) -> set[int] | None:
+        """The steps that make a value of others that are there; None if it takes a costly one, or such as may not."""
+        return _derivation(number, self.steps, self.facts, (self.kept | self.demanded) - {number})
 
     def _users(self) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -360,8 +384,7 @@ class SavePlan:
             why = "passed to recompute.keep"
         else:
             step = self.steps[known.step]
-            by_cost = "costs less to hold than to run again" if step.is_costly else ""
-            why = step.reason or by_cost or "holds less than what would regenerate it"
+            why = step.reason or self._why_held(number)
         if users:
             why += "; an op that runs again reads it" if users == 1 else f"; {users} ops that run again read it"
         return why if number in self.demanded else f"{why}; autograd itself did not save it"
