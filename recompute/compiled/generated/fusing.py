@@ -7,9 +7,10 @@ from typing import Any
 
 from recompute.compiled.generated.generated_kernel import BLOCK, GeneratedKernel
 from recompute.compiled.generated.grouping import Grouping, Unit
-from recompute.compiled.generated.kernel_source import KernelSource
+from recompute.compiled.generated.kernel_source import KernelSource, is_dense
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
+from recompute.engine.cut.layout import Layout
 
 
 def fused(
@@ -22,11 +23,14 @@ def fused(
     """
     grouping = Grouping(statements, last, recording)
     views = {statement.makes[0]: statement for statement in statements if statement.view_of is not None}
+    units = grouping.order()
+    last_unit = {name: unit for unit in units for name in grouping.inputs(unit.members)}
     found: list[Statement] = []
-    for unit in grouping.order():
+    for unit in units:
         members = [statements[index] for index in sorted(unit.members)]
         if len(members) > 1:
-            members = [_generated(unit, members, grouping, views, names)]
+            dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
+            members = [_generated(unit, members, grouping, views, names, dying)]
         found += members
     return list(_with_views(found, views, last))
 
@@ -37,8 +41,9 @@ def _generated(
     grouping: Grouping,
     views: dict[str, Statement],
     names: dict[str, Any],
+    dying: Collection[str],
 ) -> Statement:
-    """The statement that calls the kernel of a group."""
+    """The statement that calls the kernel of a group. dying: the variables whose memory nobody reads afterwards."""
     buffers = grouping.recording.buffers
     stored = [grouping.statements[index] for index in grouping.stored(unit.members, [unit])]
     made = [statement.makes[0] for statement in stored]
@@ -52,15 +57,37 @@ def _generated(
     found = dict(names)
     exec(compile(aten, "<what a generated kernel computes>", "exec"), found)
     layouts = [buffers[number].layout for number in numbers]
-    names[name] = GeneratedKernel(source.text(BLOCK), found[name], source.size, layouts)
+    reused = _reused(source, layouts, [variable for variable in read if variable in dying])
+    places = {index: read.index(variable) for index, variable in reused.items()}
+    names[name] = GeneratedKernel(source.text(BLOCK), found[name], source.size, layouts, places)
     text = f"{', '.join(made)}, = {name}({', '.join(read)})"
+    for index, variable in reused.items():
+        whole, layout = buffers[source.inputs[variable]].layout, layouts[index]
+        if (whole.shape, whole.stride) != (layout.shape, layout.stride):
+            text += f"\n{made[index]} = {made[index]}.as_strided({tuple(layout.shape)}, {layout.stride})"
     return Statement(text, read, made, again=all(statement.again for statement in members))
+
+
+def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str]) -> dict[int, str]:
+    """For some of the outputs, the variable in whose memory each is written: a program reads the places that it writes."""
+    reused: dict[int, str] = {}
+    for variable in dying:
+        buffer = source.recording.buffers[source.inputs[variable]]
+        if variable in source.elsewhere or not is_dense(buffer):
+            continue
+        for index, layout in enumerate(layouts):
+            if index not in reused and layout.dtype is buffer.layout.dtype:
+                reused[index] = variable
+                break
+    return reused
 
 
 def _made_by(statement: Statement) -> int:
     """The buffer that a statement's call makes."""
-    assert statement.call is not None and statement.call.results[0] is not None
-    return statement.call.results[0]
+    assert statement.call is not None
+    (number,) = statement.call.results
+    assert number is not None
+    return number
 
 
 def _with_views(

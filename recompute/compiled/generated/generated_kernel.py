@@ -6,7 +6,7 @@ import functools
 import itertools
 import linecache
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -47,8 +47,18 @@ def kernel_of(source: str) -> Any:
 class GeneratedKernel:
     """Computes what ``aten`` does, by one kernel."""
 
-    def __init__(self, source: str, aten: Callable[..., Any], size: int, outputs: Sequence[Layout]):
-        """outputs: what the kernel fills, which have ``size`` elements each."""
+    def __init__(
+        self,
+        source: str,
+        aten: Callable[..., Any],
+        size: int,
+        outputs: Sequence[Layout],
+        reused: Mapping[int, int] | None = None,
+    ):
+        """outputs: what the kernel fills, which have ``size`` elements each.
+
+        reused: the outputs that are written into the memory of an input, which nobody reads afterwards.
+        """
         self.source = source
         self.reason = ""
         """Why the kernel does not run; "" if it does, or may."""
@@ -57,6 +67,7 @@ class GeneratedKernel:
         self._aten = aten
         self._programs = -(-size // BLOCK)
         self._outputs = tuple(outputs)
+        self._reused = dict(reused or {})
         self._compiled: Future[Any] | None = None
         self._kernel = PlannedCall(self._launch)
         self._run: Callable[..., Any] = self._wait
@@ -66,7 +77,12 @@ class GeneratedKernel:
 
     def _launch(self, *tensors: Tensor) -> Any:
         device = tensors[0].device
-        made = [torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device=device) for o in self._outputs]
+        made = [
+            tensors[self._reused[index]]
+            if index in self._reused
+            else torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=device)
+            for index, output in enumerate(self._outputs)
+        ]
         run(kernel_of(self.source), self._programs, *tensors, *made, **SETTINGS)
         return tuple(made)
 
@@ -80,8 +96,9 @@ class GeneratedKernel:
         if error is not None:
             return self._refuse(f"it does not compile: {error}", self._aten(*tensors))
         expected, found = self._aten(*tensors), self._kernel(*tensors)
-        for one, other in zip(expected, found, strict=True):
-            if one.stride() != other.stride() or count_different(one, other):
+        for one, other, output in zip(expected, found, self._outputs, strict=True):
+            other = other.as_strided(output.shape, output.stride)
+            if one.stride() != output.stride or count_different(one, other):
                 return self._refuse("its first call did not give ATen's bits", expected)
         self._run, self.is_exact = self._kernel, True
         return expected

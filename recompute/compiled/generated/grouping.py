@@ -83,6 +83,8 @@ class Grouping:
                     before.add(last_ordered)
                 last_ordered = index
         roots = {self.roots.get(name, name) for name in self.last}
+        self.own = made.keys() - roots
+        """The variables that statements have made, and that nobody reads when all have run."""
         self.at_end = {made[name] for name in roots & made.keys()}
 
     def _size(self, index: int) -> int:
@@ -102,7 +104,9 @@ class Grouping:
             self.units[index] = [Unit({index})]
             return
         readers = self.readers[index]
-        groups = list({id(unit): unit for reader in readers if self.fits[reader] for unit in self.units[reader]}.values())
+        groups = list(
+            {id(unit): unit for reader in readers if self.fits[reader] for unit in self.units[reader]}.values()
+        )
         is_seen = index in self.at_end or not all(self.fits[reader] for reader in readers) or not readers
         own = Unit({index})
         self.units[index] = [own]

@@ -21,8 +21,8 @@ from recompute.compiled.generated.pointwise_ops import (
     FLOATS,
     PLACED,
     ROWS,
-    Promotion,
     TRITON_DTYPES,
+    Promotion,
     arguments_of,
     computing_dtype,
     text_of,
@@ -42,7 +42,9 @@ Index = tuple[Form, ...]
 def is_dense(buffer: Buffer) -> bool:
     """Whether a buffer's tensor has all of its memory, each place once."""
     layout, expected = buffer.layout, 1
-    for stride, size in sorted((stride, size) for size, stride in zip(layout.shape, layout.stride, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(layout.shape, layout.stride, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size
@@ -101,6 +103,8 @@ class KernelSource:
     stored: Sequence[int]
     inputs: dict[str, int] = field(default_factory=dict)
     """The variables that it reads, and the buffer that each has."""
+    elsewhere: set[str] = field(default_factory=set)
+    """Those of which a program reads other elements than it writes."""
     lines: list[str] = field(default_factory=list)
     _values: dict[Any, str] = field(default_factory=dict)
     _counter: itertools.count = field(default_factory=itertools.count)
@@ -181,6 +185,8 @@ class KernelSource:
             return self._value(use.buffer, self._index_in(address, whole))
         pointer = f"in_{statement.variables[use.buffer]}"
         self.inputs[statement.variables[use.buffer]] = use.buffer
+        if str(address) != "a" or self._masks:
+            self.elsewhere.add(statement.variables[use.buffer])
         if not address.terms:
             return self._fresh("x", f"tl.load({pointer} + ({address}))")
         mask = "{mask}" if not self._masks else f", {' & '.join(self._masks)}{{and_mask}}"

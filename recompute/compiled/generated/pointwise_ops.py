@@ -158,8 +158,12 @@ ROWS: dict[Any, Row] = {
     _ATEN.abs.default: Row(("self",), "functions.magnitude({self})"),
     _ATEN.threshold_backward.default: Row(("grad_output", "self"), _threshold_backward),
     _ATEN.native_dropout_backward.default: Row(("grad_output", "mask"), _dropout_backward),
-    _ATEN.where.self: Row(("condition", "self", "other"), "tl.where({condition}, {self}, {other})", None, True, ("condition",)),
-    _ATEN.masked_fill.Scalar: Row(("self", "mask", "value"), "tl.where({mask}, {value}, {self})", None, True, ("mask",)),
+    _ATEN.where.self: Row(
+        ("condition", "self", "other"), "tl.where({condition}, {self}, {other})", None, True, ("condition",)
+    ),
+    _ATEN.masked_fill.Scalar: Row(
+        ("self", "mask", "value"), "tl.where({mask}, {value}, {self})", None, True, ("mask",)
+    ),
     _ATEN.logical_not.default: Row(("self",), "{self} == 0", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.eq.Tensor: _compare("=="),
     _ATEN.eq.Scalar: _compare("=="),
