@@ -14,14 +14,14 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tag, Tensor
 
 from recompute.compiled.fallback import Other
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.recording import Call, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import Kind, facts_of_call
+from recompute.engine.cut.ops import Kind, facts
 from recompute.engine.saved_tensors import seen_as
 from recompute.engine.tape.op_arguments import capture, copied
 from recompute.kernels.launch import IMPLEMENTATIONS
@@ -80,8 +80,7 @@ class Code:
         text = f"{self._function(call.op)}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
-        kind = facts_of_call(call.op, call.args, call.kwargs).kind
-        is_ordered = kind not in (Kind.PURE, Kind.IN_PLACE)
+        is_ordered = Tag.nondeterministic_seeded in call.op.tags or facts(call.op).kind is Kind.OPAQUE
         self._write(Statement(text, reads, makes, again, call, variables, writes=writes, is_ordered=is_ordered))
 
     def _memory(self, use: Use, again: bool) -> str:

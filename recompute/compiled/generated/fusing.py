@@ -69,7 +69,7 @@ def _generated(
 
 
 def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str]) -> dict[int, str]:
-    """For some of the outputs, the variable in whose memory each is written: a program reads the places that it writes."""
+    """For some of the outputs, the variable in whose memory it is written. Programs read only where they write."""
     reused: dict[int, str] = {}
     for variable in dying:
         buffer = source.recording.buffers[source.inputs[variable]]

@@ -11,6 +11,7 @@ Any order of statements that follows what these read and write is right. Groups 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -55,7 +56,7 @@ class Grouping:
         return statement.call is not None and can_be_generated(statement.call, self.recording)
 
     def _depends(self) -> None:
-        """Find what each statement has to come after, and who reads what each has made. A view is part of who reads it."""
+        """Find what each statement has to come after, and who reads what it makes. A view is part of what reads it."""
         made: dict[str, int] = {}
         reading: dict[str, list[int]] = {}
         self.before: list[set[int]] = [set() for _ in self.statements]
@@ -96,7 +97,9 @@ class Grouping:
     def _buffer(self, index: int):
         call = self.statements[index].call
         assert call is not None
-        return self.recording.buffers[call.results[0]]
+        (number,) = call.results
+        assert number is not None
+        return self.recording.buffers[number]
 
     def _place(self, index: int) -> None:
         statement = self.statements[index]
@@ -104,21 +107,18 @@ class Grouping:
             self.units[index] = [Unit({index})]
             return
         readers = self.readers[index]
-        groups = list(
-            {id(unit): unit for reader in readers if self.fits[reader] for unit in self.units[reader]}.values()
-        )
+        groups = list(dict.fromkeys(unit for reader in readers if self.fits[reader] for unit in self.units[reader]))
         is_seen = index in self.at_end or not all(self.fits[reader] for reader in readers) or not readers
         own = Unit({index})
         self.units[index] = [own]
         if not is_seen and len(groups) > 1 and self._contract([own, *groups]):
             return
-        if not is_seen and groups and self._is_cheap(statement, index):
-            if all(len(unit.members) < MAX_CALLS for unit in groups):
-                self.units[index] = []
-                for unit in groups:
-                    unit.members.add(index)
-                    self.units[index].append(unit)
-                return
+        has_room = all(len(unit.members) < MAX_CALLS for unit in groups)
+        if not is_seen and groups and has_room and self._is_cheap(statement, index):
+            self.units[index] = groups
+            for unit in groups:
+                unit.members.add(index)
+            return
         for unit in groups:
             self._contract([self.units[index][0], unit])
 
@@ -187,7 +187,7 @@ class Grouping:
                 for name in self.inputs({index}):
                     by_input.setdefault(name, []).append(index)
         for indices in by_input.values():
-            for first, second in zip(indices, indices[1:], strict=False):
+            for first, second in itertools.pairwise(indices):
                 if second - first <= MAX_DISTANCE and len(self.units[first]) == len(self.units[second]) == 1:
                     self._contract([self.units[first][0], self.units[second][0]])
 

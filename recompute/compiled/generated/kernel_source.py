@@ -48,7 +48,7 @@ def is_dense(buffer: Buffer) -> bool:
         if stride != expected:
             return False
         expected *= size
-    return layout.offset == 0 and buffer.nbytes == expected * layout.dtype.itemsize > 0
+    return bool(layout.offset == 0 and buffer.nbytes == expected * layout.dtype.itemsize > 0)
 
 
 def can_be_generated(call: Call, recording: Recording) -> bool:
@@ -223,10 +223,7 @@ class KernelSource:
                 if row.promotion is Promotion.ALWAYS_BOOL and dtype in FLOATS:  # a number is rounded as the tensor is
                     value = torch.tensor(value, dtype=values["self"].layout.dtype).item()
                 operands[name] = text_of(value) if dtype in FLOATS else repr(value)
-        if callable(row.expression):
-            text = row.expression(operands)
-        else:
-            text = row.expression.format(**operands)
+        text = row.expression(operands) if callable(row.expression) else row.expression.format(**operands)
         assert text is not None
         computed = torch.bool if row.promotion is not None and output.dtype is torch.bool else dtype
         if row.promotion is None:  # a number takes the dtype of what it stands beside
@@ -237,6 +234,7 @@ class KernelSource:
         return value if source is target else self._fresh("x", f"{value}.to({TRITON_DTYPES[target]})")
 
     def _joined(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
+        assert statement.call is not None
         is_stack = statement.call.op is _ATEN.stack.default
         tensors, dim = values["tensors"], values["dim"] % len(output.shape)
         place = self._fresh("i", str(index[dim]))
@@ -257,6 +255,7 @@ class KernelSource:
         """What has a tensor's elements in a part, and zeros around that."""
         dim = values["dim"] % len(output.shape)
         place, use = self._fresh("i", str(index[dim])), values["grad_output"]
+        assert statement.call is not None
         if statement.call.op is _ATEN.select_backward.default:
             start = values["index"] % output.shape[dim]
             condition, inner = f"{place} == {start}", index[:dim] + index[dim + 1 :]
