@@ -15,10 +15,11 @@ try:
     from triton import knobs  # type: ignore[import-untyped]
     from triton.language.extra import libdevice  # type: ignore[import-untyped]
 
+    is_interpreted = bool(knobs.runtime.interpret)
     # The interpreter has no libdevice: there the functions are NumPy's, and bits are those of ATen on a GPU alone.
-    math = tl if knobs.runtime.interpret else libdevice
+    math = tl if is_interpreted else libdevice
 except ImportError:  # without Triton nothing is generated
-    math = None
+    is_interpreted, math = False, None
 
 
 @jit
@@ -82,9 +83,17 @@ def reciprocal_square_root(x):
     return tl.where(is_tiny(x), math.rsqrt(x * 16777216.0) * 4096.0, math.rsqrt(x))
 
 
-@jit
-def tanh(x):
-    return tl.where(is_tiny(x), x, math.tanh(x))
+if is_interpreted:
+
+    @jit
+    def tanh(x):
+        return 1.0 - 2.0 / (math.exp(2.0 * x) + 1.0)
+
+else:
+
+    @jit
+    def tanh(x):
+        return tl.where(is_tiny(x), x, math.tanh(x))
 
 
 @jit
@@ -106,7 +115,7 @@ def silu_backward(gradient, x):
 @jit
 def gelu_tanh(x):
     inner = 0.7978845834732056 * tl.fma(x * x * x, 0.044714998453855515, x)
-    return 0.5 * x * (1.0 + math.tanh(inner))
+    return 0.5 * x * (1.0 + tanh(inner))
 
 
 @jit
@@ -136,7 +145,7 @@ def tanh_backward(gradient, y, dtype):
 @jit
 def gelu_tanh_backward(gradient, x):
     square = x * x
-    t = math.tanh(0.7978845834732056 * tl.fma(square * x, 0.044714998453855515, x))
+    t = tanh(0.7978845834732056 * tl.fma(square * x, 0.044714998453855515, x))
     slope = 0.7978845834732056 * tl.fma(square, 0.13414499163627625, 1.0)
     rest = (0.5 * x) * tl.fma(-t, t, 1.0) * slope
     return gradient * tl.fma(1.0 + t, 0.5, rest)

@@ -45,8 +45,8 @@ class Grouping:
     """For each statement the units that it is in; where there are several, each makes the value for itself."""
 
     def __post_init__(self) -> None:
-        self._depends()
         self.fits = [self._fits(statement) for statement in self.statements]
+        self._depends()
         for index in reversed(range(len(self.statements))):
             if self.statements[index].view_of is None:
                 self._place(index)
@@ -79,7 +79,7 @@ class Grouping:
             for name in reads.difference(statement.writes):
                 reading.setdefault(name, []).append(index)
             made.update(dict.fromkeys(statement.makes, index))
-            if statement.is_ordered:
+            if statement.is_ordered and not self.fits[index]:
                 if last_ordered is not None:
                     before.add(last_ordered)
                 last_ordered = index
