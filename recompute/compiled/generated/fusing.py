@@ -7,7 +7,7 @@ from typing import Any
 
 from recompute.compiled.generated.generated_kernel import BLOCK, GeneratedKernel
 from recompute.compiled.generated.grouping import Grouping, Unit
-from recompute.compiled.generated.kernel_source import KernelSource, is_dense
+from recompute.compiled.generated.kernel_source import KernelSource, is_dense, is_slow_alone
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
@@ -28,7 +28,7 @@ def fused(
     found: list[Statement] = []
     for unit in units:
         members = [statements[index] for index in sorted(unit.members)]
-        if len(members) > 1:
+        if len(members) > 1 or (grouping.fits[min(unit.members)] and is_slow_alone(members[0].call)):
             dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
             members = [_generated(unit, members, grouping, views, names, dying)]
         found += members
@@ -76,7 +76,8 @@ def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str
         if variable in source.elsewhere or not is_dense(buffer):
             continue
         for index, layout in enumerate(layouts):
-            if index not in reused and layout.dtype is buffer.layout.dtype:
+            fits = layout.dtype is buffer.layout.dtype and layout.shape.numel() == buffer.layout.shape.numel()
+            if index not in reused and fits and layout.shape.numel() == source.size:
                 reused[index] = variable
                 break
     return reused

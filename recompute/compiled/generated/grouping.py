@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from recompute.compiled.generated.kernel_source import can_be_generated
+from recompute.compiled.generated.kernel_source import can_be_generated, programs_of
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement
 
@@ -89,7 +89,7 @@ class Grouping:
         self.at_end = {made[name] for name in roots & made.keys()}
 
     def _size(self, index: int) -> int:
-        return self._buffer(index).layout.shape.numel()
+        return programs_of(self.statements[index].call, self.recording)
 
     def _nbytes(self, index: int) -> int:
         return self._buffer(index).nbytes

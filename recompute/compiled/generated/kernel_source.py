@@ -91,6 +91,27 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     return True
 
 
+def is_slow_alone(call: Call | None) -> bool:
+    """Whether ATen moves a call's elements slowly: it puts beside each other what has gaps, or pads with zeros."""
+    return call is not None and call.op in PLACED
+
+
+def equal_parts(call: Call | None) -> list[Use]:
+    """What ``cat`` joins, if all of it has one shape: a kernel computes an element of each at a time. Else nothing."""
+    if call is None or call.op is not _ATEN.cat.default:
+        return []
+    tensors = arguments_of(call)["tensors"]
+    return tensors if len({tuple(use.layout.shape) for use in tensors}) == 1 else []
+
+
+def programs_of(call: Call | None, recording: Recording) -> int:
+    """How many elements a kernel counts that writes what a call makes."""
+    assert call is not None
+    (number,) = call.results
+    assert number is not None
+    return int(recording.buffers[number].layout.shape.numel()) // max(1, len(equal_parts(call)))
+
+
 @dataclass
 class KernelSource:
     """Writes the kernel of the calls in ``group``, which fill the buffers ``stored``.
@@ -112,15 +133,11 @@ class KernelSource:
     """The conditions under which what is being written now is wanted."""
 
     def __post_init__(self) -> None:
-        buffers = self.recording.buffers
-        self.size = buffers[self.stored[0]].layout.shape.numel()
+        sizes = {programs_of(self.group[number].call, self.recording) for number in self.stored}
+        (self.size,) = sizes
+        self.stores: list[str] = []
         for number in self.stored:
-            assert buffers[number].layout.shape.numel() == self.size
-        stores = []
-        for number in self.stored:
-            index = self._index_in(Form.of_variable("a", self.size), buffers[number].layout)
-            stores.append(f"tl.store(out{number} + a, {self._value(number, index)}{{mask}})")
-        self.stores = stores
+            self._store(number)
 
     @property
     def name(self) -> str:
@@ -148,6 +165,26 @@ class KernelSource:
                 line = line.replace(f"({name} + ", f"({short} + ")
             lines.append(line)
         return "\n    ".join(lines) + "\n"
+
+    def _store(self, number: int) -> None:
+        """Write a value to memory. Each part of what ``cat`` joins is written to its place."""
+        statement, layout = self.group[number], self.recording.buffers[number].layout
+        parts = equal_parts(statement.call)
+        if not parts or statement.call is None:
+            index = self._index_in(Form.of_variable("a", self.size), layout)
+            self.stores.append(f"tl.store(out{number} + (a), {self._value(number, index)}{{mask}})")
+            return
+        dim = arguments_of(statement.call)["dim"] % len(layout.shape)
+        order = sorted(range(len(layout.shape)), key=lambda each: layout.stride[each])
+        strides, stride = [0] * len(order), 1
+        for each in order:
+            strides[each], stride = stride, stride * parts[0].layout.shape[each]
+        shape = parts[0].layout.shape
+        index = self._index_in(Form.of_variable("a", self.size), Layout(shape, tuple(strides), 0, layout.dtype))
+        for place, part in enumerate(parts):
+            value = self._cast(self._read(statement, part, index), part.layout.dtype, layout.dtype)
+            address = Form.total(zip(index, layout.stride, strict=True), place * shape[dim] * layout.stride[dim])
+            self.stores.append(f"tl.store(out{number} + ({address}), {value}{{mask}})")
 
     def _index_in(self, address: Form, layout: Layout) -> Index:
         """The index of the element of a dense tensor at an address."""
