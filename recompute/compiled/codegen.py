@@ -14,28 +14,19 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tag, Tensor
 
 from recompute.compiled.fallback import Other
+from recompute.compiled.generated.fusing import fused
 from recompute.compiled.recording import Call, Recording, Use, uses_in
+from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import facts
+from recompute.engine.cut.ops import Kind, facts
 from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.saved_tensors import seen_as
 from recompute.engine.tape.op_arguments import capture, copied
 from recompute.kernels.launch import IMPLEMENTATIONS
 from recompute.kernels.launch_plan import PlannedCall
-
-
-@dataclass
-class Statement:
-    """A line of code: the variables that it reads, and those that it makes."""
-
-    text: str
-    reads: list[str]
-    makes: list[str]
-    again: bool = False
-    """Whether it runs an op of forward again, in backward."""
 
 
 @dataclass
@@ -67,7 +58,8 @@ class Code:
         if again and call.written:
             for before, after in call.written:
                 name = self.tensors[after] = f"t{after}"
-                self._write(f"{name} = {self.tensors[before]}.clone()", [self.tensors[before]], [name], again)
+                text = f"{name} = {self.tensors[before]}.clone()"
+                self._write(Statement(text, [self.tensors[before]], [name], again))
             moved = {before: after for before, after in call.written}
             call = call._replace(args=_moved(call.args, moved), kwargs=_moved(call.kwargs, moved))
         reads: list[str] = []
@@ -84,17 +76,24 @@ class Code:
         if not again:
             for before, after in call.written:
                 self.tensors[after] = self.tensors[before]
+        variables = {use.buffer: self._memory(use, again) for use in call.uses()}
+        writes = tuple([self.tensors[after] for _, after in call.written])
         text = f"{self._function(call.op)}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
-        self._write(text, reads, makes, again)
+        known = facts(call.op)
+        may_draw = Tag.nondeterministic_seeded in call.op.tags or known.is_foreign
+        is_ordered = may_draw or known.kind is Kind.OPAQUE
+        self._write(Statement(text, reads, makes, again, call, variables, writes=writes, is_ordered=is_ordered))
+
+    def _memory(self, use: Use, again: bool) -> str:
+        """The variable of the buffer that a tensor is, or views."""
+        name = self.tensors[use.buffer]
+        return self.memories.get(use.buffer, name) if again or use.buffer in self.saved_views else name
 
     def tensor(self, use: Use, *, again: bool = False) -> str:
         """The variable of a tensor, which is its buffer or a view of that."""
-        whole = self.recording.buffers[use.buffer].layout
-        name = self.tensors[use.buffer]
-        if again or use.buffer in self.saved_views:
-            name = self.memories.get(use.buffer, name)
+        whole, name = self.recording.buffers[use.buffer].layout, self._memory(use, again)
         if use.layout == whole and not use.is_conjugate:
             return name
         key = name, use[1:], again
@@ -102,7 +101,8 @@ class Code:
         if view is None:
             view = self._views[key] = f"v{len(self._views)}"
             seen = name if use.layout == whole else self._view(name, use, whole)
-            self._write(f"{view} = {seen}{'.conj()' if use.is_conjugate else ''}", [name], [view], again)
+            text = f"{view} = {seen}{'.conj()' if use.is_conjugate else ''}"
+            self._write(Statement(text, [name], [view], again, view_of=name))
         return view
 
     def _view(self, name: str, use: Use, whole: Layout) -> str:
@@ -155,8 +155,8 @@ class Code:
             return repr(value)
         return self.named(value)
 
-    def _write(self, text: str, reads: Sequence[str], makes: list[str], again: bool) -> None:
-        self.statements.append(Statement(text, list(dict.fromkeys(reads)), makes, again))
+    def _write(self, statement: Statement) -> None:
+        self.statements.append(statement)
 
     def reads(self) -> set[str]:
         """The variables that it reads."""
@@ -169,17 +169,18 @@ class Code:
         """
         state = f"r{len(self.recording.calls)}_{len(self.statements)}"
         if facts(call.op).is_foreign:
-            self._write(f"{state} = RngState(name=name)", [], [state], False)
+            self._write(Statement(f"{state} = RngState(name=name)", [], [state], is_ordered=True))
             return state
         reads: list[str] = []
         first = next(call.uses(), None)
         tensors = "()" if first is None else f"({self._value(first, reads, False)},)"
-        self._write(f"{state} = capture({tensors}, {self.named(_constants(call.kwargs))}, name)", reads, [state], False)
+        text = f"{state} = capture({tensors}, {self.named(_constants(call.kwargs))}, name)"
+        self._write(Statement(text, reads, [state], is_ordered=True))
         return state
 
     def drawn(self, state: str) -> None:
         """Write what finds out from which generators that call has drawn. state: the variable of their states."""
-        self._write(f"{state} = WatchedDraws({state})", [state], [state], False)
+        self._write(Statement(f"{state} = WatchedDraws({state})", [state], [state], is_ordered=True))
 
     def compiled(
         self,
@@ -196,24 +197,18 @@ class Code:
         those that ``head`` makes. again_first: write what runs again before all else, in the span of the argument
         ``settings``.
         """
-        statements = self.statements
+        statements: Sequence[Statement] = self.statements
         if again_first:
             statements = [s for s in statements if s.again] + [s for s in statements if not s.again]
-        uses = {v: index for index, s in enumerate(statements) for v in (*s.reads, *s.makes)}
+        elif self.recording.is_generated:
+            statements = fused(statements, last, self.recording, self.names)
+        used = {name for statement in statements for name in (*statement.reads, *statement.makes)}
         lines = list(head)
-        if unused := [variable for variable in given if variable not in uses and variable not in last]:
+        if unused := [variable for variable in given if variable not in used and variable not in last]:
             lines.append(f"del {', '.join(unused)}")
-        for again, group in groupby(enumerate(statements), key=lambda pair: pair[1].again):
-            block = []
-            for index, statement in group:
-                block += statement.text.split("\n")
-                gone = [
-                    v
-                    for v in (*statement.reads, *statement.makes)
-                    if uses[v] == index and v not in last and v not in self.names
-                ]
-                if gone:
-                    block.append(f"del {', '.join(dict.fromkeys(gone))}")
+        written = zip(statements, lines_of(statements, last, self.names), strict=True)
+        for again, group in groupby(written, key=lambda pair: pair[0].again):
+            block = [line for _, own in group for line in own]
             if again and again_first:
                 block = ["with settings():", *[f"    {line}" for line in block]]
             lines += [_START, *block, _STOP] if again else block

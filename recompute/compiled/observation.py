@@ -366,6 +366,7 @@ class Observation:
     def _see(self, gradient: Tensor, use: Use) -> None:
         """A gradient inside of the region has come: what one call gave, or the sum of what several did."""
         if use.buffer in self._sums:
+            self._sums.remove(use.buffer)  # from now on it is a tensor like others, of which there may be views
             self._recording.bind(gradient, use.buffer)
             if not _is_alike(Layout.of(gradient), use.layout):
                 raise NotCapturable("autograd adds up gradients of several layouts")

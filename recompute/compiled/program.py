@@ -12,7 +12,6 @@ from torch import Tag
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
-from recompute.compiled.movements import moved_once
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
@@ -181,7 +180,7 @@ class ProgramWriter:
 
     def __post_init__(self) -> None:
         self._forward = self.recording.calls[: self.steps]
-        self._backward = moved_once(self.recording, self.steps, [use for _, use in self.contributions])
+        self._backward = self.recording.calls[self.steps :]
         self._differentiable = {given for given, _ in self.contributions}
         self._kept: dict[int, None] = {}
         self._held: dict[int, None] = {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tag, Tensor
 from torch._ops import OpOverload
 
+from recompute.compiled.generated.switch import is_generating
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
@@ -59,6 +60,7 @@ class Buffer:
     """The call that made it, or wrote it."""
     constant: Tensor | None = None
     """The tensor itself, if it is a literal in the code."""
+    device: torch.device | None = None
 
 
 class Call(NamedTuple):
@@ -106,6 +108,16 @@ class Recording:
     """Weak references to these storages: while they are held, their addresses cannot be used again."""
     _same: dict[int, int] = field(default_factory=dict)
     """For each buffer of the expected recording, the one here."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The one that generated kernels are for: that of the first tensor that is given."""
+        return self.buffers[0].device if self.buffers else None
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether kernels are generated for it."""
+        return self.device is not None and is_generating(self.device)
 
     def close(self) -> None:
         """Forget which storages the buffers were in."""
@@ -226,7 +238,7 @@ class Recording:
             if key not in written:
                 before = self._current[key]
                 old = self.buffers[before]
-                self.buffers.append(Buffer(old.layout, old.nbytes, old.root, call=index))
+                self.buffers.append(Buffer(old.layout, old.nbytes, old.root, call=index, device=old.device))
                 written[key] = before, len(self.buffers) - 1
                 self._current[key] = len(self.buffers) - 1
         results: list[int | None] = []
@@ -256,7 +268,8 @@ class Recording:
         layout = Layout.of(_on_meta(first.layout) + _on_meta(second.layout))
         number = len(self.buffers)
         nbytes = layout.shape.numel() * layout.dtype.itemsize
-        self.buffers.append(Buffer(layout, nbytes, number, call=len(self.calls)))
+        device = self.buffers[first.buffer].device
+        self.buffers.append(Buffer(layout, nbytes, number, call=len(self.calls), device=device))
         self.calls.append(Call(torch.ops.aten.add.Tensor, (first, second), {}, (number,), (), is_sequence=False))
         return Use(number, layout)
 
@@ -273,7 +286,8 @@ class Recording:
 
     def _new(self, tensor: Tensor, *, given: int | None = None, call: int | None = None) -> int:
         number = len(self.buffers)
-        self.buffers.append(Buffer(Layout.of(tensor), tensor.untyped_storage().nbytes(), number, given, call))
+        nbytes = tensor.untyped_storage().nbytes()
+        self.buffers.append(Buffer(Layout.of(tensor), nbytes, number, given, call, device=tensor.device))
         self.bind(tensor, number)
         return number
 

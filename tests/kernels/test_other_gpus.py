@@ -22,7 +22,7 @@ COMPILE = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from recompute.kernels import activation, blockwise_8bit, join, norm_kernels, swiglu_from_codes
+from recompute.kernels import activation, blockwise_8bit, norm_kernels, swiglu_from_codes
 
 capability, shared = int(sys.argv[1]), int(sys.argv[2])
 norm_kernels._shared_memory = lambda device: shared
@@ -72,7 +72,6 @@ fits(blockwise_8bit._quantize_kernel, [X, CODES, F, F, "i64"],
 fits(blockwise_8bit._dequantize_kernel, [CODES, F, X, "i64"], {**BLOCKS, **blockwise_8bit.DEQUANTIZE_SETTINGS})
 fits(swiglu_from_codes._kernel, [X, CODES, F, CODES, F, X, X, X, "i64", "i32"],
      {"ACTIVATION": "silu", "PACKED": False, **BLOCKS, **swiglu_from_codes.SETTINGS})
-fits(join._kernel, [X, *["i32"] * 8, *[X, *["i64"] * 4] * 4], {"ROWS": 32, "BLOCK": 128, **join.SETTINGS})
 ELEMENTS = {"BLOCK": activation.TILE, **activation.SETTINGS}
 for name in activation.ACTIVATIONS:
     fits(activation._forward_kernel, [X, X, "i32"], {"ACTIVATION": name, **ELEMENTS})

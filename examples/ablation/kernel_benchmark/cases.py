@@ -146,10 +146,6 @@ def draw_twin_layer_norm(generator: Generator, tokens: int, hidden: int) -> Tens
     return *draw_layer_norm(generator, tokens, hidden), *draw_layer_norm(generator, 1, hidden)[1:]
 
 
-def draw_parts(generator: Generator, heads: int, tokens: int, head: int) -> Tensors:
-    return tuple(normal(generator, 1, tokens, heads, head).transpose(1, 2) for _ in range(3))
-
-
 def draw_product(generator: Generator, tokens: int, intermediate: int) -> Tensors:
     return leaves(normal(generator, tokens, intermediate), normal(generator, tokens, intermediate))
 
@@ -303,13 +299,6 @@ BENCHMARKS = {
         sizes=((4096, 2048), (16384, 4096)),
         small=(32, 128),
         compiled=((16384, 4096),),
-    ),
-    "join": Benchmark(
-        draw_parts,
-        (Measure("forward", ("joined",), each(forward, "join"), elements=times(6)),),
-        sizes=((16, 4096, 128),),
-        small=(4, 32, 64),
-        compiled=((16, 4096, 128),),
     ),
     "swiglu": Benchmark(
         draw_product,

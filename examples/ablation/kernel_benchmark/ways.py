@@ -57,11 +57,6 @@ def twin_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, other_weight: Tenso
     return layer_norm(x, weight, bias), layer_norm(x, other_weight, other_bias), x.view_as(x)
 
 
-def join(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What autograd does to the gradients of q, k and v where one Linear gives all three, as GPT-NeoX's does."""
-    return torch.cat([q, k, v], -1).transpose(1, 2).contiguous()
-
-
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
@@ -165,19 +160,6 @@ def our_norm_linears() -> Function:
     return call
 
 
-def our_join() -> Function:
-    function = import_module("recompute.kernels.join").join
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, heads, tokens, head = q.shape
-        width = 3 * head
-        stride = tokens * heads * width, heads * width, width, 1
-        places = [each for part in range(3) for each in (stride[0], stride[2], stride[1], 1, part * head)]
-        return function(q, k, v, None, (batch, tokens, heads, width), stride, tuple(places))
-
-    return call
-
-
 LIGER_NORM = op("liger_kernel.ops", "LigerRMSNormFunction.apply", EPS)
 LIGER_ADD_NORM = op("liger_kernel.ops", "LigerFusedAddRMSNormFunction.apply", EPS)
 LIGER_LAYER_NORM = op("liger_kernel.ops", "LigerLayerNormFunction.apply", EPS)
@@ -221,7 +203,6 @@ WAYS: dict[str, dict[str, Load]] = {
         EAGER: formula(twin_layer_norm),
         COMPILED: compiled(twin_layer_norm),
     },
-    "join": {OURS: our_join, EAGER: formula(join), COMPILED: compiled(join)},
     "swiglu": {
         OURS: op("recompute.kernels.swiglu", "swiglu"),
         EAGER: formula(swiglu),

@@ -1,0 +1,186 @@
+"""What one element of an ATen op is, in Triton: the operations of ATen's CUDA kernels, in their order.
+
+All of them compute in float32. nvcc makes one ``fma`` of a product and a sum where it can, and so ``fma`` stands here
+where its kernel has one: Triton is told to make none by itself. ``tests/compiled/test_generated_ops.py`` compares each
+of them with ATen, bit for bit.
+
+A function whose last parameter is ``dtype`` does what ATen does in the tensor's own dtype: it rounds after each step.
+"""
+
+from __future__ import annotations
+
+from recompute.kernels.launch import jit, tl
+
+try:
+    from triton import knobs  # type: ignore[import-untyped]
+    from triton.language.extra import libdevice  # type: ignore[import-untyped]
+
+    is_interpreted = bool(knobs.runtime.interpret)
+    # The interpreter has no libdevice: there the functions are NumPy's, and bits are those of ATen on a GPU alone.
+    math = tl if is_interpreted else libdevice
+except ImportError:  # without Triton nothing is generated
+    is_interpreted, math = False, None
+
+
+@jit
+def add_scaled(x, y, alpha):
+    return tl.fma(alpha, y, x)
+
+
+@jit
+def divide(x, y):
+    return tl.div_rn(x, y)
+
+
+@jit
+def reciprocal(x):
+    return tl.div_rn(1.0, x)
+
+
+@jit
+def exponential(x):
+    return math.exp(x)
+
+
+@jit
+def logarithm(x):
+    return math.log(x)
+
+
+@jit
+def negate(x):
+    return (x.to(tl.int32, bitcast=True) ^ -2147483648).to(tl.float32, bitcast=True)
+
+
+@jit
+def magnitude(x):
+    return (x.to(tl.int32, bitcast=True) & 2147483647).to(tl.float32, bitcast=True)
+
+
+@jit
+def is_tiny(x):
+    """Whether a number has no full precision. Triton's libdevice takes such numbers for 0, and ATen does not."""
+    return tl.abs(x) < 1.1754943508222875e-38
+
+
+@jit
+def sine(x):
+    return tl.where(is_tiny(x), x, math.sin(x))
+
+
+@jit
+def cosine(x):
+    return math.cos(x)
+
+
+@jit
+def square_root(x):
+    return tl.sqrt_rn(x)
+
+
+@jit
+def reciprocal_square_root(x):
+    return tl.where(is_tiny(x), math.rsqrt(x * 16777216.0) * 4096.0, math.rsqrt(x))
+
+
+if is_interpreted:
+
+    @jit
+    def tanh(x):
+        return 1.0 - 2.0 / (math.exp(2.0 * x) + 1.0)
+
+else:
+
+    @jit
+    def tanh(x):
+        return tl.where(is_tiny(x), x, math.tanh(x))
+
+
+@jit
+def sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + math.exp(-x))
+
+
+@jit
+def silu(x):
+    return tl.div_rn(x, 1.0 + math.exp(-x))
+
+
+@jit
+def silu_backward(gradient, x):
+    s = tl.div_rn(1.0, 1.0 + math.exp(-x))
+    return gradient * s * tl.fma(x, 1.0 - s, 1.0)
+
+
+@jit
+def gelu_tanh(x):
+    inner = 0.7978845834732056 * tl.fma(x * x * x, 0.044714998453855515, x)
+    return 0.5 * x * (1.0 + tanh(inner))
+
+
+@jit
+def square(x):
+    return x * x
+
+
+@jit
+def cube(x, dtype):
+    return (x * x).to(dtype).to(tl.float32) * x
+
+
+@jit
+def sigmoid_backward(gradient, y, dtype):
+    return (gradient * (1.0 - y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32) * y
+
+
+@jit
+def tanh_backward(gradient, y, dtype):
+    if dtype == tl.float32:
+        rest = tl.fma(-y, y, 1.0)
+    else:
+        rest = (1.0 - (y * y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    return gradient * rest
+
+
+@jit
+def gelu_tanh_backward(gradient, x):
+    square = x * x
+    t = tanh(0.7978845834732056 * tl.fma(square * x, 0.044714998453855515, x))
+    slope = 0.7978845834732056 * tl.fma(square, 0.13414499163627625, 1.0)
+    rest = (0.5 * x) * tl.fma(-t, t, 1.0) * slope
+    return gradient * tl.fma(1.0 + t, 0.5, rest)
+
+
+@jit
+def error_function(x):
+    """CUDA's erff since 12.0: Triton brings an older one, which rounds otherwise."""
+    size = tl.abs(x)
+    far = size >= 1.002959966659546
+    s = tl.where(far, size, x * x)
+    p = tl.where(far, 0.00011219871521461755, 8.483494457323104e-05)
+    p = tl.fma(p, s, tl.where(far, -0.0013275252422317863, -0.0008213091641664505))
+    p = tl.fma(p, s, tl.where(far, 0.00839653518050909, 0.005213488824665546))
+    p = tl.fma(p, s, tl.where(far, -0.04024658352136612, -0.026868773624300957))
+    p = tl.fma(p, s, tl.where(far, 0.15950430929660797, 0.11284004896879196))
+    p = tl.fma(p, s, tl.where(far, 0.9129176735877991, -0.37612664699554443))
+    p = tl.fma(p, s, tl.where(far, 0.6290600299835205, 0.12837915122509003))
+    start = tl.where(far, -size, x)
+    p = tl.fma(p, start, start)
+    tail = 1.0 - tl.exp2(p)
+    return tl.where(far, tl.where(x < 0.0, -tail, tail), p)
+
+
+@jit
+def gelu(x):
+    return x * 0.5 * (1.0 + error_function(x * 0.7071067690849304))
+
+
+@jit
+def gelu_backward(gradient, x):
+    density = math.exp(-0.5 * x * x) * 0.3989422917366028
+    return gradient * tl.fma(1.0 + error_function(x * 0.7071067690849304), 0.5, x * density)
+
+
+@jit
+def relu(x):
+    return tl.where(x > 0.0, x, tl.where(x == x, 0.0, x))

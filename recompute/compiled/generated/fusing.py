@@ -1,0 +1,106 @@
+"""Puts generated kernels in the place of the statements of a program that they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from recompute.compiled.generated.generated_kernel import BLOCK, GeneratedKernel
+from recompute.compiled.generated.grouping import Grouping, Unit
+from recompute.compiled.generated.kernel_source import KernelSource, is_dense, is_slow_alone
+from recompute.compiled.recording import Recording
+from recompute.compiled.statements import Statement, lines_of
+from recompute.engine.cut.layout import Layout
+
+
+def fused(
+    statements: Sequence[Statement], last: Collection[str], recording: Recording, names: dict[str, Any]
+) -> list[Statement]:
+    """The statements, with a call of one kernel in the place of each group of pointwise calls.
+
+    last: the variables that are read when all have run. names: the objects that statements refer to by name, to which
+    the kernels are added.
+    """
+    grouping = Grouping(statements, last, recording)
+    views = {statement.makes[0]: statement for statement in statements if statement.view_of is not None}
+    units = grouping.order()
+    last_unit = {name: unit for unit in units for name in grouping.inputs(unit.members)}
+    found: list[Statement] = []
+    for unit in units:
+        members = [statements[index] for index in sorted(unit.members)]
+        if len(members) > 1 or (grouping.fits[min(unit.members)] and is_slow_alone(members[0].call)):
+            dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
+            members = [_generated(unit, members, grouping, views, names, dying)]
+        found += members
+    return list(_with_views(found, views, last))
+
+
+def _generated(
+    unit: Unit,
+    members: Sequence[Statement],
+    grouping: Grouping,
+    views: dict[str, Statement],
+    names: dict[str, Any],
+    dying: Collection[str],
+) -> Statement:
+    """The statement that calls the kernel of a group. dying: the variables whose memory nobody reads afterwards."""
+    buffers = grouping.recording.buffers
+    stored = [grouping.statements[index] for index in grouping.stored(unit.members, [unit])]
+    made = [statement.makes[0] for statement in stored]
+    numbers = [_made_by(statement) for statement in stored]
+    source = KernelSource(grouping.recording, {_made_by(each): each for each in members}, numbers)
+    read = list(source.inputs)
+    body = list(_with_views(members, views, made))
+    lines = [line for own in lines_of(body, made, names) for line in own]
+    name = f"kernel{len(names)}"
+    aten = f"def {name}({', '.join(read)}):\n    " + "\n    ".join([*lines, f"return ({', '.join(made)},)"])
+    found = dict(names)
+    exec(compile(aten, "<what a generated kernel computes>", "exec"), found)
+    layouts = [buffers[number].layout for number in numbers]
+    reused = _reused(source, layouts, [variable for variable in read if variable in dying])
+    places = {index: read.index(variable) for index, variable in reused.items()}
+    names[name] = GeneratedKernel(source.text(BLOCK), found[name], source.size, layouts, places)
+    text = f"{', '.join(made)}, = {name}({', '.join(read)})"
+    for index, variable in reused.items():
+        whole, layout = buffers[source.inputs[variable]].layout, layouts[index]
+        if (whole.shape, whole.stride) != (layout.shape, layout.stride):
+            text += f"\n{made[index]} = {made[index]}.as_strided({tuple(layout.shape)}, {layout.stride})"
+    return Statement(text, read, made, again=all(statement.again for statement in members))
+
+
+def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str]) -> dict[int, str]:
+    """For some of the outputs, the variable in whose memory it is written. Programs read only where they write."""
+    reused: dict[int, str] = {}
+    for variable in dying:
+        buffer = source.recording.buffers[source.inputs[variable]]
+        if variable in source.elsewhere or not is_dense(buffer):
+            continue
+        for index, layout in enumerate(layouts):
+            fits = layout.dtype is buffer.layout.dtype and layout.shape.numel() == buffer.layout.shape.numel()
+            if index not in reused and fits and layout.shape.numel() == source.size:
+                reused[index] = variable
+                break
+    return reused
+
+
+def _made_by(statement: Statement) -> int:
+    """The buffer that a statement's call makes."""
+    assert statement.call is not None
+    (number,) = statement.call.results
+    assert number is not None
+    return number
+
+
+def _with_views(
+    statements: Iterable[Statement], views: dict[str, Statement], last: Collection[str]
+) -> Iterator[Statement]:
+    """The statements, with the views that each reads in front of it, where these were not made before."""
+    missing = dict(views)
+    for statement in statements:
+        for name in statement.reads:
+            if name in missing:
+                yield missing.pop(name)
+        yield statement
+    for name in last:
+        if name in missing:
+            yield missing.pop(name)

@@ -1,0 +1,118 @@
+"""A group of calls at run time: by ATen's kernels until the generated one is compiled and was found to be exact."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recompute.compiled.generated import device_functions
+from recompute.engine.bit_comparison import count_different
+from recompute.engine.cut.layout import Layout
+from recompute.kernels.launch import jit, run, tl
+from recompute.kernels.launch_plan import PlannedCall
+
+WARPS = 4
+BLOCK = 1024
+"""Elements that one program of a kernel computes: 16 bytes a thread and tensor, of 16-bit dtypes."""
+SETTINGS = {"num_warps": WARPS, "enable_fp_fusion": False}
+"""Triton's options. It is to make no ``fma`` but those that the source has."""
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="recompute-generated")
+
+
+@functools.cache
+def kernel_of(source: str) -> Any:
+    """The Triton kernel that ``source`` defines. Equal sources are one kernel."""
+    name = f"<a generated kernel {next(_numbers)}>"
+    lines = source.splitlines(keepends=True)
+    linecache.cache[name] = len(source), None, lines, name  # where Triton reads the source
+    names = {"tl": tl, "functions": device_functions, "__name__": __name__}
+    exec(compile(source, name, "exec"), names)
+    return jit(names[source[4 : source.index("(")]])
+
+
+class GeneratedKernel:
+    """Computes what ``aten`` does, by one kernel."""
+
+    def __init__(
+        self,
+        source: str,
+        aten: Callable[..., Any],
+        size: int,
+        outputs: Sequence[Layout],
+        reused: Mapping[int, int] | None = None,
+    ):
+        """outputs: what the kernel fills, which have ``size`` elements each.
+
+        reused: the outputs that are written into the memory of an input, which nobody reads afterwards.
+        """
+        self.source = source
+        self.reason = ""
+        """Why the kernel does not run; "" if it does, or may."""
+        self.is_exact = False
+        """Whether its first call gave the bits of ATen's."""
+        self._aten = aten
+        self._programs = -(-size // BLOCK)
+        self._outputs = tuple(outputs)
+        self._reused = dict(reused or {})
+        self._compiled: Future[Any] | None = None
+        self._kernel = PlannedCall(self._launch)
+        self._run: Callable[..., Any] = self._wait
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        return self._run(*tensors)
+
+    def _launch(self, *tensors: Tensor) -> Any:
+        device = tensors[0].device
+        made = [
+            tensors[self._reused[index]]
+            if index in self._reused
+            else torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=device)
+            for index, output in enumerate(self._outputs)
+        ]
+        run(kernel_of(self.source), self._programs, *tensors, *made, **SETTINGS)
+        return tuple(made)
+
+    def _wait(self, *tensors: Tensor) -> Any:
+        """A call before it is known whether the kernel gives ATen's bits."""
+        if self._compiled is None:
+            self._compiled = _compilers().submit(self._compile, tensors[0].device, [each.dtype for each in tensors])
+        if not self._compiled.done() or _is_capturing(tensors[0]):
+            return self._aten(*tensors)
+        error = self._compiled.exception()
+        if error is not None:
+            return self._refuse(f"it does not compile: {error}", self._aten(*tensors))
+        expected, found = self._aten(*tensors), self._kernel(*tensors)
+        for one, other, output in zip(expected, found, self._outputs, strict=True):
+            other = other.as_strided(output.shape, output.stride)
+            if one.stride() != output.stride or count_different(one, other):
+                return self._refuse("its first call did not give ATen's bits", expected)
+        self._run, self.is_exact = self._kernel, True
+        return expected
+
+    def _refuse(self, reason: str, result: Any) -> Any:
+        self._run, self.reason = self._aten, reason
+        return result
+
+    def _compile(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                outputs = [output.dtype for output in self._outputs]
+                kernel_of(self.source).warmup(*dtypes, *outputs, grid=(self._programs,), **SETTINGS)
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,221 @@
+"""Which statements of a program become one kernel, and in which order all of them run then.
+
+Statements are looked at from the last to the first. One whose result is read by statements of a group joins that group.
+Where nothing else reads it, its value never reaches memory. Else it is written by the group, and has to have as many
+elements as what the group writes already. A value that is cheap to make from what is in memory anyway, such as a cast,
+is made in each group that reads it. Last, groups over as many elements that read the same tensor become one.
+
+Any order of statements that follows what these read and write is right. Groups are contracted only if that leaves one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from recompute.compiled.generated.kernel_source import can_be_generated, programs_of
+from recompute.compiled.recording import Recording
+from recompute.compiled.statements import Statement
+
+MAX_CALLS = 48
+"""In one kernel."""
+MAX_TENSORS = 24
+"""That one kernel reads and writes."""
+MAX_DISTANCE = 60
+"""Statements between groups that are joined because they read the same: what either writes lives until then."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """Statements that run as one."""
+
+    members: set[int]
+
+
+@dataclass
+class Grouping:
+    """Groups the statements. last: the variables that are read when all of them have run."""
+
+    statements: Sequence[Statement]
+    last: Collection[str]
+    recording: Recording
+    units: dict[int, list[Unit]] = field(default_factory=dict)
+    """For each statement the units that it is in; where there are several, each makes the value for itself."""
+
+    def __post_init__(self) -> None:
+        self.fits = [self._fits(statement) for statement in self.statements]
+        self._depends()
+        for index in reversed(range(len(self.statements))):
+            if self.statements[index].view_of is None:
+                self._place(index)
+        self._join_readers()
+
+    def _fits(self, statement: Statement) -> bool:
+        return statement.call is not None and can_be_generated(statement.call, self.recording)
+
+    def _depends(self) -> None:
+        """Find what each statement has to come after, and who reads what it makes. A view is part of what reads it."""
+        made: dict[str, int] = {}
+        reading: dict[str, list[int]] = {}
+        self.before: list[set[int]] = [set() for _ in self.statements]
+        self.readers: list[list[int]] = [[] for _ in self.statements]
+        self.roots: dict[str, str] = {}
+        """For the variable of a view, that of the tensor."""
+        last_ordered: int | None = None
+        for index, statement in enumerate(self.statements):
+            if statement.view_of is not None:
+                self.roots[statement.makes[0]] = statement.view_of
+                continue
+            before = self.before[index]
+            reads = {self.roots.get(name, name) for name in statement.reads}
+            for name in reads & made.keys():
+                before.add(made[name])
+                self.readers[made[name]].append(index)
+            for name in statement.writes:
+                before.update(reading.pop(name, ()))
+                made[name] = index
+            for name in reads.difference(statement.writes):
+                reading.setdefault(name, []).append(index)
+            made.update(dict.fromkeys(statement.makes, index))
+            if statement.is_ordered and not self.fits[index]:
+                if last_ordered is not None:
+                    before.add(last_ordered)
+                last_ordered = index
+        roots = {self.roots.get(name, name) for name in self.last}
+        self.own = made.keys() - roots
+        """The variables that statements have made, and that nobody reads when all have run."""
+        self.at_end = {made[name] for name in roots & made.keys()}
+
+    def _size(self, index: int) -> int:
+        return programs_of(self.statements[index].call, self.recording)
+
+    def _nbytes(self, index: int) -> int:
+        return self._buffer(index).nbytes
+
+    def _buffer(self, index: int):
+        call = self.statements[index].call
+        assert call is not None
+        (number,) = call.results
+        assert number is not None
+        return self.recording.buffers[number]
+
+    def _place(self, index: int) -> None:
+        statement = self.statements[index]
+        if not self.fits[index]:
+            self.units[index] = [Unit({index})]
+            return
+        readers = self.readers[index]
+        groups = list(dict.fromkeys(unit for reader in readers if self.fits[reader] for unit in self.units[reader]))
+        is_seen = index in self.at_end or not all(self.fits[reader] for reader in readers) or not readers
+        own = Unit({index})
+        self.units[index] = [own]
+        if not is_seen and len(groups) > 1 and self._contract([own, *groups]):
+            return
+        has_room = all(len(unit.members) < MAX_CALLS for unit in groups)
+        if not is_seen and groups and has_room and self._is_cheap(statement, index):
+            self.units[index] = groups
+            for unit in groups:
+                unit.members.add(index)
+            return
+        for unit in groups:
+            self._contract([self.units[index][0], unit])
+
+    def _is_cheap(self, statement: Statement, index: int) -> bool:
+        """Whether to make a value again reads no more than to read it."""
+        assert statement.call is not None
+        sources = {use.buffer for use in statement.call.uses()}
+        return sum(self.recording.buffers[number].nbytes for number in sources) <= self._nbytes(index)
+
+    def stored(self, members: Collection[int], units: Collection[Unit]) -> list[int]:
+        """Those of a group's calls whose values are read outside of it. units: those that the group is made of."""
+        return sorted(index for index in members if index in self.at_end or self._is_read_outside(index, units))
+
+    def _is_read_outside(self, index: int, units: Collection[Unit]) -> bool:
+        return any(
+            unit not in units and index not in unit.members
+            for reader in self.readers[index]
+            for unit in self.units[reader]
+        )
+
+    def inputs(self, members: Collection[int]) -> set[str]:
+        """The variables that a group reads and others make."""
+        made = {name for index in members for name in self.statements[index].makes}
+        return {self.roots.get(name, name) for index in members for name in self.statements[index].reads} - made
+
+    def _contract(self, units: Sequence[Unit]) -> bool:
+        """Make one of several units, if one kernel can do what they do."""
+        units = list({id(unit): unit for unit in units}.values())
+        members = set().union(*[unit.members for unit in units])
+        if len(units) < 2 or len(members) > MAX_CALLS:
+            return False
+        stored = self.stored(members, units)
+        if len({self._size(index) for index in stored}) != 1 or len(stored) + len(self.inputs(members)) > MAX_TENSORS:
+            return False
+        if not self._is_acyclic(members):
+            return False
+        joined = Unit(members)
+        for index in members:
+            kept = [unit for unit in self.units[index] if unit not in units]
+            self.units[index] = [*kept, joined]
+        return True
+
+    def _is_acyclic(self, members: Collection[int]) -> bool:
+        """Whether nothing outside of ``members`` both reads of them and is read by them."""
+        pending = [before for index in members for before in self.before[index] if before not in members]
+        seen: set[int] = set()
+        while pending:
+            index = pending.pop()
+            if index in seen:
+                continue
+            inside = self.units[index][-1].members if index in self.units else {index}
+            seen |= inside
+            for each in inside:
+                for before in self.before[each]:
+                    if before in members and before not in inside:
+                        return False
+                    if before not in seen:
+                        pending.append(before)
+        return True
+
+    def _join_readers(self) -> None:
+        """Make one of groups over as many elements that read the same tensor."""
+        by_input: dict[str, list[int]] = {}
+        for index in range(len(self.statements)):
+            if self.fits[index]:
+                for name in self.inputs({index}):
+                    by_input.setdefault(name, []).append(index)
+        for indices in by_input.values():
+            for first, second in itertools.pairwise(indices):
+                if second - first <= MAX_DISTANCE and len(self.units[first]) == len(self.units[second]) == 1:
+                    self._contract([self.units[first][0], self.units[second][0]])
+
+    def order(self) -> list[Unit]:
+        """The units, in an order in which they can run, as near to that of the statements as it can be."""
+        units = list({id(unit): unit for each in self.units.values() for unit in each}.values())
+        homes = {index: self.units[index][-1] for index in self.units}
+        waits: dict[int, set[int]] = {}
+        for unit in units:
+            waits[id(unit)] = {
+                id(homes[before])
+                for index in unit.members
+                for before in self.before[index]
+                if before not in unit.members
+            }
+        followers: dict[int, list[Unit]] = {}
+        for unit in units:
+            for before in waits[id(unit)]:
+                followers.setdefault(before, []).append(unit)
+        ready = [(max(unit.members), id(unit), unit) for unit in units if not waits[id(unit)]]
+        heapq.heapify(ready)
+        ordered = []
+        while ready:
+            _, _, unit = heapq.heappop(ready)
+            ordered.append(unit)
+            for follower in followers.get(id(unit), ()):
+                waits[id(follower)].discard(id(unit))
+                if not waits[id(follower)]:
+                    heapq.heappush(ready, (max(follower.members), id(follower), follower))
+        assert len(ordered) == len(units), "groups wait for each other"
+        return ordered

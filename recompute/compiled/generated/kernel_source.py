@@ -1,0 +1,318 @@
+"""The Triton source of a kernel that computes a group of calls.
+
+The kernel counts the elements of what it writes, in the order in which they lie in memory. A value is computed for an
+index: a form (see ``index_forms``) for each dimension of the buffer. Where a call reads a buffer of another call of the
+group, it asks for that value at the index that its view leads to. Nothing but what is read outside of the group is
+written to memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from recompute.compiled.generated.index_forms import Form
+from recompute.compiled.generated.pointwise_ops import (
+    COPIES,
+    FLOATS,
+    PLACED,
+    ROWS,
+    TRITON_DTYPES,
+    Promotion,
+    arguments_of,
+    computing_dtype,
+    text_of,
+)
+from recompute.compiled.recording import Buffer, Call, Recording, Use
+from recompute.compiled.statements import Statement
+from recompute.engine.cut.layout import Layout
+
+_ATEN = torch.ops.aten
+MAX_ADDRESS = 2**31 - 1
+_NUMBERS = (int, float, bool)
+
+Index = tuple[Form, ...]
+"""Of an element: a form for each dimension."""
+
+
+def is_dense(buffer: Buffer) -> bool:
+    """Whether a buffer's tensor has all of its memory, each place once."""
+    layout, expected = buffer.layout, 1
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(layout.shape, layout.stride, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return bool(layout.offset == 0 and buffer.nbytes == expected * layout.dtype.itemsize > 0)
+
+
+def can_be_generated(call: Call, recording: Recording) -> bool:
+    """Whether a generated kernel can compute a call."""
+    if call.written or len(call.results) != 1 or call.is_sequence or call.results[0] is None:
+        return False
+    output = recording.buffers[call.results[0]]
+    if output.device != recording.device or output.layout.dtype not in TRITON_DTYPES or not is_dense(output):
+        return False
+    for use in call.uses():
+        buffer = recording.buffers[use.buffer]
+        if use.is_conjugate or use.layout.dtype is not buffer.layout.dtype or use.layout.dtype not in TRITON_DTYPES:
+            return False
+        if buffer.device != recording.device:
+            return False
+    values = arguments_of(call)
+    if call.op in COPIES:
+        # Whether a copy to bool or to integers rounds as Triton does was not reviewed.
+        return values["self"].layout.dtype == output.layout.dtype or output.layout.dtype in FLOATS
+    if call.op in PLACED:
+        if call.op in (_ATEN.cat.default, _ATEN.stack.default):
+            alike = {(len(use.layout.shape), use.layout.dtype) for use in values["tensors"]}
+            return len(alike) == 1 and len(values["tensors"]) <= 8
+        return values.get("step", 1) == 1
+    row = ROWS.get(call.op)
+    if row is None or any(type(values[name]) not in (Use, *_NUMBERS) for name in row.operands):
+        return False
+    dtype = computing_dtype(row, values, output.layout.dtype)
+    if not row.takes_all and dtype is not torch.float32:
+        return False
+    if row.promotion is None and any(
+        type(value := values[name]) is Use and value.layout.dtype is not dtype
+        for name in row.operands
+        if name not in row.masks
+    ):
+        return False
+    if callable(row.expression):
+        probe = {name: "x" if type(value) is Use else value for name, value in values.items()}
+        return row.expression(probe | {"dtype": "tl.float32"}) is not None
+    return True
+
+
+def is_slow_alone(call: Call | None) -> bool:
+    """Whether ATen moves a call's elements slowly: it puts beside each other what has gaps, or pads with zeros."""
+    return call is not None and call.op in PLACED
+
+
+def equal_parts(call: Call | None) -> list[Use]:
+    """What ``cat`` joins, if all of it has one shape: a kernel computes an element of each at a time. Else nothing."""
+    if call is None or call.op is not _ATEN.cat.default:
+        return []
+    tensors = arguments_of(call)["tensors"]
+    return tensors if len({tuple(use.layout.shape) for use in tensors}) == 1 else []
+
+
+def programs_of(call: Call | None, recording: Recording) -> int:
+    """How many elements a kernel counts that writes what a call makes."""
+    assert call is not None
+    (number,) = call.results
+    assert number is not None
+    return int(recording.buffers[number].layout.shape.numel()) // max(1, len(equal_parts(call)))
+
+
+@dataclass
+class KernelSource:
+    """Writes the kernel of the calls in ``group``, which fill the buffers ``stored``.
+
+    group: the statements of these calls, by the buffer that each makes.
+    """
+
+    recording: Recording
+    group: Mapping[int, Statement]
+    stored: Sequence[int]
+    inputs: dict[str, int] = field(default_factory=dict)
+    """The variables that it reads, and the buffer that each has."""
+    elsewhere: set[str] = field(default_factory=set)
+    """Those of which a program reads other elements than it writes."""
+    lines: list[str] = field(default_factory=list)
+    _values: dict[Any, str] = field(default_factory=dict)
+    _counter: itertools.count = field(default_factory=itertools.count)
+    _masks: list[str] = field(default_factory=list)
+    """The conditions under which what is being written now is wanted."""
+
+    def __post_init__(self) -> None:
+        sizes = {programs_of(self.group[number].call, self.recording) for number in self.stored}
+        (self.size,) = sizes
+        self.stores: list[str] = []
+        for number in self.stored:
+            self._store(number)
+
+    @property
+    def name(self) -> str:
+        """What it computes, as a profiler is to show it."""
+        ops = [statement.call.op._schema.name.partition("::")[2] for statement in self.group.values()]  # type: ignore[union-attr]
+        counted = {op: ops.count(op) for op in ops if op != "_to_copy"}
+        return "_".join(["pointwise", *[f"{op}{count if count > 1 else ''}" for op, count in counted.items()]])[:80]
+
+    def text(self, block: int) -> str:
+        """The kernel, for blocks of so many elements."""
+        buffers = self.recording.buffers
+        is_even = self.size % block == 0
+        used = [*self.inputs.values(), *self.stored]
+        is_long = max([self.size, *(_end(buffers[number]) for number in used)]) > MAX_ADDRESS
+        parameters = [*[f"in_{name}" for name in self.inputs], *[f"out{number}" for number in self.stored]]
+        names = {name: f"p{index}" for index, name in enumerate(parameters)}
+        block_start = f"tl.program_id(0){'.to(tl.int64)' if is_long else ''} * {block}"
+        lines = [f"def {self.name}({', '.join(names.values())}):", f"a = {block_start} + tl.arange(0, {block})"]
+        if not is_even:
+            lines.append(f"inside = a < {self.size}")
+        for line in [*self.lines, *self.stores]:
+            mask = "" if is_even else ", inside"
+            line = line.replace("{mask}", mask).replace("{and_mask}", "" if is_even else " & inside")
+            for name, short in names.items():
+                line = line.replace(f"({name} + ", f"({short} + ")
+            lines.append(line)
+        return "\n    ".join(lines) + "\n"
+
+    def _store(self, number: int) -> None:
+        """Write a value to memory. Each part of what ``cat`` joins is written to its place."""
+        statement, layout = self.group[number], self.recording.buffers[number].layout
+        parts = equal_parts(statement.call)
+        if not parts or statement.call is None:
+            index = self._index_in(Form.of_variable("a", self.size), layout)
+            self.stores.append(f"tl.store(out{number} + (a), {self._value(number, index)}{{mask}})")
+            return
+        dim = arguments_of(statement.call)["dim"] % len(layout.shape)
+        order = sorted(range(len(layout.shape)), key=lambda each: layout.stride[each])
+        strides, stride = [0] * len(order), 1
+        for each in order:
+            strides[each], stride = stride, stride * parts[0].layout.shape[each]
+        shape = parts[0].layout.shape
+        index = self._index_in(Form.of_variable("a", self.size), Layout(shape, tuple(strides), 0, layout.dtype))
+        for place, part in enumerate(parts):
+            value = self._cast(self._read(statement, part, index), part.layout.dtype, layout.dtype)
+            address = Form.total(zip(index, layout.stride, strict=True), place * shape[dim] * layout.stride[dim])
+            self.stores.append(f"tl.store(out{number} + ({address}), {value}{{mask}})")
+
+    def _index_in(self, address: Form, layout: Layout) -> Index:
+        """The index of the element of a dense tensor at an address."""
+        index = []
+        for size, stride in zip(layout.shape, layout.stride, strict=True):
+            if size == 1:
+                index.append(Form())
+                continue
+            digit = address.digit(stride, size)
+            if digit is None:
+                name = self._fresh("i", str(address))
+                text = f"({name} // {stride}) % {size}"
+                digit = Form.of_variable(self._fresh("i", text), size)
+            index.append(digit)
+        return tuple(index)
+
+    def _fresh(self, prefix: str, text: str) -> str:
+        key = prefix, text
+        if key not in self._values:
+            name = f"{prefix}{next(self._counter)}"
+            self.lines.append(f"{name} = {text}")
+            self._values[key] = name
+        return self._values[key]
+
+    def _read(self, statement: Statement, use: Use, index: Index) -> str:
+        """The value of a tensor at an index, which may have more dimensions than the tensor, as broadcasting has."""
+        layout, whole = use.layout, self.recording.buffers[use.buffer].layout
+        index = index[len(index) - len(layout.shape) :]
+        index = tuple([Form() if size == 1 else form for form, size in zip(index, layout.shape, strict=True)])
+        if use.buffer in self.group and layout == whole:
+            return self._value(use.buffer, index)
+        distance = int(layout.offset) - int(whole.offset)
+        address = Form.total(zip(index, layout.stride, strict=True), distance)
+        if use.buffer in self.group:
+            return self._value(use.buffer, self._index_in(address, whole))
+        pointer = f"in_{statement.variables[use.buffer]}"
+        self.inputs[statement.variables[use.buffer]] = use.buffer
+        if str(address) != "a" or self._masks:
+            self.elsewhere.add(statement.variables[use.buffer])
+        if not address.terms:
+            return self._fresh("x", f"tl.load({pointer} + ({address}))")
+        mask = "{mask}" if not self._masks else f", {' & '.join(self._masks)}{{and_mask}}"
+        return self._fresh("x", f"tl.load({pointer} + ({address}){mask})")
+
+    def _value(self, number: int, index: Index) -> str:
+        """The value that a call of the group gives, at an index."""
+        key = number, index, tuple(self._masks)
+        if key not in self._values:
+            self._values[key] = self._computed(number, index)
+        return self._values[key]
+
+    def _computed(self, number: int, index: Index) -> str:
+        statement, output = self.group[number], self.recording.buffers[number].layout
+        call = statement.call
+        assert call is not None
+        values = arguments_of(call)
+        if call.op in COPIES:
+            use = values["self"]
+            return self._cast(self._read(statement, use, index), use.layout.dtype, output.dtype)
+        if call.op in (_ATEN.cat.default, _ATEN.stack.default):
+            return self._joined(statement, values, index, output)
+        if call.op in PLACED:
+            return self._padded(statement, values, index, output)
+        row = ROWS[call.op]
+        dtype = computing_dtype(row, values, output.dtype)
+        operands: dict[str, Any] = dict(values, dtype=TRITON_DTYPES[output.dtype])
+        for name in row.operands:
+            value = values[name]
+            if type(value) is Use:
+                read = self._read(statement, value, index)
+                operands[name] = read if name in row.masks else self._cast(read, value.layout.dtype, dtype)
+            elif not callable(row.expression):
+                if row.promotion is Promotion.ALWAYS_BOOL and dtype in FLOATS:  # a number is rounded as the tensor is
+                    value = torch.tensor(value, dtype=values["self"].layout.dtype).item()
+                operands[name] = text_of(value) if dtype in FLOATS else repr(value)
+        text = row.expression(operands) if callable(row.expression) else row.expression.format(**operands)
+        assert text is not None
+        computed = torch.bool if row.promotion is not None and output.dtype is torch.bool else dtype
+        if row.promotion is None:  # a number takes the dtype of what it stands beside
+            return self._fresh("x", f"({text}).to({TRITON_DTYPES[output.dtype]})")
+        return self._cast(self._fresh("x", text), computed, output.dtype)
+
+    def _cast(self, value: str, source: torch.dtype, target: torch.dtype) -> str:
+        return value if source is target else self._fresh("x", f"{value}.to({TRITON_DTYPES[target]})")
+
+    def _joined(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
+        assert statement.call is not None
+        is_stack = statement.call.op is _ATEN.stack.default
+        tensors, dim = values["tensors"], values["dim"] % len(output.shape)
+        place = self._fresh("i", str(index[dim]))
+        starts = list(itertools.accumulate([1 if is_stack else t.layout.shape[dim] for t in tensors], initial=0))
+        result = ""
+        for use, start, stop in reversed(list(zip(tensors, starts, starts[1:], strict=False))):
+            if is_stack:
+                inner = index[:dim] + index[dim + 1 :]
+            else:
+                inner = (*index[:dim], Form.total([(index[dim], 1)], -start), *index[dim + 1 :])
+            condition = self._fresh("c", f"({place} >= {start}) & ({place} < {stop})")
+            value = self._under(condition, statement, use, inner)
+            value = self._cast(value, use.layout.dtype, output.dtype)
+            result = value if not result else self._fresh("x", f"tl.where({condition}, {value}, {result})")
+        return result
+
+    def _padded(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
+        """What has a tensor's elements in a part, and zeros around that."""
+        dim = values["dim"] % len(output.shape)
+        place, use = self._fresh("i", str(index[dim])), values["grad_output"]
+        assert statement.call is not None
+        if statement.call.op is _ATEN.select_backward.default:
+            start = values["index"] % output.shape[dim]
+            condition, inner = f"{place} == {start}", index[:dim] + index[dim + 1 :]
+        else:
+            start, stop, _ = slice(values["start"], values["end"]).indices(output.shape[dim])
+            condition = f"({place} >= {start}) & ({place} < {stop})"
+            inner = (*index[:dim], Form.total([(index[dim], 1)], -start), *index[dim + 1 :])
+        condition = self._fresh("c", condition)
+        value = self._cast(self._under(condition, statement, use, inner), use.layout.dtype, output.dtype)
+        return self._fresh("x", f"tl.where({condition}, {value}, 0.0).to({TRITON_DTYPES[output.dtype]})")
+
+    def _under(self, condition: str, statement: Statement, use: Use, index: Index) -> str:
+        """The value of a tensor at an index that is inside of it where ``condition`` holds."""
+        self._masks.append(condition)
+        try:
+            return self._read(statement, use, index)
+        finally:
+            self._masks.pop()
+
+
+def _end(buffer: Buffer) -> int:
+    """One more than the last place in a buffer that its tensor reaches."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(buffer.layout.shape, buffer.layout.stride, strict=True))

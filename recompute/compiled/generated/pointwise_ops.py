@@ -1,0 +1,209 @@
+"""The ATen ops that generated kernels compute, one row each: anything else stays ATen's.
+
+A row is trusted because ``tests/compiled/test_generated_ops.py`` has compared it on a GPU with ATen's kernel, over all
+patterns of bits that the operands can have in 16-bit dtypes, and over millions in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
+from torch._prims_common import elementwise_dtypes
+
+from recompute.compiled.recording import Call, Use
+
+_ATEN = torch.ops.aten
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_DTYPES = {
+    torch.float32: "tl.float32",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+    torch.bool: "tl.int1",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+}
+"""The dtypes of tensors that a generated kernel may read and write."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How to compute one element of an op's output."""
+
+    operands: tuple[str, ...]
+    """The arguments that are tensors, or numbers in their place."""
+    expression: str | Callable[[dict[str, Any]], str | None]
+    """In terms of the operands, in the dtype that they are computed in; or what makes it of all arguments.
+
+    That returns None for arguments for which ATen does something else.
+    """
+    promotion: Promotion | None = Promotion.DEFAULT
+    """How the dtype to compute in follows from the operands; None: they have the output's."""
+    takes_all: bool = False
+    """Whether operands may be bool and integers, too."""
+    masks: tuple[str, ...] = ()
+    """The operands that are read as they are, and not in the dtype that is computed in."""
+
+
+def text_of(number: float) -> str:
+    """A number as it stands in a kernel that computes in float32."""
+    number = float(number)
+    return repr(number) if math.isfinite(number) else f'float("{number}")'
+
+
+def _add(values: dict[str, Any]) -> str:
+    return _add_scaled(values, values["alpha"])
+
+
+def _sub(values: dict[str, Any]) -> str:
+    return _add_scaled(values, -values["alpha"])
+
+
+def _add_scaled(values: dict[str, Any], alpha: float) -> str:
+    if alpha in (1, -1):
+        return f"{values['self']} {'+' if alpha == 1 else '-'} {values['other']}"
+    return f"functions.add_scaled({values['self']}, {values['other']}, {text_of(alpha)})"
+
+
+def _rsub(values: dict[str, Any]) -> str | None:
+    return f"{values['other']} - {values['self']}" if values["alpha"] == 1 else None
+
+
+def _div(values: dict[str, Any]) -> str | None:
+    """ATen multiplies by the reciprocal of a number, in float32."""
+    number = values["other"]
+    if isinstance(number, str):
+        return f"functions.divide({values['self']}, {number})"
+    if isinstance(values["self"], (int, float)) or number == 0 or not math.isfinite(number):
+        return None
+    inverse = torch.tensor(1.0) / torch.tensor(float(number), dtype=torch.float32)
+    return f"{values['self']} * {text_of(inverse.item())}"
+
+
+def _pow(values: dict[str, Any]) -> str | None:
+    x, dtype = values["self"], values["dtype"]
+    powers = {
+        1: x,
+        2: f"functions.square({x})",
+        3: f"functions.cube({x}, {dtype})",
+        0.5: f"functions.square_root({x})",
+        -0.5: f"functions.reciprocal_square_root({x})",
+        -1: f"functions.reciprocal({x})",
+    }
+    return powers.get(values["exponent"])
+
+
+def _gelu(values: dict[str, Any]) -> str:
+    return f"functions.gelu{'_tanh' if values['approximate'] == 'tanh' else ''}({values['self']})"
+
+
+def _gelu_backward(values: dict[str, Any]) -> str:
+    function = f"functions.gelu{'_tanh' if values['approximate'] == 'tanh' else ''}_backward"
+    return f"{function}({values['grad_output']}, {values['self']})"
+
+
+def _dropout_backward(values: dict[str, Any]) -> str:
+    return f"{values['grad_output']} * {values['mask']} * {text_of(values['scale'])}"
+
+
+def _threshold_backward(values: dict[str, Any]) -> str | None:
+    return f"tl.where({values['self']} <= 0.0, 0.0, {values['grad_output']})" if values["threshold"] == 0 else None
+
+
+def _unary(function: str, *, rounds: bool = False) -> Row:
+    return Row(("self",), f"functions.{function}({{self}}{', {dtype}' if rounds else ''})", Promotion.INT_TO_FLOAT)
+
+
+def _compare(operator: str) -> Row:
+    return Row(("self", "other"), f"{{self}} {operator} {{other}}", Promotion.ALWAYS_BOOL, takes_all=True)
+
+
+_BINARY = ("self", "other")
+ROWS: dict[Any, Row] = {
+    _ATEN.add.Tensor: Row(_BINARY, _add),
+    _ATEN.add.Scalar: Row(_BINARY, _add),
+    _ATEN.sub.Tensor: Row(_BINARY, _sub),
+    _ATEN.sub.Scalar: Row(_BINARY, _sub),
+    _ATEN.rsub.Scalar: Row(_BINARY, _rsub),
+    _ATEN.mul.Tensor: Row(_BINARY, "{self} * {other}"),
+    _ATEN.mul.Scalar: Row(_BINARY, "{self} * {other}"),
+    _ATEN.div.Tensor: Row(_BINARY, _div, Promotion.INT_TO_FLOAT),
+    _ATEN.div.Scalar: Row(_BINARY, _div, Promotion.INT_TO_FLOAT),
+    _ATEN.pow.Tensor_Scalar: Row(("self",), _pow),
+    _ATEN.neg.default: Row(("self",), "functions.negate({self})"),
+    _ATEN.reciprocal.default: _unary("reciprocal"),
+    _ATEN.exp.default: _unary("exponential"),
+    _ATEN.log.default: _unary("logarithm"),
+    _ATEN.sin.default: _unary("sine"),
+    _ATEN.cos.default: _unary("cosine"),
+    _ATEN.sqrt.default: _unary("square_root"),
+    _ATEN.rsqrt.default: _unary("reciprocal_square_root"),
+    _ATEN.tanh.default: _unary("tanh"),
+    _ATEN.sigmoid.default: _unary("sigmoid"),
+    _ATEN.silu.default: _unary("silu"),
+    _ATEN.gelu.default: Row(("self",), _gelu),
+    _ATEN.silu_backward.default: Row(("grad_output", "self"), "functions.silu_backward({grad_output}, {self})"),
+    _ATEN.sigmoid_backward.default: Row(
+        ("grad_output", "output"), "functions.sigmoid_backward({grad_output}, {output}, {dtype})"
+    ),
+    _ATEN.tanh_backward.default: Row(
+        ("grad_output", "output"), "functions.tanh_backward({grad_output}, {output}, {dtype})"
+    ),
+    _ATEN.gelu_backward.default: Row(("grad_output", "self"), _gelu_backward),
+    _ATEN.relu.default: Row(("self",), "functions.relu({self})"),
+    _ATEN.abs.default: Row(("self",), "functions.magnitude({self})"),
+    _ATEN.threshold_backward.default: Row(("grad_output", "self"), _threshold_backward),
+    _ATEN.native_dropout_backward.default: Row(("grad_output", "mask"), _dropout_backward),
+    _ATEN.where.self: Row(
+        ("condition", "self", "other"), "tl.where({condition}, {self}, {other})", None, True, ("condition",)
+    ),
+    _ATEN.masked_fill.Scalar: Row(
+        ("self", "mask", "value"), "tl.where({mask}, {value}, {self})", None, True, ("mask",)
+    ),
+    _ATEN.logical_not.default: Row(("self",), "{self} == 0", Promotion.ALWAYS_BOOL, takes_all=True),
+    _ATEN.eq.Tensor: _compare("=="),
+    _ATEN.eq.Scalar: _compare("=="),
+    _ATEN.ne.Tensor: _compare("!="),
+    _ATEN.ne.Scalar: _compare("!="),
+    _ATEN.lt.Tensor: _compare("<"),
+    _ATEN.lt.Scalar: _compare("<"),
+    _ATEN.le.Tensor: _compare("<="),
+    _ATEN.le.Scalar: _compare("<="),
+    _ATEN.gt.Tensor: _compare(">"),
+    _ATEN.gt.Scalar: _compare(">"),
+    _ATEN.ge.Tensor: _compare(">="),
+    _ATEN.ge.Scalar: _compare(">="),
+}
+
+COPIES = (_ATEN._to_copy.default, _ATEN.clone.default)
+"""What gives the same elements, perhaps in another dtype, or in another order in memory."""
+PLACED = (_ATEN.cat.default, _ATEN.slice_backward.default, _ATEN.select_backward.default, _ATEN.stack.default)
+"""What gives elements at other places, and zeros elsewhere."""
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    """The arguments of a call by their names, defaults among them."""
+    values: dict[str, Any] = {}
+    for index, argument in enumerate(call.op._schema.arguments):
+        if index < len(call.args):
+            values[argument.name] = call.args[index]
+        else:
+            values[argument.name] = call.kwargs.get(argument.name, argument.default_value)
+    return values
+
+
+def computing_dtype(row: Row, values: dict[str, Any], output: torch.dtype) -> torch.dtype:
+    """The dtype that the operands are cast to."""
+    if row.promotion is None:
+        return output
+    operands = [values[name] for name in row.operands if name not in row.masks]
+    operands = [_stand_in(value) if type(value) is Use else value for value in operands]
+    return elementwise_dtypes(*operands, type_promotion_kind=row.promotion)[0]
+
+
+def _stand_in(use: Use) -> torch.Tensor:
+    return torch.empty_strided(use.layout.shape, use.layout.stride, dtype=use.layout.dtype, device="meta")

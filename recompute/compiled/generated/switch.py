@@ -1,0 +1,29 @@
+"""Whether kernels are generated at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from recompute.kernels.launch import triton
+
+_is_off = os.environ.get("RECOMPUTE_GENERATE", "1") in ("", "0")
+_devices = {"cuda"}
+
+
+def is_generating(device: torch.device) -> bool:
+    """Whether kernels are generated for code that runs on a device: on CUDA, as eager code is the faster on a CPU."""
+    return triton is not None and not _is_off and device.type in _devices
+
+
+@contextmanager
+def generating_on(device_type: str) -> Iterator[None]:
+    """Generate for devices of this type, too: on a CPU, Triton's interpreter runs the kernels."""
+    _devices.add(device_type)
+    try:
+        yield
+    finally:
+        _devices.discard(device_type)

@@ -1,0 +1,63 @@
+"""Generated kernels of plain functions, without a model around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recompute.compiled.codegen import Code
+from recompute.compiled.generated.generated_kernel import BLOCK, GeneratedKernel
+from recompute.compiled.generated.kernel_source import KernelSource, can_be_generated
+from recompute.compiled.recording import Recording
+
+
+class _Records(TorchDispatchMode):
+    def __init__(self, recording: Recording):
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        started = self.recording.start(op, args, kwargs or {})
+        output = op(*args, **(kwargs or {}))
+        if started is not None:
+            self.recording.end(started, output)
+        return output
+
+
+def written(function: Callable[..., Any], *tensors: Tensor) -> tuple[Code, list[int]]:
+    """The calls that ``function`` makes on these tensors, as code; and the buffers of its outputs."""
+    recording = Recording(is_open=True)
+    for position, tensor in enumerate(tensors):
+        recording.give(tensor, position)
+    with torch.no_grad(), _Records(recording):
+        outputs = function(*tensors)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        numbers = [recording.use(output).buffer for output in outputs]
+    code = Code(recording)
+    code.tensors |= {number: f"t{number}" for number in range(len(tensors))}
+    for call in recording.calls:
+        code.call(call)
+    recording.close()
+    return code, numbers
+
+
+def as_one_kernel(function: Callable[..., Any], *tensors: Tensor) -> Callable[[], tuple[tuple, tuple]]:
+    """What one kernel gives, beside what ATen does."""
+    code, stored = written(function, *tensors)
+    statements = [statement for statement in code.statements if statement.call is not None]
+    for statement in statements:
+        assert can_be_generated(statement.call, code.recording), statement.text
+    source = KernelSource(code.recording, {s.call.results[0]: s for s in statements}, stored)
+    buffers = code.recording.buffers
+
+    def aten(*_: Tensor) -> tuple:
+        outputs = function(*tensors)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    kernel = GeneratedKernel(source.text(BLOCK), aten, source.size, [buffers[number].layout for number in stored])
+    given = [tensors[buffer] for buffer in source.inputs.values()]
+    return lambda: (kernel._launch(*given), aten())

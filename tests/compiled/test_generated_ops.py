@@ -1,0 +1,131 @@
+"""Each op of the generator's table gives the bits of ATen's kernel on CUDA, and about its values in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from generated_testing import as_one_kernel
+from torch import Tensor
+
+from recompute.compiled.generated.pointwise_ops import COPIES, PLACED, ROWS
+
+ATEN = torch.ops.aten
+UNARY: dict[str, Callable[..., Any]] = {
+    "add a number": lambda x: ATEN.add.Tensor(x, 0.1),
+    "add.Scalar": lambda x: ATEN.add.Scalar(x, 1e-6),
+    "sub.Scalar": lambda x: ATEN.sub.Scalar(x, 0.3),
+    "rsub.Scalar": lambda x: ATEN.rsub.Scalar(x, 1.0),
+    "mul by a number": lambda x: ATEN.mul.Tensor(x, 0.1),
+    "mul.Scalar": lambda x: ATEN.mul.Scalar(x, 0.1),
+    "div by a number": lambda x: ATEN.div.Tensor(x, 7.0),
+    "div.Scalar": lambda x: ATEN.div.Scalar(x, 0.3),
+    **{f"pow {power}": lambda x, power=power: ATEN.pow.Tensor_Scalar(x, power) for power in (1, 2, 3, 0.5, -0.5, -1)},
+    **{
+        name: getattr(ATEN, name)
+        for name in ("neg", "abs", "reciprocal", "exp", "log", "sin", "cos", "sqrt", "rsqrt", "tanh", "sigmoid")
+    },
+    **{name: getattr(ATEN, name) for name in ("silu", "gelu", "relu", "logical_not", "clone")},
+    "gelu by tanh": lambda x: ATEN.gelu(x, approximate="tanh"),
+    **{
+        f"{name}.Scalar": lambda x, name=name: getattr(ATEN, name).Scalar(x, 0.1)
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    },
+    **{
+        f"to {dtype}": lambda x, dtype=dtype: ATEN._to_copy(x, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    },
+    "slice_backward": lambda x: ATEN.slice_backward(x, [x.shape[0] + 64], 0, 32, x.shape[0] + 32, 1),
+    "select_backward": lambda x: ATEN.select_backward(x, [2, x.shape[0]], 0, 1),
+}
+BINARY: dict[str, Callable[..., Any]] = {
+    "add": ATEN.add.Tensor,
+    "sub": ATEN.sub.Tensor,
+    "add alpha": lambda x, y: ATEN.add.Tensor(x, y, alpha=0.3),
+    "sub alpha": lambda x, y: ATEN.sub.Tensor(x, y, alpha=3),
+    "mul": ATEN.mul.Tensor,
+    "div": ATEN.div.Tensor,
+    "mul by float32": lambda x, y: ATEN.mul.Tensor(x, ATEN._to_copy(y, dtype=torch.float32)),
+    "mul by a mask": lambda x, y: ATEN.mul.Tensor(ATEN.gt.Scalar(y, 0), x),
+    **{f"{name}.Tensor": getattr(ATEN, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "where": lambda x, y: ATEN.where(ATEN.gt.Tensor(x, y), x, y),
+    "masked_fill": lambda x, y: ATEN.masked_fill(x, ATEN.gt.Tensor(x, y), -1e4),
+    "silu_backward": ATEN.silu_backward,
+    "sigmoid_backward": ATEN.sigmoid_backward,
+    "tanh_backward": ATEN.tanh_backward,
+    "gelu_backward": ATEN.gelu_backward,
+    "gelu_backward by tanh": lambda x, y: ATEN.gelu_backward(x, y, approximate="tanh"),
+    "threshold_backward": lambda x, y: ATEN.threshold_backward(x, y, 0),
+    "native_dropout_backward": lambda x, y: ATEN.native_dropout_backward(x, ATEN.gt.Scalar(y, 0), 1.1111111),
+    "cat": lambda x, y: ATEN.cat([x, y]),
+    "stack": lambda x, y: ATEN.stack([x, y]),
+}
+OPS = {**UNARY, **BINARY}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def patterns(dtype: torch.dtype, device: str) -> Tensor:
+    """All values of a 16-bit dtype; of float32 2 ** 23 patterns, as many normal numbers, and special ones."""
+    if dtype is not torch.float32:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    some = torch.randint(-(2**31), 2**31, (2**23,), device=device, generator=generator)
+    normal = torch.randn(2**23 - 2**14, device=device, generator=generator) * 4
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 1e-45, 1e-38, 3e38], device=device)
+    return torch.cat([some.to(torch.int32).view(dtype), normal, special.repeat(2**11)[: 2**14]])
+
+
+def operands(name: str, dtype: torch.dtype, device: str) -> list[Tensor]:
+    x = patterns(dtype, device)
+    if name in UNARY:
+        return [x]
+    generator = torch.Generator(device).manual_seed(1)
+    x = x.repeat(2**24 // x.numel())
+    y = x[torch.randperm(x.numel(), device=device, generator=generator)]
+    usual = torch.randn(2, x.numel() // 2, device=device, generator=generator).to(dtype)
+    return [torch.cat([x[::2], usual[0]]), torch.cat([y[::2], usual[1]])]
+
+
+def differing(found: Tensor, expected: Tensor) -> int:
+    """How many elements differ in a bit; every NaN is one value."""
+    if not found.is_floating_point():
+        return int((found != expected).sum())
+    integer = torch.int32 if found.dtype is torch.float32 else torch.int16
+    same = (found.view(integer) == expected.view(integer)) | (found.isnan() & expected.isnan())
+    return int((~same).sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_a_row_gives_the_bits_of_aten(name: str, dtype: torch.dtype) -> None:
+    found, expected = as_one_kernel(OPS[name], *operands(name, dtype, "cuda"))()
+    assert [differing(one, other) for one, other in zip(found, expected, strict=True)] == [0]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_row_gives_the_values_of_aten_in_the_interpreter(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1500, generator=generator) for _ in range(1 if name in UNARY else 2)]
+    (found,), (expected,) = as_one_kernel(OPS[name], *given)()
+    assert found.dtype is expected.dtype
+    assert found.shape == expected.shape
+    tolerance = 1e-2 if expected.dtype is torch.bfloat16 else 1e-3 if expected.dtype is torch.float16 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-6, equal_nan=True)
+
+
+def test_every_row_of_the_table_is_reviewed() -> None:
+    seen: set[Any] = set()
+    x = torch.rand(4)
+
+    class Sees(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(op)
+            return op(*args, **(kwargs or {}))
+
+    with Sees():
+        for name, op in OPS.items():
+            op(*[x] * (1 if name in UNARY else 2))
+    assert {*ROWS, *COPIES, *PLACED} - seen == set()
