@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 
 from recompute.attach.attachments import attach, attachments_of, detach, refuse_governed
 from recompute.attach.explain import Attachment, Stats, explanation, stats
+from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.unwrap import uncompiled
+from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.host.host_memory import pool_in
 from recompute.engine.stopwatch import Stopwatch
@@ -25,7 +27,13 @@ from recompute.substitution.kernel_runner import kernel_of
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def apply(model: nn.Module, policy: PolicyLike = "elementwise", *, strict: bool = True) -> AppliedPolicy:
+def apply(
+    model: nn.Module,
+    policy: PolicyLike = "elementwise",
+    *,
+    strict: bool = True,
+    state_hooks: Sequence[StateHook] = (),
+) -> AppliedPolicy:
     """Put ``model`` under ``policy``, in place.
 
     Module names, ``state_dict``, and copies and pickles of the model are the same as without a policy. Where gradients
@@ -36,6 +44,9 @@ def apply(model: nn.Module, policy: PolicyLike = "elementwise", *, strict: bool 
     any gradient.
     strict: whether to refuse a policy that governs no module of ``model`` at all. A policy in which no rule drops or
         offloads anything (only ``keep``, or no rules) is never refused.
+    state_hooks: pairs ``(snapshot, restored)``, for state that forward reads in ways that a checkpoint cannot see.
+        ``snapshot()`` is called where a checkpointed module begins. In backward the module runs again inside of the
+        context manager that ``restored(what snapshot returned)`` gives. With hooks nothing is captured.
 
     Returns a handle with ``explain()``, ``stats()`` and ``remove()``, which is also a context manager that removes the
     policy at its end.
@@ -49,10 +60,22 @@ def apply(model: nn.Module, policy: PolicyLike = "elementwise", *, strict: bool 
     policy = load_policy(policy)
     model = uncompiled(model)
     refuse_governed(model)
-    attachments = attachments_of(model, policy, strict=strict)
+    attachments = attachments_of(model, policy, cache=CaptureCache(checked_hooks(state_hooks)), strict=strict)
     attach(attachments)
     _policies[model] = policy
     return AppliedPolicy(policy, attachments, model)
+
+
+def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
+    """``state_hooks``, if they are what ``apply`` takes."""
+    hooks = tuple(state_hooks)
+    for hook in hooks:
+        if not (isinstance(hook, (tuple, list)) and len(hook) == 2 and all(map(callable, hook))):
+            raise TypeError(
+                f"state_hooks takes pairs of functions, (snapshot, restored), got {hook!r}. snapshot() is called in "
+                "forward; restored(what it returned) gives a context manager, in which the module runs again."
+            )
+    return hooks
 
 
 _policies: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
