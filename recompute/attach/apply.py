@@ -15,8 +15,10 @@ from recompute.attach.attachments import attach, attachments_of, detach, detach_
 from recompute.attach.check_effect import has_effect
 from recompute.attach.explain import WIDTH, Attachment, Stats, explanation, stats
 from recompute.attach.own_checkpointing import Checkpointing, find_checkpointing, said_of, warn_of_checkpointing
+from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.unwrap import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
+from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.host.host_memory import pool_in
 from recompute.engine.stopwatch import Stopwatch
@@ -36,6 +38,7 @@ def apply(
     strict: bool = True,
     replace: bool = False,
     replace_checkpointing: bool = False,
+    state_hooks: Sequence[StateHook] = (),
 ) -> AppliedPolicy:
     """Put ``model`` under ``policy``, in place.
 
@@ -51,6 +54,9 @@ def apply(
         runs again. A decorator of a class stays, and is refused.
     replace_checkpointing: whether to turn off the model's own checkpointing, of transformers, diffusers, timm or
         torch's ``checkpoint_wrapper``, until the policy is removed. Copies made until then have it off.
+    state_hooks: pairs ``(snapshot, restored)``, for state that forward reads in ways that a checkpoint cannot see.
+        ``snapshot()`` is called where a checkpointed module begins. In backward the module runs again inside of the
+        context manager that ``restored(what snapshot returned)`` gives. With hooks nothing is captured.
 
     Returns a handle with ``explain()``, ``stats()`` and ``remove()``, which is also a context manager that removes the
     policy at its end.
@@ -62,7 +68,14 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
     policy = load_policy(policy)
-    return put_on(model, policy, strict=strict, replace=replace, replace_checkpointing=replace_checkpointing)
+    return put_on(
+        model,
+        policy,
+        strict=strict,
+        replace=replace,
+        replace_checkpointing=replace_checkpointing,
+        state_hooks=state_hooks,
+    )
 
 
 def put_on(
@@ -73,9 +86,11 @@ def put_on(
     replace: bool = False,
     replace_checkpointing: bool = False,
     decorated: bool = False,
+    state_hooks: Sequence[StateHook] = (),
 ) -> AppliedPolicy:
     """What ``apply`` does. decorated: whether the decorator does it, to which ``model`` is one block."""
     model = uncompiled(model)
+    cache = CaptureCache(checked_hooks(state_hooks))
     with ExitStack() as undo:
         replaced = _take_off_all(model, undo) if replace else []
         refuse_governed(model)
@@ -83,7 +98,7 @@ def put_on(
         if not replace_checkpointing:
             warn_of_checkpointing(checkpointing, type(model).__name__)
             checkpointing = []
-        attachments = attachments_of(model, policy, strict=strict, decorated=decorated)
+        attachments = attachments_of(model, policy, cache=cache, strict=strict, decorated=decorated)
         on_model = _OnModel(policy, checkpointing)
         undo.callback(on_model.end)
         attach(attachments)
@@ -95,6 +110,18 @@ def put_on(
     if (root := vars(model).get(RUNNER)) is not None:
         root.handle = handle
     return handle
+
+
+def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
+    """``state_hooks``, if they are what ``apply`` takes."""
+    hooks = tuple(state_hooks)
+    for hook in hooks:
+        if not (isinstance(hook, (tuple, list)) and len(hook) == 2 and all(map(callable, hook))):
+            raise TypeError(
+                f"state_hooks takes pairs of functions, (snapshot, restored), got {hook!r}. snapshot() is called in "
+                "forward; restored(what it returned) gives a context manager, in which the module runs again."
+            )
+    return hooks
 
 
 class _OnModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import MethodType
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from recompute.attach.apply import PolicyLike, PolicyReport, put_on
+from recompute.attach.apply import PolicyLike, PolicyReport, checked_hooks, put_on
 from recompute.attach.attachments import attach, attachments_of, deepcopy_without_policy, reduce_without_policy
 from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
@@ -23,6 +23,7 @@ from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
 from recompute.engine.checkpoint.module_state import RUNNER
+from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError
 from recompute.policy.loading import load_policy
@@ -36,14 +37,16 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 
 
 @overload
-def recompute(target: Target, *, policy: PolicyLike | None = None) -> Target: ...
+def recompute(target: Target, *, policy: PolicyLike | None = None, state_hooks: Sequence[StateHook] = ()) -> Target: ...
 
 
 @overload
-def recompute(target: None = None, *, policy: PolicyLike | None = None) -> Callable[[Target], Target]: ...
+def recompute(
+    target: None = None, *, policy: PolicyLike | None = None, state_hooks: Sequence[StateHook] = ()
+) -> Callable[[Target], Target]: ...
 
 
-def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
+def recompute(target: Any = None, *, policy: PolicyLike | None = None, state_hooks: Sequence[StateHook] = ()) -> Any:
     """Decorate an ``nn.Module`` class, a module or a function so that it runs under ``policy``.
 
     Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy, the whole of what is decorated is treated
@@ -54,7 +57,7 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
 
     A class is decorated in place, and its instances get the policy when they first run. Module paths in the policy
     start at the decorated module, whose own path is empty. To a policy, a function is one module with an empty path,
-    whose class name is the function's name.
+    whose class name is the function's name. ``state_hooks`` are as ``apply`` takes them.
 
     What is decorated has a ``recompute_handle`` with ``explain()`` and ``stats()``. That of a class is about all its
     instances that have run. That of a module is what ``apply`` returns.
@@ -62,31 +65,31 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None) -> Any:
     Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
     """
     if target is None:
-        return functools.partial(recompute, policy=policy)
+        return functools.partial(recompute, policy=policy, state_hooks=state_hooks)
     loaded = _ALL_OF_IT if policy is None else load_policy(policy)
     if isinstance(target, nn.Module):
-        put_on(target, loaded, decorated=True)
+        put_on(target, loaded, decorated=True, state_hooks=state_hooks)
         return target
     if isinstance(target, type) and issubclass(target, nn.Module):
-        return _decorate_class(target, loaded)
+        return _decorate_class(target, loaded, CaptureCache(checked_hooks(state_hooks)))
     if isinstance(target, (type, Policy)) or not callable(target):
         raise TypeError(
             "recompute decorates an nn.Module class, a module or a function, got "
             f"{target!r}; a policy goes in by name: @recompute(policy=...)"
         )
-    return _decorate_function(target, loaded)
+    return _decorate_function(target, loaded, CaptureCache(checked_hooks(state_hooks)))
 
 
 _ALL_OF_IT = Policy(name="elementwise", rules=[Rule(match="**", action="recompute", via="hook")])
 
 
-def _decorate_class(cls: Any, policy: Policy) -> type[nn.Module]:
+def _decorate_class(cls: Any, policy: Policy, cache: CaptureCache) -> type[nn.Module]:
+    """cache: what all instances share."""
     if "_recompute_decorated" in vars(cls):
         raise AlreadyAppliedError(
             f"the class {cls.__name__} is already decorated with a policy. Decorate it once, with the rules of both."
         )
     original = cls.forward
-    cache = CaptureCache()  # of all instances
     instances: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @functools.wraps(original)
@@ -144,7 +147,7 @@ def _function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _decorate_function(function: Forward, policy: Policy) -> Forward:
+def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -> Forward:
     name = _function_name(function)
     if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
@@ -163,9 +166,9 @@ def _decorate_function(function: Forward, policy: Policy) -> Forward:
     statistics = RegionStatistics(name)
     runner: Runner | None = None
     if meaning.mechanism is Mechanism.TAPE:
-        runner = TapeRunner(statistics, meaning, CaptureCache())
+        runner = TapeRunner(statistics, meaning, cache)
     elif meaning.mechanism is Mechanism.CHECKPOINT:
-        runner = FunctionCheckpointRunner(statistics, meaning)
+        runner = FunctionCheckpointRunner(statistics, meaning, cache)
     if meaning.offloading is not None:
         runner = OffloadRunner(statistics, meaning, runner)
     assert runner is not None, "a rule with an effect has a runner"

@@ -117,12 +117,15 @@ class CheckpointRunner(Runner):
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
         beyond = references_of_modules(module.modules())
-        self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), beyond=beyond)
+        self._checkpoint = CheckpointRegion(
+            statistics, op_policy(meaning), beyond=beyond, state_hooks=cache.state_hooks
+        )
         itself = weakref.ref(module)
 
         def run(forward: Forward, args: tuple, kwargs: dict) -> Any:
-            module = itself()
-            assert module is not None
+            # A library may have given another module this one's attributes, and so its runner (``higher``, a replica).
+            module = forward.__self__ if isinstance(forward, MethodType) else itself()
+            assert isinstance(module, nn.Module)
             return self._checkpoint.run(forward, (module,), args, kwargs)
 
         self.region = _region(statistics, meaning, cache, run)
@@ -137,11 +140,11 @@ class CheckpointRunner(Runner):
 class FunctionCheckpointRunner(Runner):
     """Runs a decorated function again from its inputs. It is never captured."""
 
-    def __init__(self, statistics: RegionStatistics, meaning: Meaning):
+    def __init__(self, statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache):
         self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
-        self._checkpoint = CheckpointRegion(statistics, op_policy(meaning))
+        self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), state_hooks=cache.state_hooks)
 
     def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         references = references_of_function(forward)  # at each call, as its globals may change after it is decorated

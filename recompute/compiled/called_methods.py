@@ -1,7 +1,8 @@
 """The methods that a traced call has called, and whether they still are what they were.
 
 torch's frontend guards functions that it finds in globals, closures and instances, but no method that it finds on a
-class. Libraries replace such methods in the middle of a run, and IPython's autoreload replaces their code.
+class. Libraries replace such methods in the middle of a run, and IPython's autoreload replaces their code. Nor does it
+guard what ``os.getenv`` returns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
+
+from recompute.engine.checkpoint.reached_state import environment
 
 _code_of = attrgetter("__code__")
 
@@ -28,11 +31,15 @@ class CalledMethods:
         # together, as other threads look meanwhile. The first entry is there because the frontend takes a module's call
         # for one of its forward.
         self._noted: _Noted = (nn.Module,), ("__call__",), (nn.Module.__call__,), (), ()
+        self._environment: dict[Any, Any] | None = None
+        """The environment variables, if a function that was called reads some."""
 
     def note(self, function: Any, receiver: Any) -> None:
         """A traced call calls ``function`` with ``receiver``, an object or a class, as its first argument."""
         if type(function) is not FunctionType or receiver is None:
             return
+        if "environ" in function.__code__.co_names:
+            self._environment = environment()
         kind = receiver if isinstance(receiver, type) else type(receiver)
         place = _place_of(function, kind)
         if place is None:
@@ -46,7 +53,9 @@ class CalledMethods:
         self._noted = classes, names, found, functions, codes
 
     def are_as_before(self) -> bool:
-        """Whether all methods, and their code, are what they were when they were noted."""
+        """Whether all methods, and their code, are what they were when they were noted; and the environment."""
+        if self._environment is not None and self._environment != environment():
+            return False
         classes, names, found, functions, codes = self._noted
         return tuple(map(getattr, classes, names, repeat(None))) == found and tuple(map(_code_of, functions)) == codes
 

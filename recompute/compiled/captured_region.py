@@ -8,7 +8,7 @@ cannot be captured, or that misses too often, is deoptimized: all its calls run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,7 @@ from recompute.compiled.guards import MISSED
 from recompute.compiled.observation import RecordingTape
 from recompute.compiled.program import Counts, Program
 from recompute.engine.bit_comparison import is_verifying
+from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
@@ -64,9 +65,13 @@ _DRAWS = "it draws from a random generator of Python's or of NumPy's"
 
 
 class CaptureCache:
-    """What the regions under one policy share: plans of the cut, and captured graphs."""
+    """What the regions under one policy share: plans of the cut, captured graphs, and hooks for state.
 
-    def __init__(self) -> None:
+    With hooks nothing is captured: no guard would tell that the state which they note is another one.
+    """
+
+    def __init__(self, state_hooks: Sequence[StateHook] = ()) -> None:
+        self.state_hooks = state_hooks
         self.plan_cache = PlanCache()
         self._graphs: dict[Hashable, CachedGraphs] = {}
 
@@ -126,7 +131,7 @@ class CapturedRegion:
         self._recorded_of: WeakKeyDictionary[CapturedGraph, RecordedFrame] = WeakKeyDictionary()
         """Frames of graphs whose calls are of another kind than that frame was, as where two kinds take turns."""
         self.departed: CapturedGraph | None = None
-        self._cache = cache
+        self._cache = None if cache is None or cache.state_hooks else cache
         self._shared_graphs: CachedGraphs | None = None
         self._own_graphs: GuardedGraphs | None = None
         """Graphs of this region alone, if none of those that it shares fits."""

@@ -93,48 +93,76 @@ def find_generators(roots: Iterable[Any]) -> list[Any]:
     return list({id(value): value for value in walk_references(roots) if is_random_source(value)}.values())
 
 
-def walk_references(roots: Iterable[Any]) -> Iterator[Any]:
+def walk_references(roots: Iterable[Any]) -> list[Any]:
     """What ``roots``, which are functions, modules or any objects, may use; some of it more than once.
 
     Follows the names in their code through helpers, methods, Python modules, objects and containers. It does not enter
-    code of torch, NumPy or Python itself. It misses what no name leads to: ``getattr(self, name)``, code in C, a
+    code of torch, NumPy or Python itself. It misses what no name leads to: a name that is computed, code in C, a
     generator that is made while the code runs.
     """
-    functions: list[tuple[FunctionType, Any]] = []  # each with what it is a method of
-    walked: set[tuple[int, int]] = set()
-    values: list[Any] = list(roots)
-    names: tuple[str, ...] = ()
-    while True:
+    return Walk(roots).values
+
+
+class Walk:
+    """A walk through what ``roots`` may use; see ``walk_references``."""
+
+    def __init__(self, roots: Iterable[Any]):
+        self.values: list[Any] = []
+        """What was reached; some of it more than once."""
+        self.names: set[str] = set()
+        """All names in the code."""
+        self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        """The dicts of globals that the code names, and the names."""
+        self.cells: dict[int, CellType] = {}
+        """The variables of closures, by ``id``."""
+        self._functions: list[tuple[FunctionType, Any]] = []  # each with what it is a method of
+        walked: set[tuple[int, int]] = set()
+        values: list[Any] = list(roots)
+        names: tuple[str, ...] = ()
+        while True:
+            self._walk_values(values, names)
+            while not values:
+                if not self._functions:
+                    return
+                function, owner = self._functions.pop()
+                if (id(function), id(owner)) not in walked:
+                    walked.add((id(function), id(owner)))
+                    names = () if is_foreign(function) else tuple({*_names(function.__code__)})
+                    values = [function.__globals__.get(name) for name in names]
+                    values += [owner, *_given_at_definition(function)]
+                    self._note(function, names)
+
+    def _note(self, function: FunctionType, names: tuple[str, ...]) -> None:
+        if is_foreign(function):
+            return
+        space = function.__globals__
+        self.names.update(names)
+        self.globals.update({(id(space), name): (space, name) for name in names if name in space})
+        self.cells.update({id(cell): cell for cell in function.__closure__ or ()})
+
+    def _walk_values(self, values: list[Any], names: tuple[str, ...]) -> None:
+        """Go through ``values`` and what they hold. names: those in the code that uses them."""
         seen: set[int] = set()
         while values:
             value = values.pop()
             if isinstance(value, _PRIMITIVE) or id(value) in seen:
                 continue
             seen.add(id(value))
-            yield value
+            self.values.append(value)
             if isinstance(value, (dict, list, tuple)):
                 values += itertools.islice(value.values() if isinstance(value, dict) else value, _MANY)
                 continue
             called, others = taken_apart(value)
             owner = value.__self__ if isinstance(value, MethodType) else None
-            functions += [(function, owner) for function in called]
+            self._functions += [(function, owner) for function in called]
             is_made_of_others = called or len(others) != 1 or others[0] is not value
             if is_made_of_others:
                 values += [each for each in others if each is not value]
-            elif not _is_foreign(value):
+            elif not is_foreign(value):
                 for attribute in _named(value, names):
                     called, others = taken_apart(attribute)
-                    functions += [(function, value) for function in called]
+                    self._functions += [(function, value) for function in called]
                     values += others
-        while not values:
-            if not functions:
-                return
-            function, owner = functions.pop()
-            if (id(function), id(owner)) not in walked:
-                walked.add((id(function), id(owner)))
-                names = () if _is_foreign(function) else tuple({*_names(function.__code__)})
-                values = [function.__globals__.get(name) for name in names]
-                values += [owner, *_given_at_definition(function)]
 
 
 _PRIMITIVE = (int, float, complex, str, bytes, type(None), Tensor)
@@ -142,7 +170,7 @@ _MANY = 1000  # the rest of a longer container, such as a vocabulary, is left al
 _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]))
 
 
-def _is_foreign(value: Any) -> bool:
+def is_foreign(value: Any) -> bool:
     """Whether it is code of torch, NumPy, Python or this package, which need not be searched.
 
     It draws from the global generators, or from generators that it is passed.
@@ -202,3 +230,5 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():  # getattr(settings, "scale", 1.0)
+            yield constant

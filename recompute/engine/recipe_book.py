@@ -15,7 +15,14 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import Handle, OpRecipe, Recipe, RecipeGroup
-from recompute.engine.saved_tensors import DroppedOutput, is_inside_checkpoint, pack_tensor, storage_key, version_of
+from recompute.engine.saved_tensors import (
+    DroppedOutput,
+    StorageKey,
+    is_inside_checkpoint,
+    pack_tensor,
+    storage_key,
+    version_of,
+)
 from recompute.engine.thread_state import local, packing_for_recipe
 
 
@@ -41,7 +48,7 @@ class RecipeBook:
 
     numerics: Numerics = field(default_factory=Numerics)
     """torch's settings in the scope."""
-    entries: dict[int, _Entry] = field(default_factory=dict)
+    entries: dict[StorageKey, _Entry] = field(default_factory=dict)
     entered: int = 0
     """How many there have been."""
 

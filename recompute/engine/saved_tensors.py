@@ -16,6 +16,7 @@ from recompute.engine.dtensors import local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.parameter_memory import may_hold_memory
 from recompute.engine.stopwatch import Stopwatch
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError, UnsupportedError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -375,12 +376,20 @@ def storage_of(tensor: Tensor) -> StorageWeakRef | None:
     return known
 
 
-def storage_key(tensor: Tensor) -> int | None:
-    """The address of the StorageImpl of a tensor, or of a DTensor's part on this rank; None if it has none (sparse)."""
+StorageKey = int | tuple["StorageKey", ...] | None
+
+
+def storage_key(tensor: Tensor) -> StorageKey:
+    """The address of the StorageImpl of a tensor, or of a DTensor's part on this rank; None if it has none (sparse).
+
+    Of a wrapper, the keys of all that it holds.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if type(tensor) is not Tensor:
         tensor = local_of(tensor)
+        if inner := inner_tensors(tensor):
+            return tuple([storage_key(each) for each in inner])
     return tensor.untyped_storage()._cdata
 
 

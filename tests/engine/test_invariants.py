@@ -1,4 +1,4 @@
-"""The ten invariants of ``recompute/engine/README.md``: of each, the shortest tests. The other files hold more.
+"""The eleven invariants of ``recompute/engine/README.md``: of each, the shortest tests. The other files hold more.
 
 1. Exact: test_random_models, test_ops, test_autocast, test_backwards, test_modes, test_arguments, test_views.
 2. Never written: test_offloading.
@@ -9,6 +9,7 @@
 7. and 8. What is held, and when it dies: test_memory.
 9. Composition: test_composition, test_experts, test_faults.
 10. Cost: test_memory, test_regenerated_once.
+11. What forward read: test_surrounding_state.
 """
 
 from __future__ import annotations
@@ -466,7 +467,7 @@ def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few() 
 
     short, long = extra(10), extra(110)
     assert (long - short) / 100 <= 14, "calls a saved tensor"
-    assert short - (long - short) / 10 <= 160, "calls a region"
+    assert short - (long - short) / 10 <= 205, "calls a region"
 
 
 @pytest.mark.parametrize("is_step", [False, True], ids=["forward", "step"])

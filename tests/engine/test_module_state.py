@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine_testing import (
     INSIDE,
     POLICIES,
     TOKENS,
+    Holder,
     RMSNorm,
     Stack,
     assert_as_plain,
@@ -21,6 +23,7 @@ from engine_testing import (
     both_actions,
     every_policy,
     every_rule,
+    governing,
     holding,
     loss_of,
     policed,
@@ -605,3 +608,46 @@ def test_parameters_laid_out_in_one_storage(rules: dict[str, Any]) -> None:
         return [parameter.grad for parameter in parameters]
 
     assert_as_without(Stack(), rules, run)
+
+
+class NormsByHand(nn.Module):
+    """Writes to its statistics by a kernel that counts no version, and only in later runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+        self.register_buffer("variance", torch.ones(HIDDEN))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return F.batch_norm(x, self.mean, self.variance, training=True) if self.runs > 3 else x * 2  # type: ignore[arg-type]
+
+
+class AveragesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))  # type: ignore[operator]
+        return (x - self.mean).exp()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["not captured", "captured"])
+@pytest.mark.parametrize("kind", [lambda: nn.BatchNorm1d(HIDDEN), NormsByHand, AveragesInPlace])
+def test_a_buffer_that_forward_writes_but_whose_value_is_the_same_at_first_is_written_once(
+    kind: Callable[[], nn.Module], capture: bool
+) -> None:
+    plain = Holder(nn.Sequential(kind(), nn.Tanh()))
+    governed = copy.deepcopy(plain)
+    recompute.apply(governed, governing({"action": "checkpoint", "capture": capture}))
+    other = tokens()
+    for step in range(7):
+        x = torch.zeros(TOKENS, HIDDEN, requires_grad=True) if step < 3 else tokens()
+        found = []
+        for model in (plain, governed):
+            loss = model(x).sum()
+            model(other).sum().backward()  # between the other's forward and its backward
+            found.append([*torch.autograd.grad(loss, x), *model.buffers()])
+        assert [*map(bits, found[0])] == [*map(bits, found[1])], f"step {step}"

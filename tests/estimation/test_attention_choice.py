@@ -1,4 +1,4 @@
-"""The kernel of attention that is assumed is the one that torch chooses on that device, and takes what it takes there."""
+"""Attention is assumed to run by the kernel that torch chooses on that device, and takes what it takes there."""
 
 from __future__ import annotations
 

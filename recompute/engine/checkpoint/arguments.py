@@ -29,13 +29,14 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.tape.exposed_memory import is_shared
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 
 
 class _HeldTensor:
     """A tensor among a frame's arguments: what holds it for backward, and how it was when the frame began."""
 
-    __slots__ = ("attributes", "before", "original", "requires_grad", "saved", "stride", "version")
+    __slots__ = ("attributes", "before", "inner", "original", "requires_grad", "saved", "stride", "version")
 
     def __init__(self, tensor: Tensor, name: str, hooks: Hooks | None):
         """hooks: the saved-tensor hooks in force, which hold it (invariant 9)."""
@@ -49,6 +50,7 @@ class _HeldTensor:
         self.requires_grad = tensor.requires_grad
         self.original: Tensor | None = tensor
         self.version = version_of(tensor)
+        self.inner = () if is_plain else [(inner, version_of(inner)) for inner in inner_tensors(tensor)]
         self.before: Tensor | None = None
         """A copy, if an array has the same memory: writing to the array changes no version."""
         if is_shared(tensor):
@@ -62,6 +64,8 @@ class _HeldTensor:
     def changed(self) -> bool:
         """Whether it has been modified in place since."""
         if self.original is not None and version_of(self.original) != self.version:
+            return True
+        if any(version_of(inner) != version for inner, version in self.inner):
             return True
         return self.before is not None and count_different(self.saved.tensor, self.before) > 0  # type: ignore[attr-defined]
 
@@ -150,8 +154,9 @@ class HeldArguments:
         """Names an argument that has been modified in place since, or that can be used only once, if there is one."""
         for held in self._tensors.values():
             if held.changed():
-                tensor = held.before if held.original is None else held.original
-                assert tensor is not None, "one of them tells that it has changed"
+                tensor = next(
+                    each for each in (held.original, held.before, *[t for t, _ in held.inner]) if each is not None
+                )
                 return f"an argument, a {describe(tensor)}, has been modified in place"
         for opaque in self._opaque.values():
             if opaque.changed():

@@ -16,16 +16,16 @@ Other parts of the package learn in a first run, too. They do not use this class
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.checkpoint.module_state import LearnedBuffers
+from recompute.engine.checkpoint.module_state import HeldModule, LearnedBuffers
+from recompute.engine.checkpoint.reached_state import Places, ReachedState
 from recompute.engine.cut.ops import EFFECT, facts, is_effect_registered
-from recompute.engine.reachable_objects import walk_references
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.op_arguments import generators_of
@@ -36,22 +36,36 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class LearnedFacts:
     """What is known of a region after its first frame."""
 
-    __slots__ = ("buffers", "effect", "generators", "is_scripted")
+    __slots__ = ("_places", "buffers", "effect", "found", "generators", "is_scripted")
 
     def __init__(self) -> None:
         self.generators: list[Any] | None = None
-        """The random generators that it may draw from; None as long as no frame has ended."""
+        """The random generators that it may draw from; None as long as no frame with these places has ended."""
+        self.found: list[Any] = []
+        """Those of them that names in its code lead to."""
         self.is_scripted = False
         """Whether it may run a ScriptModule."""
         self.effect = ""
         """An op with an effect that it has run, by its name; "" as long as none was seen."""
         self.buffers = LearnedBuffers()
+        self._places: Places | None = None
 
-    def find_generators(self, roots: Iterable[Any]) -> list[Any]:
-        """The random generators that ``roots``, which are functions and modules, may draw from."""
-        reached = [*walk_references(roots)]
-        self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in reached)
-        return [*{id(value): value for value in reached if is_random_source(value)}.values()]
+    def reach(self, function: Callable[..., Any], modules: Sequence[HeldModule], given: Sequence[Any]) -> ReachedState:
+        """What ``function(...)`` reads beside its arguments, and beside ``modules``, as it is now.
+
+        given: what it may call or draw from among its arguments.
+        """
+        if (places := self._places) is not None:
+            values = places.values()
+            if places.are_those_of(function, modules, given, values):
+                return ReachedState(places, values)
+        self._places = places = Places(function, modules, given)
+        self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in places.reached)
+        self.found = [*{id(value): value for value in places.reached if is_random_source(value)}.values()]
+        self.generators = None
+        self.buffers.may_change_unseen |= places.names_batch_norm
+        del places.reached
+        return ReachedState(places, places.values())
 
     def watching(self, rng: RngState | None, name: str) -> AbstractContextManager[Any]:
         """A context for a frame. In the first one it notes the generators of ops, and ops that have effects.

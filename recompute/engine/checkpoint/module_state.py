@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
 
 from recompute.engine.dtensors import has_layout
 from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.saved_tensors import describe, storage_of, version_of
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -30,6 +33,10 @@ It is there because a DataParallel replica gets a copy of the ``__dict__``.
 """
 
 
+HeldModule = tuple[nn.Module, type, dict[str, Any], bool]
+"""A module, its class, a copy of its attributes, and whether there are containers or tensors among these."""
+
+
 class LearnedBuffers:
     """What a region's frames have found out about its buffers, for later frames.
 
@@ -37,9 +44,11 @@ class LearnedBuffers:
     training.
     """
 
-    __slots__ = ("changing", "copies")
+    __slots__ = ("changing", "copies", "may_change_unseen")
 
     def __init__(self) -> None:
+        self.may_change_unseen = False
+        """Whether its code names a batch norm, whose kernels write to statistics without a new version."""
         self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
         """The buffers that a frame has changed."""
         self.copies: dict[tuple[bool, ...], _Copies] = {}
@@ -87,12 +96,13 @@ class ModuleState:
 
     - Those that forward itself changes in place, such as batch-norm statistics. They are copied before each frame. The
       first frame with the same training flags finds out which these are. It compares values and not only versions,
-      because kernels write to some buffers without a new version.
+      because kernels write to some buffers without a new version. Those of a batch norm count as changed anyway: it
+      may write the same value at first.
     - Small ones that forward does not change. All frames share one copy of them, as long as nobody changes them.
     - Large ones that forward does not change. They are not copied; the replay is refused if somebody changes them.
     """
 
-    __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_modules", "_versions")
+    __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_versions", "held")
 
     def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: LearnedBuffers):
         modules = list(roots)
@@ -100,7 +110,7 @@ class ModuleState:
         parameters: list[Tensor | None] = []
         buffers: list[Tensor] = []
         loose: list[Tensor] = []
-        self._modules: list[tuple[nn.Module, type, dict[str, Any], bool]] = []
+        self.held: list[HeldModule] = []
         for module in modules:  # the loop appends to it
             parameters += module._parameters.values()
             if module._buffers:
@@ -111,11 +121,13 @@ class ModuleState:
                     modules.append(child)
             if not isinstance(module, _ScriptModule):  # its attributes are not kept in Python
                 attributes, has_parts = _attributes_of(module.__dict__)
-                self._modules.append((module, type(module), attributes, has_parts))
+                self.held.append((module, type(module), attributes, has_parts))
                 if has_parts:
                     loose += [value for value in attributes.values() if type(value) is Tensor]
         self._flags = tuple([module.training for module in modules]) if buffers else ()
         self._are_plain = _PLAIN.issuperset(map(type, parameters))
+        if not _PLAIN.issuperset(map(type, buffers)):  # of wrappers, what they hold is copied and compared
+            buffers = [each for buffer in buffers for each in inner_tensors(buffer) or (buffer,)]
         self._buffers = buffers
         self._learned = learned
         self._before: dict[int, Tensor] = {}
@@ -124,7 +136,14 @@ class ModuleState:
             parameters += self._capture_buffers()
         parameters += tensors
         parameters += loose
-        self._versions = [(t, version_of(t), t.requires_grad, storage_of(t)) for t in parameters if t is not None]
+        self._versions: list[tuple[Tensor, int, bool, StorageWeakRef | None]] = []
+        self.watch([t for t in parameters if t is not None])
+
+    def watch(self, tensors: Sequence[Tensor]) -> None:
+        """Have ``changed`` tell whether these, or what they wrap, are modified, too."""
+        if not _PLAIN.issuperset(map(type, tensors)):
+            tensors = [*tensors, *[inner for tensor in tensors for inner in inner_tensors(tensor)]]
+        self._versions += [(t, version_of(t), t.requires_grad, storage_of(t)) for t in tensors]
 
     def _capture_buffers(self) -> list[Tensor]:
         """Copy the buffers that may have to be put back. Returns those whose versions have to be checked."""
@@ -148,10 +167,11 @@ class ModuleState:
         if self._buffers and self._flags not in self._learned.changing:
             versions = {id(tensor): version for tensor, version, _, _ in self._versions}
             copies, self._before = self._before, {}
+            unseen = self._statistics()
             small = []
             for index, before in copies.items():
                 buffer = self._buffers[index]
-                if version_of(buffer) != versions[id(buffer)] or _differ(before, buffer):
+                if id(buffer) in unseen or version_of(buffer) != versions[id(buffer)] or _differ(before, buffer):
                     self._before[index] = before
                 elif _is_small(buffer):
                     small.append(index)
@@ -159,19 +179,28 @@ class ModuleState:
             self._learned.changing[self._flags] = frozenset(self._before)
             self._learned.copies[self._flags] = self._copies
             self._unwatch([*self._before, *small])
-        elif self._copies is not None and self._copies.moved():  # this frame changed some that none before it did
+        elif self._copies is not None and (self._learned.may_change_unseen or self._copies.moved()):
+            # This frame changed some that none before it did.
             numbers = {id(buffer): index for index, buffer in enumerate(self._buffers)}
-            for number in self._copies.changed():
+            everything = range(len(self._copies.buffers))
+            for number in everything if self._learned.may_change_unseen else self._copies.changed():
                 self._before[numbers[id(self._copies.buffers[number])]] = self._copies.values[number]
             self._learned.changing[self._flags] = frozenset(self._before)
             self._learned.copies.pop(self._flags, None)
+
+    def _statistics(self) -> set[int]:
+        """The ids of the buffers to which a batch norm may write, though neither version nor value may tell."""
+        if self._learned.may_change_unseen:
+            return {id(buffer) for buffer in self._buffers if _is_small(buffer)}
+        norms = [module for module, _, _, _ in self.held if isinstance(module, _NormBase) and module.training]
+        return {id(buffer) for norm in norms for buffer in norm._buffers.values()}
 
     def _unwatch(self, indices: Iterable[int]) -> None:
         ours = {id(self._buffers[index]) for index in indices}
         self._versions = [version for version in self._versions if id(version[0]) not in ours]
 
     def modules(self) -> list[nn.Module]:
-        return [module for module, _, _, _ in self._modules]
+        return [module for module, _, _, _ in self.held]
 
     def unlearn(self) -> None:
         """The frame changed something that earlier ones with these flags did not: let the next one learn anew."""
@@ -235,26 +264,27 @@ class ModuleState:
             _swap_attributes(
                 [
                     (module, kind, _attributes_for_replay(module, then, parts, plain))
-                    for module, kind, then, parts in self._modules
+                    for module, kind, then, parts in self.held
                 ]
             )
             yield
 
 
+_DICTS = (dict, OrderedDict)
 _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
-_PARTS = frozenset((Tensor, list, dict, set, deque, OrderedDict, defaultdict, Counter))
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+PARTS = frozenset((Tensor, list, dict, set, deque, OrderedDict, defaultdict, Counter))
+TORCHS_OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has: training flags, hooks, and the dicts of its parts."""
 
 
 def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """A copy of a module's attributes, for a replay, and whether there are containers or tensors among them."""
     copied = attributes.copy()
-    has_parts = not _PARTS.isdisjoint(map(type, map(copied.get, copied.keys() - _TORCHS_OWN)))
+    has_parts = not PARTS.isdisjoint(map(type, map(copied.get, copied.keys() - TORCHS_OWN)))
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
     # copy of that might gather them into a place of its own, so the object itself is used.
     parameters = attributes["_parameters"]
-    copied["_parameters"] = parameters.copy() if type(parameters) is dict else parameters
+    copied["_parameters"] = parameters.copy() if type(parameters) in _DICTS else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
     modules = attributes["_modules"]
     copied["_modules"] = modules.copy() if modules and type(modules) is dict else modules
@@ -271,7 +301,7 @@ def _attributes_for_replay(
     again = _with_parts_copied(attributes) if has_parts else attributes.copy()
     now, then = module._parameters, again["_parameters"]
     again["_buffers"] = again["_buffers"].copy()
-    if type(then) is dict:
+    if type(then) in _DICTS:
         again["_parameters"] = then.copy()
     if again["_modules"] and type(again["_modules"]) is dict:
         # Modules that forward itself has made are there, too: a run that made others would have other parameters.
@@ -288,24 +318,23 @@ def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
     copied = attributes.copy()
     copies: dict[int, Any] = {}
     for name, value in attributes.items():
-        if type(value) in _PARTS and name not in _TORCHS_OWN:
-            copied[name] = _copy_of(value, copies)
+        if type(value) in PARTS and name not in TORCHS_OWN:
+            copied[name] = copy_of(value, copies)
     return copied
 
 
-def _copy_of(part: Any, copies: dict[int, Any]) -> Any:
+def copy_of(part: Any, copies: dict[int, Any]) -> Any:
     """A copy of a container and of all containers and tensors in it. copies: those that were made, by ``id``."""
-    if type(part) is Tensor:
-        return _without_graph(part)
     if (known := copies.get(id(part))) is not None:
         return known
+    if type(part) is Tensor:
+        copies[id(part)] = alias = _without_graph(part)
+        return alias
     copied = copies[id(part)] = part.copy()
-    if not isinstance(part, set) and not _PARTS.isdisjoint(
-        map(type, part.values() if isinstance(part, dict) else part)
-    ):
+    if not isinstance(part, set) and not PARTS.isdisjoint(map(type, part.values() if isinstance(part, dict) else part)):
         for key, item in part.items() if isinstance(part, dict) else enumerate(part):
-            if type(item) in _PARTS:
-                copied[key] = _copy_of(item, copies)
+            if type(item) in PARTS:
+                copied[key] = copy_of(item, copies)
     return copied
 
 

@@ -10,10 +10,11 @@ op gives and runs all other ops again.
 
 from __future__ import annotations
 
+import contextvars
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
 from recompute.engine.checkpoint.learned_facts import LearnedFacts
 from recompute.engine.checkpoint.module_state import AutocastState, ModuleState
+from recompute.engine.checkpoint.reached_state import ReachedState
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
@@ -46,6 +48,7 @@ from recompute.engine.saved_tensors import (
     ParameterReference,
     ParameterView,
     RegionStatistics,
+    StorageKey,
     explain_transforms,
     pack_through,
     storage_key,
@@ -55,9 +58,13 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import is_fake, local
+from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
 from recompute.errors import RegenerationError, warn
 
 T = TypeVar("T")
+
+StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
+"""For state that nothing here can see: what forward calls to note it, and the span in which that is in force again."""
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -68,9 +75,17 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class CheckpointRegion:
     """A module's forward or a function that is run under ``action: checkpoint``: all that autograd saves is dropped."""
 
-    def __init__(self, statistics: RegionStatistics, op_policy: OpPolicy, *, beyond: Iterable[Any] = ()):
+    def __init__(
+        self,
+        statistics: RegionStatistics,
+        op_policy: OpPolicy,
+        *,
+        beyond: Iterable[Any] = (),
+        state_hooks: Iterable[StateHook] = (),
+    ):
         """op_policy: of the tape. beyond: what it reaches other than its arguments, and its modules' tensors."""
         self.statistics = statistics
+        self.state_hooks = tuple(state_hooks)
         self._op_policy = op_policy
         self._tape: TapeRegion | None = None
         self.learned = LearnedFacts()
@@ -108,13 +123,16 @@ class CheckpointFrame(Recipe):
     is_checkpoint = True
     __slots__ = (
         "_autocast",
+        "_context",
         "_expected",
         "_function",
+        "_hooked",
         "_inputs",
         "_living",
         "_modes",
         "_originals",
         "_pins",
+        "_reached",
         "_region",
         "_rng",
         "_state",
@@ -142,16 +160,20 @@ class CheckpointFrame(Recipe):
             modules += tuple(_alive(region.modules))
         self._state = ModuleState(modules, _alive(region.tensors), region.learned.buffers)
         self._rng: RngState | None = None
+        self._reached: ReachedState | None = None
         if not is_fake():
-            given = self._inputs.others
-            if (found := region.learned.generators) is None:
-                found = region.learned.find_generators((function, *self._state.modules(), *given))
+            given, learned = self._inputs.others, region.learned
+            self._reached = learned.reach(function, self._state.held, given)
+            self._state.watch(self._reached.tensors)
+            found = learned.found if learned.generators is None else learned.generators
             sources = [*region.sources, *found, *filter(is_random_source, given)]
             self._rng = RngState(sources, name=region.statistics.name)
+        self._context = contextvars.copy_context()
+        self._hooked = [(restored, snapshot()) for snapshot, restored in region.state_hooks]
         self._autocast = AutocastState()
         self._expected: list[ExpectedTensor | None] = []
         self._living: dict[int, Tensor] = {}
-        self._originals: dict[int, Tensor] = {}  # copies, to compare with
+        self._originals: dict[int, list[Tensor]] = {}  # copies, to compare with
         self._pins: list[KeptTensor] = []
         self.outer = top_hooks()
 
@@ -182,8 +204,10 @@ class CheckpointFrame(Recipe):
                 tensor = tensor.detach()  # its present memory: a library that gathers weights may soon swap it
         handle = Handle(self, len(self.handles), tensor)
         self.handles.append(weakref.ref(handle))
-        has_storage = tensor.layout is _strided and not tensor.is_nested  # else it is kept and not compared
-        expected = (tensor.shape, tensor.dtype, tensor.untyped_storage()._cdata) if has_storage else None
+        expected: ExpectedTensor | None = None
+        if tensor.layout is _strided and not tensor.is_nested:  # else it is kept and not compared
+            key = tensor.untyped_storage()._cdata if type(tensor) is Tensor else storage_key(tensor)
+            expected = tensor.shape, tensor.dtype, key
         self._expected.append(expected)
         return handle
 
@@ -221,35 +245,38 @@ class CheckpointFrame(Recipe):
         effect = self._region.learned.effect
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        alive: dict[int | None, Tensor] = {}
-        parameters: dict[tuple[int, Any], Tensor] = {}  # by where their memory begins: several may have one storage
+        alive: dict[StorageKey, Tensor] = {}
+        # By where their memory begins: several may have one storage.
+        parameters: dict[tuple[StorageKey, Any], Tensor] = {}
         for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
-            if (key := storage_key(each)) is not None:
-                parameters.setdefault((key, local_of(each).storage_offset()), each)
-                alive.setdefault(key, each)
+            if (place := storage_key(each)) is not None:
+                parameters.setdefault((place, local_of(each).storage_offset()), each)
+                alive.setdefault(place, each)
         restored = {storage_key(tensor): tensor for tensor in held}
         alive |= restored
-        for key in inputs - restored.keys():  # an argument comes back as another tensor
-            alive.pop(key, None)
-        pinned: set[int | None] = {None}  # the key of what has no storage of its own
+        for place in inputs - restored.keys():  # an argument comes back as another tensor
+            alive.pop(place, None)
+        pinned: set[StorageKey] = {None}  # the key of what has no storage of its own
         pinned.update([storage_key(pin.tensor) for pin in self._pins])
         compares = is_verifying()
-        saved: dict[int | None, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
+        saved: dict[StorageKey, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
         for slot, (ref, expected) in enumerate(zip(self.handles, self._expected, strict=True)):
             handle = ref()
             if handle is None or (tensor := handle.tensor) is None:
                 self._expected[slot] = None
                 continue
-            key = None if expected is None else tensor.untyped_storage()._cdata
+            key: StorageKey = None
+            if expected is not None:
+                key = tensor.untyped_storage()._cdata if type(tensor) is Tensor else storage_key(tensor)
             if key in pinned or (expected is not None and key != expected[2]):
                 self._expected[slot] = None  # forward has given it other data (tensor.data = ...), which autograd uses
             elif (living := alive.get(key)) is not None:
                 self._living[slot] = living
             else:
-                saved[key] = tensor.untyped_storage().nbytes()
+                saved[key] = tensor.untyped_storage().nbytes() if type(key) is int else nbytes_held(tensor)
                 if changed is None and not effect:
                     if compares and handle.version == version_of(tensor):
-                        self._originals[slot] = tensor.detach().clone()
+                        self._originals[slot] = [each.detach().clone() for each in inner_tensors(tensor) or (tensor,)]
                     handle.drop()
                     continue
             parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
@@ -264,9 +291,16 @@ class CheckpointFrame(Recipe):
             if changed is not None:
                 name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
                 warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
-            del self._inputs, self._state, self._function, self._expected  # it will not run again
+            del (
+                self._inputs,
+                self._state,
+                self._reached,
+                self._context,
+                self._function,
+                self._expected,
+            )  # it will not run again
             return
-        savings = [nbytes for key, nbytes in saved.items() if key not in inputs]  # others hold inputs (invariant 7)
+        savings = [nbytes for place, nbytes in saved.items() if place not in inputs]  # others hold inputs (invariant 7)
         self.statistics.dropped_tensors += len(savings)
         self.statistics.dropped_nbytes += sum(savings)
         self.statistics.eager_nbytes += sum(savings)
@@ -288,13 +322,13 @@ class CheckpointFrame(Recipe):
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         replay = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
-        self._run(replay)
+        self._context.copy().run(self._run, replay)  # a copy, because a context is entered but once at a time
         what = replay.mismatch
         if what is None and len(replay.values) < len(wanted):
             what = f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
         elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
             named = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
-            self._run(named, OpNames(named))
+            self._context.copy().run(self._run, named, OpNames(named))
             what = named.mismatch or self._difference(named) or what
         if what is not None:
             raise RegenerationError(
@@ -306,25 +340,33 @@ class CheckpointFrame(Recipe):
 
     def _difference(self, replay: Replay) -> str | None:
         """How a value that came back differs from its original, where there is one to compare with."""
-        for slot, original in self._originals.items():
-            if slot in replay.values and (different := count_different(replay.values[slot].get(), original)):
-                return (
-                    f"of {replay.described(slot, original)}, {different} of {original.numel()} elements differ when "
-                    "run again"
-                )
+        for slot, originals in self._originals.items():
+            if slot not in replay.values:
+                continue
+            value = replay.values[slot].get()
+            for found, original in zip(inner_tensors(value) or [value], originals, strict=True):
+                if different := count_different(found, original):
+                    return (
+                        f"of {replay.described(slot, original)}, {different} of {original.numel()} elements differ "
+                        "when run again"
+                    )
         return None
 
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
             _without_transforms(),
             self._state.replayed(self.statistics.name),
+            _NOTHING if self._reached is None else self._reached.replayed(),
             # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
             _NOTHING if is_fake() else RngState(self._region.learned.generators or ()),
             _NOTHING if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             self.group.numerics.replayed(),
             torch.enable_grad(),
+            ExitStack() as stack,
         ):
+            for restored, state in self._hooked:
+                stack.enter_context(restored(state))
             args, kwargs = self._inputs.restored()
             with self._modes.replayed(), names, replay:
                 try:

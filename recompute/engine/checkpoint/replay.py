@@ -11,7 +11,15 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.saved_tensors import KeptTensor, PackedDTensor, PackedTensor, describe, storage_key, unpack_saved
+from recompute.engine.saved_tensors import (
+    KeptTensor,
+    PackedDTensor,
+    PackedTensor,
+    StorageKey,
+    describe,
+    storage_key,
+    unpack_saved,
+)
 from recompute.engine.thread_state import local
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -22,7 +30,7 @@ class ReplayComplete(Exception):
     """All that was wanted has been saved again. It is no BaseException, so that module hooks see it and clean up."""
 
 
-ExpectedTensor = tuple[torch.Size, torch.dtype, int | None]
+ExpectedTensor = tuple[torch.Size, torch.dtype, StorageKey]
 """The shape and dtype of the tensor of a slot, and the key of its storage, which means nothing once that is freed."""
 
 
@@ -50,7 +58,7 @@ class Replay:
         self.expected = expected
         self.living = living
         self.wanted = wanted
-        self._storages: dict[int | None, int | None] = {}  # in this run, by the storage in forward
+        self._storages: dict[StorageKey, StorageKey] = {}  # in this run, by the storage in forward
         self.values: dict[int, PackedTensor] = {}
         self._missing = len(wanted)
         self.count = 0
@@ -118,7 +126,7 @@ class Replay:
         """A tensor that was received, in words, for messages."""
         return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
 
-    def _key_in(self, slot: int, storage: int | None, tensor: Tensor) -> int | None:
+    def _key_in(self, slot: int, storage: StorageKey, tensor: Tensor) -> StorageKey:
         """The key in this run of what was ``storage`` in forward. The first tensor that comes for it decides."""
         if (key := self._storages.get(storage)) is None:
             key = self._storages[storage] = storage_key(self.living.get(slot, tensor))

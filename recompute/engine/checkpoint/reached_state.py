@@ -1,0 +1,306 @@
+"""What a region's code reads beside its arguments and its modules: globals, closures, attributes, thread locals.
+
+A frame notes what is there when it begins, and puts it back while it runs again (invariant 11). The first frame finds
+the places. Later frames find them anew if they meet another function or object there than the first one did.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import repeat
+from types import CellType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recompute.engine.checkpoint.module_state import PARTS, TORCHS_OWN, HeldModule, copy_of
+from recompute.engine.reachable_objects import Walk, is_foreign
+
+_MISSING = object()
+_MANY = 100
+"""The contents of a longer list or dict, as a vocabulary, are not noted."""
+
+
+class _Cell:
+    """A variable of a closure."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: CellType):
+        self._cell = cell
+
+    def get(self) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # it is empty
+            return _MISSING
+
+    def put(self, value: Any) -> None:
+        if value is _MISSING:
+            del self._cell.cell_contents
+        else:
+            self._cell.cell_contents = value
+
+
+class _Attribute:
+    """An attribute of a class, or one of an object that is in a slot."""
+
+    __slots__ = ("_name", "_owner")
+
+    def __init__(self, owner: Any, name: str):
+        self._owner = owner
+        self._name = name
+
+    def get(self) -> Any:
+        if isinstance(self._owner, type):
+            return vars(self._owner).get(self._name, _MISSING)
+        return getattr(self._owner, self._name, _MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is _MISSING:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, value)
+
+
+class _ThreadLocal:
+    """All that this thread has in a ``threading.local``. Backward may run on another thread, where it is empty."""
+
+    __slots__ = ("_local",)
+
+    def __init__(self, local: threading.local):
+        self._local = local
+
+    def get(self) -> dict[str, Any]:
+        return vars(self._local).copy()
+
+    def put(self, value: dict[str, Any]) -> None:
+        own = vars(self._local)
+        own.clear()
+        own.update(value)
+
+
+def environment() -> dict[Any, Any]:
+    """The environment variables, encoded: to decode them all takes 20 us."""
+    return os.environ._data.copy()  # type: ignore[attr-defined]
+
+
+class _Environment:
+    """The environment variables."""
+
+    __slots__ = ()
+
+    def get(self) -> dict[Any, Any]:
+        return environment()
+
+    def put(self, value: dict[Any, Any]) -> None:
+        now = environment()
+        for key in now.keys() | value.keys():
+            if (then := value.get(key)) != now.get(key):
+                name = os.environ.decodekey(key)
+                if then is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = os.environ.decodevalue(then)
+
+
+class _Entry:
+    """An entry of a dict: a global, or an attribute."""
+
+    __slots__ = ("key", "space")
+
+    def __init__(self, space: dict[str, Any], key: str):
+        self.space = space
+        self.key = key
+
+    def get(self) -> Any:
+        return self.space.get(self.key, _MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is _MISSING:
+            self.space.pop(self.key, None)
+        else:
+            self.space[self.key] = value
+
+
+class Places:
+    """The places that a region's code reads, as one of its frames has found them."""
+
+    def __init__(self, function: Callable[..., Any], modules: Sequence[HeldModule], given: Sequence[Any]):
+        """function: what the region runs. modules: their state is noted elsewhere. given: arguments to look at."""
+        own = [module for module, *_ in modules]
+        walk = Walk((function, *own, *given))
+        self.reached = walk.values
+        self.names_batch_norm = any("batch_norm" in name or "instance_norm" in name for name in walk.names)
+        self._code = [*map(_weakly, _code_of(function, given))]
+        self._kinds = [kind for _, kind, _, _ in modules]
+        self._counts = [len(attributes) for _, _, attributes, _ in modules]
+        self._names = [tuple(attributes.keys() - TORCHS_OWN) for _, _, attributes, _ in modules]
+        places: list[Any] = [*map(_Cell, walk.cells.values())]
+        if not walk.names.isdisjoint(("environ", "environb", "getenv")):
+            places.append(_Environment())
+        entries = dict(walk.globals)
+        known = set(map(id, own))
+        for value in {id(value): value for value in walk.values}.values():
+            if isinstance(value, threading.local):
+                places.append(_ThreadLocal(value))
+            elif id(value) not in known and not is_foreign(value):
+                space = getattr(value, "__dict__", None)
+                if type(space) is dict:
+                    entries |= {(id(space), n): (space, n) for n in walk.names & (space.keys() - TORCHS_OWN)}
+            places += _attributes_read(value, walk.names)
+        kept = [(space, key) for space, key in entries.values() if not isinstance(space.get(key), ModuleType)]
+        self._spaces = [space for space, _ in kept]
+        self._keys = [key for _, key in kept]
+        self._others = places
+        self._objects = [*map(_weakly, self._objects_at(self.values(), modules))]
+
+    def values(self) -> list[Any]:
+        """What is at the places now."""
+        values = [*map(dict.get, self._spaces, self._keys, repeat(_MISSING))]
+        values += [place.get() for place in self._others]
+        return values
+
+    def all(self) -> list[Any]:
+        return [*map(_Entry, self._spaces, self._keys), *self._others]
+
+    def are_those_of(
+        self, function: Callable[..., Any], modules: Sequence[HeldModule], given: Sequence[Any], values: Sequence[Any]
+    ) -> bool:
+        """Whether a walk would find them again: whether it would go through the same functions and objects.
+
+        values: what is at the places now. Of modules only the classes have to be the same, and what they hold.
+        """
+        return (
+            [kind for _, kind, _, _ in modules] == self._kinds
+            and _are_same(self._code, _code_of(function, given))
+            and _are_same(self._objects, self._objects_at(values, modules))
+        )
+
+    def _objects_at(self, values: Sequence[Any], modules: Sequence[HeldModule]) -> list[Any]:
+        """What code may be in, or more state: all at the places and in modules' attributes but numbers and tensors."""
+        spaces = [attributes for _, _, attributes, _ in modules]
+        if [len(space) for space in spaces] != self._counts:
+            return [_MISSING]  # there are other attributes than when these were walked through
+        pairs = zip(spaces, self._names, strict=True)
+        attributes = [space.get(name, _MISSING) for space, names in pairs for name in names]
+        found = [value for value in (*values, *attributes) if type(value) not in _ATOMIC]
+        found += [space[kind] for space in spaces for kind in _HOOKS if space[kind]]
+        if _CONTAINERS.isdisjoint(map(type, found)):
+            return found
+        objects: list[Any] = []
+        _collect_objects(found, objects, 0)
+        return objects
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_ATOMIC = frozenset(
+    (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Tensor, nn.Parameter)
+)
+
+
+def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
+    """What tells calls apart that may run other code. Modules of one class have their code in common."""
+    found = [getattr(function, "__func__", None) or getattr(function, "func", function)]
+    pending = list(given)
+    while pending:
+        value = pending.pop()
+        if type(value) is MethodType:
+            found += value.__self__, value.__func__
+        elif type(value) is partial:
+            pending += value.func, *value.args, *value.keywords.values()
+        elif callable(value):
+            found.append(value)
+    return found
+
+
+_CONTAINERS = PARTS | {tuple}
+_DEPTH = 6
+
+
+def _collect_objects(values: Iterable[Any], found: list[Any], depth: int) -> None:
+    for value in values:
+        kind = type(value)
+        if kind in _CONTAINERS and depth < _DEPTH and kind is not Tensor:
+            if len(value) <= _MANY:
+                _collect_objects(value.values() if isinstance(value, dict) else value, found, depth + 1)
+        elif kind not in _ATOMIC:
+            found.append(value)
+
+
+def _collect_tensors(values: Iterable[Any], found: list[Tensor], depth: int) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) in _CONTAINERS and len(value) <= _MANY and depth < _DEPTH:
+            _collect_tensors(value.values() if isinstance(value, dict) else value, found, depth + 1)
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    """What gives ``value`` as long as it lives; forever, if it bears no weak reference."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _are_same(known: Sequence[Callable[[], Any]], values: Sequence[Any]) -> bool:
+    return len(known) == len(values) and all(ref() is value for ref, value in zip(known, values, strict=True))
+
+
+def _attributes_read(value: Any, names: set[str]) -> Iterator[_Attribute]:
+    """What code that reads attributes called ``names`` finds of ``value`` in slots and in classes, but for methods."""
+    if isinstance(value, (ModuleType, *PARTS)) or not hasattr(type(value), "__mro__"):
+        return
+    for base in value.__mro__ if isinstance(value, type) else type(value).__mro__:
+        if not is_foreign(base):
+            for name in names & vars(base).keys():
+                attribute = vars(base)[name]
+                if isinstance(attribute, MemberDescriptorType):
+                    if not isinstance(value, type):
+                        yield _Attribute(value, name)
+                elif not hasattr(attribute, "__get__"):
+                    yield _Attribute(base, name)
+
+
+class ReachedState:
+    """What is at the places when a frame begins."""
+
+    __slots__ = ("_places", "_values", "tensors")
+
+    def __init__(self, places: Places, values: list[Any]):
+        self._places = places
+        self.tensors: list[Tensor] = []
+        """The tensors among it, none with its graph."""
+        if not (_CONTAINERS | {nn.Parameter}).isdisjoint(map(type, values)):
+            copies: dict[int, Any] = {}
+            values = [_copied(value, copies) for value in values]
+            _collect_tensors(values, self.tensors, 0)
+        self._values = values
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """The span in which what was at the places is there again. Afterwards there is what is there now."""
+        places = self._places.all()
+        now = self._places.values()
+        copies: dict[int, Any] = {}
+        try:
+            for place, then, present in zip(places, self._values, now, strict=True):
+                if (value := _copied(then, copies)) is not present:
+                    place.put(value)
+            yield
+        finally:
+            for place, present in zip(places, now, strict=True):
+                if place.get() is not present:
+                    place.put(present)
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    kind = type(value)
+    return copy_of(value, copies) if kind is Tensor or (kind in PARTS and len(value) <= _MANY) else value
