@@ -479,8 +479,10 @@ def _is_watched(call: Call) -> bool:
 
 def _may_draw(call: Call) -> bool:
     """Whether a call may draw random numbers. Attention with a dropout of 0 does not."""
-    known = facts_of_call(call.op, call.args, call.kwargs)
-    return known.is_foreign or (Tag.nondeterministic_seeded in call.op.tags and known.kind is not Kind.PURE)
+    if facts(call.op).is_foreign:
+        return True
+    draws = Tag.nondeterministic_seeded in call.op.tags
+    return draws and facts_of_call(call.op, call.args, call.kwargs).kind is not Kind.PURE
 
 
 def _unpacked(**parts: Sequence[str]) -> list[str]:
