@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -181,6 +182,8 @@ def _region_mode(mode: Any) -> type:
             merge_with_region_before(graph, self.start, is_cut=saved is not None)
 
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op in _NEED_LAYOUTS:
+                _keep_layouts()
             if self.partitioner is None:
                 return super().__torch_dispatch__(op, types, args, kwargs)
             kwargs = kwargs or {}
@@ -191,6 +194,25 @@ def _region_mode(mode: Any) -> type:
             return output
 
     return RegionMode
+
+
+_NEED_LAYOUTS = (torch.ops.aten._grouped_mm.default, torch.ops.aten._scaled_grouped_mm.default)
+"""GEMMs of the experts of a mixture, which take operands of other layouts only if each expert has 8 tokens, or 16, …
+
+On CUDA a device assertion fails otherwise: "dynamic dimension byte size to be non-negative multiple of 16".
+"""
+
+
+def _keep_layouts() -> None:
+    """Have Inductor pass operands to these GEMMs that lie in memory as in eager code.
+
+    Backward reads some of them transposed. Of what runs again Inductor makes a contiguous copy there (torch 2.11 to
+    2.14), and not of what forward has saved.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")  # else Inductor is not the backend
+    if lowering is not None:
+        for op in _NEED_LAYOUTS:
+            lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
 
 
 def _pack(tensor: Tensor) -> None:
