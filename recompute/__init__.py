@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from recompute.policy.rules import Policy, Rule
     from recompute.profiling.profile_model import profile
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Policy",
     "Rule",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,11 +71,9 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        try:
-            found = metadata.version("torch-recompute")
-        except metadata.PackageNotFoundError:  # a checkout that is not installed
-            found = "unknown: torch-recompute is not installed"
-        typer.echo(f"recompute {found}")
+        from recompute import __version__
+
+        typer.echo(f"recompute {__version__}")
         raise typer.Exit
 
 

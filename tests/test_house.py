@@ -346,15 +346,50 @@ def test_hugging_face_runs_from_the_root_with_its_kernels_and_without(tmp_path: 
     assert run(LLAMA, path=tmp_path).split() == ["True", str(package / "__init__.py"), version]
 
 
+TYPED = """
+import recompute
+from recompute.kernels.rms_norm import rms_norm
+from torch import nn
+
+@recompute.recompute
+class Bare(nn.Module): ...
+
+@recompute.recompute(policy="elementwise")
+class Block(nn.Module):
+    def width(self) -> int: return 3
+
+@recompute.recompute
+def name(number: int) -> str: return str(number)
+
+reveal_type(rms_norm)
+reveal_type(recompute.__version__)
+reveal_type(Bare())
+reveal_type(Block().width())
+reveal_type(name)
+reveal_type(recompute.recompute(nn.Linear(1, 1)))
+"""
+
+
 @pytest.mark.slow
-def test_mypy_resolves_the_kernels(tmp_path: Path) -> None:
+def test_mypy_sees_types_in_an_editable_install(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    snippet = tmp_path / "snippet.py"
-    snippet.write_text("from recompute.kernels.rms_norm import rms_norm\nreveal_type(rms_norm)\n")
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(snippet)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "results"))
+    build = "from setuptools import build_meta; print(build_meta.build_editable('..'))"
+    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    (link,) = [entry for entry in zipfile.Path(wheel).iterdir() if entry.name.endswith(".pth")]
+    place = Path(link.read_text().strip())  # a folder, and no code: type checkers run none
+    assert [entry.name for entry in place.iterdir()] == ["recompute"]
+    (tmp_path / "snippet.py").write_text(TYPED)
+    known = ["--config-file", ROOT / "setup.cfg", "--cache-dir", ROOT / ".mypy_cache"]  # of torch, which takes minutes
+    command = [sys.executable, "-m", "mypy", *known, "snippet.py"]
+    environment = {**os.environ, "MYPYPATH": str(place)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout
-    assert "def (x: torch._tensor.Tensor, weight: torch._tensor.Tensor | None" in done.stdout
+    kernel, *others = re.findall('Revealed type is "(.*)"', done.stdout)
+    assert kernel.startswith("def (x: torch._tensor.Tensor, weight: torch._tensor.Tensor | None")
+    assert others == ["str", "snippet.Bare", "int", "def (number: int) -> str", "torch.nn.modules.linear.Linear"]
 
 
 def test_the_public_names() -> None:

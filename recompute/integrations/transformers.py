@@ -42,8 +42,9 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
     policy: what ``recompute.apply`` takes: a preset's name, a path, a mapping or a ``Policy``.
     kernels: whether kernels stand in where they compute what a module does (True), or hooks regenerate everything
         (False); None for what each rule of the policy says (``via``).
-    logits: False to compute the loss without logits, through linear + cross-entropy; True to have them in training;
-        None for what the policy says. Without gradients, and in ``eval()`` mode, they are always there.
+    logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
+        to have them in training; None for what the policy says. Without gradients, and in ``eval()`` mode, they are
+        always there.
     logs: whether to add to the Trainer's logs. Figures are of the steps since the log before:
 
         - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
