@@ -131,6 +131,8 @@ def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     has_values = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    if hasattr(tensor, "_known"):
+        made._known = tensor._known
     if isinstance(mode, FakeMode) and has_values and not (dtype.is_floating_point or dtype.is_complex):
         with unset_fake_temporarily():
             values = tensor.detach().to(_CPU).clone()

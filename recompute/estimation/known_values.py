@@ -1,4 +1,4 @@
-"""Values of the few fake tensors on which a model's shapes depend: whole numbers and bools that come from no float.
+"""Values of the few fake tensors on which a model's shapes depend: whole numbers, bools and what is made of them.
 
 They are calculated from those of an op's inputs, and only when a shape or a number is asked for. Where an op chooses by
 values of floats, as a router's ``topk`` does, the choices are taken in turn, so that all are chosen equally often.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 _aten = torch.ops.aten
-_MOST = 2**27  # elements of a tensor whose values are worth calculating
+_MOST, _MOST_FLOATS = 2**27, 2**12  # elements of a tensor whose values are worth calculating
 _CHOOSES = {
     _aten.topk.default: 1,
     _aten.argmax.default: None,
@@ -81,6 +81,8 @@ class KnownValues:
                 self._choose(op, args, kwargs, output)
             elif op in _LIFTS and tensors[0].dtype in _WHOLE:
                 self.note(output, tensors[0].clone())
+            elif op is _aten.rand.default and output.numel() == 1:  # by which a model drops layers: it drops none
+                self.note(output, torch.ones(output.shape))
             elif not tensors:
                 self._derive(op, args, kwargs, output)
             return output
@@ -112,7 +114,8 @@ class KnownValues:
 
     def _derive(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
         outputs = [output] if isinstance(output, Tensor) else output if isinstance(output, (list, tuple)) else []
-        if torch.Tag.nondeterministic_seeded in op.tags or not any(map(_is_worth_it, outputs)):
+        has_none = torch.Tag.nondeterministic_seeded in op.tags or "empty" in op._opname
+        if has_none or not any(map(_is_worth_it, outputs)):
             return
         given = tree_map_only(Tensor, lambda each: each._known, (args, kwargs))
         sources = [each for each in tree_iter(given) if isinstance(each, _Value)]
@@ -171,7 +174,7 @@ def _values(arguments: Any) -> Any:
 
 
 def _is_worth_it(output: Any) -> bool:
-    return isinstance(output, Tensor) and output.dtype in _WHOLE and output.numel() <= _MOST
+    return isinstance(output, Tensor) and output.numel() <= (_MOST if output.dtype in _WHOLE else _MOST_FLOATS)
 
 
 def _call(op: Any, given: Any, place: int | None = None) -> Any:
