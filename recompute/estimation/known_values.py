@@ -44,7 +44,8 @@ class _Value:
     """A tensor's values, calculated when they are first asked for."""
 
     def __init__(self, make: Callable[[], Tensor], storage: _Storage | None = None) -> None:
-        self._make, self.storage, self._found = make, storage or _Storage(), None
+        self._make, self.storage = make, storage or _Storage()
+        self._found: Tensor | None = None
 
     def get(self) -> Tensor:
         """Raises ``_Unknown`` where they are not known any longer."""
@@ -107,7 +108,7 @@ class KnownValues:
 
     def _as_numbers(self, index: Any) -> list[Any]:
         """A mask of bools as the indices of what it selects."""
-        if not isinstance(index, Tensor) or index.dtype is not torch.bool or not hasattr(index, "_known"):
+        if not isinstance(index, Tensor) or index.dtype is not torch.bool or getattr(index, "_known", None) is None:
             return [index]
         columns = index._known.get().nonzero(as_tuple=True)
         return [self.note(_like(index, each), each) for each in columns]
@@ -132,7 +133,9 @@ class KnownValues:
         written: list[_Value] = [
             args[place]._known
             for place, each in enumerate(op._schema.arguments[: len(args)])
-            if each.alias_info is not None and each.alias_info.is_write and hasattr(args[place], "_known")
+            if each.alias_info is not None
+            and each.alias_info.is_write
+            and getattr(args[place], "_known", None) is not None
         ]
         for value in written:
             try:
