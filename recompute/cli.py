@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from recompute.errors import (
     GradientMismatch,
     NoEffectError,
+    PolicyError,
     PolicyWarning,
     RecomputeError,
     RegenerationError,
@@ -183,6 +184,9 @@ def ablate(
 
         typer.echo(compare_results(*compare))
         return
+
+    if config is not None and not config.is_file():  # told before torch is imported
+        raise PolicyError(f"{config}: cannot be read as a configuration file: there is no such file")
 
     from recompute.ablation.ablate_command import AblateRequest
 

@@ -106,6 +106,8 @@ HIDDEN_IMPORTS = {
     "recompute.estimation.estimate": (
         "recompute.estimation.model_and_batch",
         "recompute.estimation.model_estimator",
+        "recompute.estimation.attention_choice",
+        "recompute.estimation.fitting_changes",
     ),
     "recompute.estimation.estimate_result": ("matplotlib",),
     "recompute.planning.make_plan": ("recompute.planning.plan_verification", "recompute.profiling.profile_model"),

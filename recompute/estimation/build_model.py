@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +21,10 @@ from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import load_factory, make, placed
 from recompute.estimation.fake_tensors import FakeMode, modules_move, move
 from recompute.estimation.llama import ModelFile, build_llama
+from recompute.estimation.make_batch import batch_of
 from recompute.files import user_path
 from recompute.policy.document import load_document
 
-_PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
 _SEED = 0
 
 
@@ -65,7 +63,7 @@ def build(
             model: nn.Module = build_llama(shape, positions=sequence_length, dtype=dtype, device=device, seed=seed)
         else:
             model = _hugging_face(source, dtype, device, sequence_length)
-        return model, batch_of(model, source, sequence_length, batch_size, dtype, device)
+        return model, batch_of(model, _called(source), sequence_length, batch_size, dtype, device)
 
 
 def build_options(*, seq_len: int, batch_size: int, dtype: str, device: str) -> dict[str, Any]:
@@ -166,24 +164,3 @@ def refusals_named(source: Source) -> Iterator[None]:
             f"{_called(source)}: expected a configuration that transformers {transformers.__version__} builds a model "
             f"of; it refuses this one: {kind}{told}. Correct that, or give the path of another config.json"
         ) from error
-
-
-def batch_of(
-    model: Any, source: Source, sequence_length: int, batch_size: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Random keyword arguments for a Hugging Face model, as ``build`` has them. ``source``: what to call it."""
-    config = model.config
-    name = model.main_input_name
-    if name == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        return {name: torch.rand(batch_size, config.num_channels, *size, dtype=dtype, device=device)}
-    if name != "input_ids":
-        raise ModelError(
-            f"{_called(source)}: {type(model).__name__} is given {name}; expected a model of tokens or of images"
-        )
-    text = config.get_text_config()
-    length = min(sequence_length, getattr(text, "max_position_embeddings", None) or sequence_length)
-    ids = torch.randint(text.vocab_size, (batch_size, length), device=device)
-    takes_labels = "labels" in inspect.signature(model.forward).parameters
-    labels = {"labels": ids} if takes_labels and _PREDICTS_TOKENS.search(type(model).__name__) else {}
-    return {name: ids, **labels}

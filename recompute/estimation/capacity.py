@@ -25,6 +25,10 @@ class Fit(NamedTuple):
     """The largest batch at this sequence length; 0: none fits; None: the peak is the same for every size."""
     longest_sequence: int | None
     """The longest sequence at this batch size, of the lengths that ``fit`` tries; 0: none fits; None: as above."""
+    changes: tuple[str, ...] = ()
+    """Where it does not fit, the fewest changes with which it does; () if none of those that were tried do."""
+    changed_peak_nbytes: int = 0
+    """The peak with these."""
 
     @property
     def fits(self) -> bool:
@@ -44,6 +48,9 @@ class Fit(NamedTuple):
         if self.longest_sequence is not None:
             length = f"the longest sequence is {_at_most(self.longest_sequence, _MOST_TOKENS)}"
             found.append(f"at batch {self.batch_size:,}, {length if self.longest_sequence else 'no sequence fits'}")
+        if self.changes:
+            what = " and ".join(filter(None, (", ".join(self.changes[:-1]), self.changes[-1])))
+            told += f" With {what} it does: {humanize(self.changed_peak_nbytes)}."
         if not found:
             return f"{told} Other sizes of batch and sequence do not change that: the batch comes with the model."
         return f"{told} {'; '.join(found).capitalize()}."

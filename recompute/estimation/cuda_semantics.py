@@ -85,6 +85,8 @@ class _AsOnCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is _torchs_attention:
             return _attention(*args, **kwargs)
+        if function is torch.tensor and isinstance(args[0], (list, tuple)):  # it would read the memory of fake ones
+            args = tree_map_only(Tensor, lambda each: each.item() if each.numel() == 1 else each, args)
         if torch.is_autocast_enabled("cpu") and getattr(function, "__name__", "") in _WIDENED:
             args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
         return function(*args, **kwargs)

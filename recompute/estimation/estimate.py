@@ -13,6 +13,8 @@ from recompute.policy.loading import load_policy
 
 if TYPE_CHECKING:
     from recompute.attach.apply import PolicyLike
+    from recompute.estimation.fitting_changes import FittingChanges
+    from recompute.policy.rules import Policy
 
 
 def estimate(
@@ -82,3 +84,24 @@ def estimate(
         estimator = ModelEstimator(subject, Platform.of(device))
         found = estimator.estimate(options, loaded)
         return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found
+
+
+def changes_that_fit(
+    model: str,
+    options: EstimateOptions,
+    policy: Policy | None,
+    capacity: int,
+    *,
+    batch_size: int,
+    seq_len: int,
+    gpu: str | None = None,
+) -> FittingChanges | None:
+    """The fewest changes with which the step that ``estimate`` describes fits ``capacity``; None if none was found."""
+    from recompute.estimation.attention_choice import Platform
+    from recompute.estimation.fitting_changes import fewest_changes
+    from recompute.estimation.model_and_batch import fake_model_and_batch
+    from recompute.estimation.model_estimator import ModelEstimator
+
+    platform = Platform.of(None if gpu is None else find_gpu(gpu))
+    with fake_model_and_batch(model, options, batch_size, seq_len, None) as subject:
+        return fewest_changes(ModelEstimator(subject, platform), options, policy, capacity)

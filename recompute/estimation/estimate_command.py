@@ -12,9 +12,10 @@ from typing import Any
 from recompute.errors import EstimateError
 from recompute.estimation.capacity import Fit, fit
 from recompute.estimation.check_paths import check_source, names_factory
-from recompute.estimation.estimate import estimate
+from recompute.estimation.estimate import changes_that_fit, estimate
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, sweep_plot, sweep_table
+from recompute.estimation.gpus import GPUS
 from recompute.files import check_new, check_writable, png_of, user_path, write_file
 from recompute.policy.loading import load_policy
 from recompute.policy.rules import Policy
@@ -84,11 +85,28 @@ class EstimateRequest:
         if self.device is None:
             return answer
         fitting = fit(self._peak_nbytes, self.device, self.batch_size, self.seq_len, progress)
+        if not fitting.fits:
+            progress("looking for changes that fit", 0, 0)
+            found = changes_that_fit(
+                self.model,
+                self.options,
+                self.policy,
+                fitting.capacity_nbytes,
+                batch_size=self.batch_size,
+                seq_len=self.seq_len,
+                gpu=self._gpu,
+            )
+            if found is not None:
+                fitting = fitting._replace(changes=found.changes, changed_peak_nbytes=found.peak_nbytes)
         data = answer.data if self.sweep else answer.data | {"fit": fitting.as_dict()}
         return EstimateAnswer(f"{answer.text}\n\n{fitting}", data, fitting)
 
+    @property
+    def _gpu(self) -> str | None:
+        return self.device[0] if self.device is not None and self.device[0] in GPUS else None
+
     def _estimate(self, batch_size: int, seq_len: int, advise: bool = True) -> Estimate:
-        options: dict[str, Any] = {**self.options._asdict(), "policy": self.policy, "advise": advise}
+        options: dict[str, Any] = {**self.options._asdict(), "policy": self.policy, "advise": advise, "gpu": self._gpu}
         return estimate(self.model, batch_size=batch_size, seq_len=seq_len, **options)
 
     def _peak_nbytes(self, batch_size: int, seq_len: int) -> int:

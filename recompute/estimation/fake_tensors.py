@@ -105,7 +105,7 @@ def modules_move() -> Iterator[None]:
             module._buffers[name] = None if buffer is None else change(buffer)
         return module
 
-    nn.Module._apply = applied  # type: ignore[method-assign, assignment]
+    nn.Module._apply = applied  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -128,9 +128,10 @@ def shapes_chosen_in_turn() -> bool:
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
+    made: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     has_values = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    made._known = getattr(tensor, "_known", None)
     if isinstance(mode, FakeMode) and has_values and not (dtype.is_floating_point or dtype.is_complex):
         with unset_fake_temporarily():
             values = tensor.detach().to(_CPU).clone()

@@ -1,4 +1,4 @@
-"""Values of the few fake tensors on which a model's shapes depend: whole numbers and bools that come from no float.
+"""Values of the few fake tensors on which a model's shapes depend: whole numbers, bools and what is made of them.
 
 They are calculated from those of an op's inputs, and only when a shape or a number is asked for. Where an op chooses by
 values of floats, as a router's ``topk`` does, the choices are taken in turn, so that all are chosen equally often.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 _aten = torch.ops.aten
-_MOST = 2**27  # elements of a tensor whose values are worth calculating
+_MOST, _MOST_FLOATS = 2**27, 2**12  # elements of a tensor whose values are worth calculating
 _CHOOSES = {
     _aten.topk.default: 1,
     _aten.argmax.default: None,
@@ -44,7 +44,8 @@ class _Value:
     """A tensor's values, calculated when they are first asked for."""
 
     def __init__(self, make: Callable[[], Tensor], storage: _Storage | None = None) -> None:
-        self._make, self.storage, self._found = make, storage or _Storage(), None
+        self._make, self.storage = make, storage or _Storage()
+        self._found: Tensor | None = None
 
     def get(self) -> Tensor:
         """Raises ``_Unknown`` where they are not known any longer."""
@@ -81,6 +82,8 @@ class KnownValues:
                 self._choose(op, args, kwargs, output)
             elif op in _LIFTS and tensors[0].dtype in _WHOLE:
                 self.note(output, tensors[0].clone())
+            elif op is _aten.rand.default and output.numel() == 1:  # by which a model drops layers: it drops none
+                self.note(output, torch.ones(output.shape))
             elif not tensors:
                 self._derive(op, args, kwargs, output)
             return output
@@ -105,14 +108,15 @@ class KnownValues:
 
     def _as_numbers(self, index: Any) -> list[Any]:
         """A mask of bools as the indices of what it selects."""
-        if not isinstance(index, Tensor) or index.dtype is not torch.bool or not hasattr(index, "_known"):
+        if not isinstance(index, Tensor) or index.dtype is not torch.bool or getattr(index, "_known", None) is None:
             return [index]
         columns = index._known.get().nonzero(as_tuple=True)
         return [self.note(_like(index, each), each) for each in columns]
 
     def _derive(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
         outputs = [output] if isinstance(output, Tensor) else output if isinstance(output, (list, tuple)) else []
-        if torch.Tag.nondeterministic_seeded in op.tags or not any(map(_is_worth_it, outputs)):
+        has_none = torch.Tag.nondeterministic_seeded in op.tags or "empty" in op._opname
+        if has_none or not any(map(_is_worth_it, outputs)):
             return
         given = tree_map_only(Tensor, lambda each: each._known, (args, kwargs))
         sources = [each for each in tree_iter(given) if isinstance(each, _Value)]
@@ -129,7 +133,9 @@ class KnownValues:
         written: list[_Value] = [
             args[place]._known
             for place, each in enumerate(op._schema.arguments[: len(args)])
-            if each.alias_info is not None and each.alias_info.is_write and hasattr(args[place], "_known")
+            if each.alias_info is not None
+            and each.alias_info.is_write
+            and getattr(args[place], "_known", None) is not None
         ]
         for value in written:
             try:
@@ -171,7 +177,7 @@ def _values(arguments: Any) -> Any:
 
 
 def _is_worth_it(output: Any) -> bool:
-    return isinstance(output, Tensor) and output.dtype in _WHOLE and output.numel() <= _MOST
+    return isinstance(output, Tensor) and output.numel() <= (_MOST if output.dtype in _WHOLE else _MOST_FLOATS)
 
 
 def _call(op: Any, given: Any, place: int | None = None) -> Any:

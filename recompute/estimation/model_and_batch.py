@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from recompute.errors import ModelError
-from recompute.estimation.build_model import batch_of, build_fake, without_packing
+from recompute.estimation.build_model import build_fake, without_packing
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.factories import check_taken, describe, placed
 from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
+from recompute.estimation.make_batch import batch_of, takes_images
 from recompute.estimation.static_memory import DTYPE_RECIPES
 
 
@@ -59,7 +60,7 @@ def fake_model_and_batch(
                 yield ModelAndBatch(fake, given, name, assumed)
             elif hasattr(model, "config") and hasattr(model, "main_input_name"):
                 given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
-                yield ModelAndBatch(fake, given, describe(fake, given))
+                yield ModelAndBatch(fake, given, describe(fake, given), _made(fake, given))
             else:
                 raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
         return
@@ -72,7 +73,7 @@ def fake_model_and_batch(
         )
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
     with build_fake(model, device=torch.device("cpu"), **sizes) as (network, given):
-        given, assumed = (given, _made(given)) if batch is None else _in_dtype(fake_batch(batch), options)
+        given, assumed = (given, _made(network, given)) if batch is None else _in_dtype(fake_batch(batch), options)
         yield ModelAndBatch(network, given, describe(network, given), assumed)
 
 
@@ -85,7 +86,11 @@ def _in_dtype(batch: Any, options: EstimateOptions) -> tuple[Any, tuple[str, ...
     return placed(batch, dtype=torch.bfloat16, device=torch.device("cpu")), ("the batch's floats in bfloat16",)
 
 
-def _made(batch: Any) -> tuple[str, ...]:
-    """Which inputs were made for a model, where these are not token ids alone."""
-    names = [name for name in batch if name not in ("input_ids", "labels")] if isinstance(batch, Mapping) else []
-    return (f"inputs of {', '.join(names)}",) if names else ()
+def _made(model: nn.Module, batch: Any) -> tuple[str, ...]:
+    """Which inputs were made for a model that takes more than tokens, and which were not."""
+    if not isinstance(batch, Mapping):
+        return ()
+    config = getattr(model, "config", None)
+    if isinstance(config, PretrainedConfig) and takes_images(config) and "pixel_values" not in batch:
+        return ("tokens without images: pass batch for what the model is trained on",)
+    return ("an image in each sequence",) if "pixel_values" in batch and "input_ids" in batch else ()

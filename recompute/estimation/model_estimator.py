@@ -145,6 +145,10 @@ class ModelEstimator:
             kernels = " and ".join(step.attention)
             yield f"scaled_dot_product_attention by {kernels}, as torch {torch.__version__} on {self._platform.name}"
 
+    def static_nbytes(self, options: EstimateOptions) -> int:
+        """What is there all through forward, whatever the policy is."""
+        return self._static(options).in_phase("forward")
+
     def _static(self, options: EstimateOptions) -> StaticBytes:
         recipe, optimizer = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
         found = static_nbytes(

@@ -93,7 +93,7 @@ def simulate(
     if warm_up:
         with _environment(autocast, platform) as (forward_only, _), forward_only(), _following(model, ModuleTracker()):
             run()
-    units = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
+    units: dict[Tensor, str] = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
     recorder = _MemoryRecorder(classes, tokens, units)
     trace = StorageTrace(1 if platform is None else BLOCK_NBYTES)
     recorder.watch(trace)

@@ -1,4 +1,4 @@
-"""Attention is assumed to run by the kernel that torch chooses on that device, and takes what it takes there."""
+"""The kernel of attention that is assumed is the one that torch chooses, and takes what was measured."""
 
 from __future__ import annotations
 

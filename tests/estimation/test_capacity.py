@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import models
 import pytest
+import transformers
 
 from recompute.errors import ModelError
+from recompute.estimation.attention_choice import Platform
 from recompute.estimation.capacity import Fit, fit, read_capacity
+from recompute.estimation.estimate_options import EstimateOptions
+from recompute.estimation.fitting_changes import fewest_changes
+from recompute.estimation.model_and_batch import fake_model_and_batch
+from recompute.estimation.model_estimator import ModelEstimator
 
 PEAKS: dict[str, Callable[[int, int], int]] = {
     "a line": lambda batch, length: 1000 + 3 * batch * length,
@@ -53,10 +60,10 @@ def test_what_a_size_does_not_change_has_no_largest(capacity: int) -> None:
         return fit(peak, ("a device", capacity), 1, 512, lambda what, done, total: None)
 
     own = fitted(lambda batch, length: 1000)
-    assert own[-2:] == (None, None)
+    assert (own.largest_batch, own.longest_sequence) == (None, None)
     assert str(own).endswith("Other sizes of batch and sequence do not change that: the batch comes with the model.")
     images = fitted(lambda batch, length: 1000 * batch)
-    assert images[-2:] == (capacity // 1000, None)
+    assert (images.largest_batch, images.longest_sequence) == (capacity // 1000, None)
     assert str(images).endswith("The largest batch is 5." if images.fits else "No batch fits.")
 
 
@@ -72,3 +79,26 @@ def test_a_device_is_a_name_or_its_bytes() -> None:
     assert read_capacity(None, "24GiB") == ("this device", 24 << 30)
     with pytest.raises(ModelError, match="--gpu-memory: expected something like 24GiB; found 'much'"):
         read_capacity(None, "much")
+
+
+def test_the_fewest_changes_that_fit_are_offered() -> None:
+    """A model of 1.3 GiB of weights in bfloat16, whose AdamW takes three times as much beside."""
+    config = transformers.LlamaConfig(
+        **{**models.SHAPE, "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4, "head_dim": 128}
+    )
+    options = EstimateOptions("bfloat16", "adamw-fused", "none", 1, "full")
+    with fake_model_and_batch(config, options, 1, 64, None) as subject:
+        estimator = ModelEstimator(subject, Platform.of(None))
+        peak = estimator.estimate(options, None).peak_bytes
+        enough, close = (
+            fewest_changes(estimator, options, None, peak),
+            fewest_changes(estimator, options, None, peak // 2),
+        )
+        small = fewest_changes(estimator, options, None, peak // 4)
+        assert fewest_changes(estimator, options, None, 1) is None
+    assert enough is not None
+    assert enough.changes == ()
+    assert close is not None
+    assert close.changes == ("fsdp2 over 4 devices",)
+    assert small is not None
+    assert small.peak_nbytes <= peak // 4
