@@ -50,6 +50,8 @@ class Outcome:
     """Bytes held where backward begins, as a share of those without the policy."""
     time: float | None = None
     """CPU time of a settled step, as a multiple of that without the policy."""
+    uncaptured: list[str] = field(default_factory=list)
+    """Why the others do not."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -193,10 +195,11 @@ def outcome_of(
         held=_ratio(recording.held_nbytes, plain.held_nbytes),
         time=_ratio(recording.settled_seconds(), plain.settled_seconds()),
     )
-    shares = re.findall(r"([\d,]+) of ([\d,]+) run as captured code", handle.explain(wide=True))
-    for captured, regions in shares:
+    shares = re.findall(r"([\d,]+) of ([\d,]+) run as captured code(?:; (.*))?", handle.explain(wide=True))
+    for captured, regions, reason in shares:
         outcome.captured += int(captured.replace(",", ""))
         outcome.regions += int(regions.replace(",", ""))
+        outcome.uncaptured += [reason] * bool(reason)
     differing = differences(recording.trace, plain.trace)
     if differing:
         error = error_of(recording.trace, plain.trace)
@@ -244,14 +247,15 @@ def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The norm of the difference to that of what is expected; infinite where shapes differ."""
     if any(one.shape != other.shape for one, other in zip(found, expected, strict=True)):
         return float("inf")
-    apart = sum(_square(_difference(one, other)) for one, other in zip(found, expected, strict=True))
-    size = sum(_square(other.double()) for other in expected if other.isfinite().all())
+    pairs = [(one.double(), other.double()) for one, other in zip(found, expected, strict=True)]
+    apart = sum(_square(_difference(one, other)) for one, other in pairs)
+    size = sum(_square(other) for _, other in pairs if other.isfinite().all())
     return (apart / size) ** 0.5 if size else float("inf") if apart else 0.0
 
 
 def _difference(one: Tensor, other: Tensor) -> Tensor:
     """0 where both are NaN, or infinite alike."""
-    return torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, one.double() - other.double())
+    return torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, one - other)
 
 
 def _square(value: Tensor) -> float:

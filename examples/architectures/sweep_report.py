@@ -29,11 +29,11 @@ def summary(record: dict[str, Any]) -> str:
         tabulate(counts, ["preset", *VERDICTS.values(), "regions captured"], "github"),
     ]
     if record["groups"]:
-        parts.append(_groups(record))
+        parts.append(groups(record))
     return "\n\n".join(parts)
 
 
-def _groups(record: dict[str, Any]) -> str:
+def groups(record: dict[str, Any]) -> str:
     """How each preset did in each group of rows."""
     lines: dict[str, list[Any]] = {}
     for row in record["rows"].values():
@@ -74,6 +74,14 @@ def report(record: dict[str, Any]) -> str:
     ]
     details += [f"- {name}: its loss is not finite" for name, row in compared.items() if not row["finite"]]
     parts += ["What is not bitwise:", "\n".join(details)] if details else []
+    reasons: dict[str, list[str]] = {}
+    for name, row in compared.items():
+        for preset, outcome in row["outcomes"].items():
+            for reason in outcome.get("uncaptured", ()):
+                reasons.setdefault(reason, []).append(f"{name} ({preset})")
+    if reasons:
+        parts += ["What does not run as captured code:"]
+        parts += ["\n".join(f"- {reason}: {', '.join(dict.fromkeys(names))}" for reason, names in reasons.items())]
     others = [
         [name, row.get("not built") or f"without a policy, twice: {row['differs without a policy']}"]
         for name, row in rows.items()

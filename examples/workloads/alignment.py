@@ -80,7 +80,7 @@ def define(name: str, module: str, kind: str, data: str, *needs: str, **options:
                 import peft
 
                 of_trainer = {**of_trainer, "peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **adapter)}
-            model = classifier() if kind == "Reward" else llama(attention_dropout=0.0)
+            model = classifier() if kind == "Reward" else llama()
             if kind in ("DPO", "KTO") and not adapter and not settings.get("precompute_ref_log_probs"):
                 of_trainer = {**of_trainer, "ref_model": copy.deepcopy(model)}
             trainer = getattr(home, f"{kind}Trainer")(

@@ -171,12 +171,6 @@ DENOISERS: dict[str, Denoiser] = {
         {**HEADS, "embedding_dim": 32, "num_embeddings": 8, "dropout": 0.1},
         {"hidden_states": (2, 32), "timestep": TIME, "proj_embedding": (2, 32), "encoder_hidden_states": (2, 8, 32)},
     ),
-    "UNet of videos": Denoiser(
-        "UNet3DConditionModel",
-        {**TWO_STAGES, "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "cross_attention_dim": 32}
-        | {"up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"), "attention_head_dim": 8},
-        {"sample": (1, 4, 3, 16, 16), "timestep": TIME[:1], "encoder_hidden_states": (1, 8, 32)},
-    ),
     "AutoencoderKL": Denoiser("AutoencoderKL", ENCODER, {"sample": (2, 3, 32, 32), "sample_posterior": True}),
     "VQModel": Denoiser("VQModel", {**ENCODER, "num_vq_embeddings": 16}, {"sample": (2, 3, 32, 32)}),
     "AutoencoderTiny": Denoiser(

@@ -189,6 +189,12 @@ def accumulation(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@workload("torch", "attention with dropout")
+def attention_dropout(run: Run) -> None:
+    model = run.govern(llama(attention_dropout=0.1))
+    run.train(model, lambda: model(**text()).loss)
+
+
 @workload("torch", "autocast to bfloat16")
 def autocast(run: Run) -> None:
     model = run.govern(llama())

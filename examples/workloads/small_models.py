@@ -23,7 +23,6 @@ def llama(**changes: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
-        "attention_dropout": 0.1,
         "use_cache": False,
         "pad_token_id": 0,
         "bos_token_id": 1,

@@ -109,7 +109,7 @@ def examine(
     names = {name for name in plain.trace if ": gradient of " in name}
     row |= {
         "gradients": len({name.partition(": ")[2] for name in names}),
-        "finite": all(bool(value.isfinite().all()) for value in plain.trace.values() if value.is_floating_point()),
+        "finite": all(bool(value.double().isfinite().all()) for value in plain.trace.values()),
     }
     differing = differences(again.trace, plain.trace)
     if differing:

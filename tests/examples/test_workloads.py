@@ -112,6 +112,11 @@ def test_the_extra_brings_the_package_of_each_workload(part: Callable[[str], Mod
     assert {name for each in workloads.values() for name in each.needs} <= brought
 
 
+def test_the_guide_has_the_counts_of_the_record(part: Callable[[str], ModuleType]) -> None:
+    record = json.loads((EXAMPLES / "workloads" / "results" / "cpu" / "results.json").read_text(encoding="utf-8"))
+    assert part("sweep_report").groups(record) in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_the_script_makes_the_table(tmp_path: Path) -> None:
     names = ["torch: LSTM", "torch: several backwards through one graph"]
