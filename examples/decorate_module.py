@@ -35,7 +35,7 @@ class LeanBlock(Block):
     pass
 
 
-# Without a policy all that costs no GEMM is regenerated; no bit of any gradient changes.
+# Without a policy all that costs little is regenerated; no bit of any gradient changes.
 @recompute.recompute
 def lean_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up

@@ -149,7 +149,7 @@ REASONS: dict[str, tuple[Forward, dict[str, Any], str, str]] = {
     ),
     "little that takes long to bring back": (
         lambda linear, x: (y := linear(x)).sin() + (y * 2).sum().sin(), {}, "aten.sum",
-        "to bring it back takes as long as to move 2.3 KiB",
+        "bringing it back takes as long as moving 2.3 KiB",
     ),
     "as large as what it comes from": (
         lambda linear, x: linear(x).exp().sin(), {}, "aten.exp", "holds less than what would regenerate it",

@@ -349,7 +349,8 @@ FAMILIES = by_default(["llama", "gpt2", "gemma2", "phi3", "mixtral", "bert", "vi
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_transformers_stay_within_the_tolerance(family: str, action: str) -> None:
     model, batch = make(family), batch_of(family, length=64, size=4)
-    way = {"action": action} if action == "compress" else WAYS["recompute"]
+    # The GEMMs of models this small are thin, and would run again.
+    way = {"action": action} if action == "compress" else {**WAYS["recompute"], "keep": "gemm"}
     found = recompute.verify(model, batch, policy={"rules": [{"type": ["block", "*Layer", "*Block"], **way}]})
     assert found.compressed_tensors > 0
 

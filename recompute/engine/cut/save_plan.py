@@ -353,7 +353,7 @@ class SavePlan:
         if needed is None:
             return "holds less than what would regenerate it"
         moved = BANDWIDTH * sum(self.steps[index].seconds for index in needed)
-        return f"to bring it back takes as long as to move {humanize(round(moved))}"
+        return f"bringing it back takes as long as moving {humanize(round(moved))}"
 
     def _thin_gemms_for(self, number: int) -> str:
         """The thin GEMMs that run again for a dropped value, and not for another one that autograd saved."""
