@@ -18,7 +18,16 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import CellType, CodeType, FunctionType, MethodType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any, NoReturn
 
 import torch
@@ -71,7 +80,7 @@ class _Careful:
             return ask(*args)
         if not _may_be_called(function, args) or kwargs.get("out") is not None or "key" in kwargs:
             self.refuse(f"a call of {function!r}")
-        if kind is type:
+        if kind is type or function in _BUILTINS:
             args = tuple(map(self.items, args))
         return function(*args, **kwargs)
 
@@ -95,10 +104,9 @@ class _Careful:
 
     def operand(self, value: Any) -> Any:
         """What an operator may be given: nothing whose class says in Python what the operator does."""
-        if not isinstance(value, Enum) if type(value) is not fx.Proxy else False:
-            root = type(value).__module__.partition(".")[0]
-            if root not in _ROOTS and not issubclass(type(value), fx.Proxy):
-                self.refuse(f"an operator of {type(value).__name__}")
+        kind = type(value)
+        if kind.__module__.partition(".")[0] not in _ROOTS and not issubclass(kind, (fx.Proxy, Enum)):
+            self.refuse(f"an operator of {kind.__name__}")
         return value
 
     def left_side(self, value: Any) -> None:
@@ -147,12 +155,15 @@ def _may_be_called(function: Any, args: tuple) -> bool:
     if kind is FunctionType:
         file = os.path.relpath(function.__code__.co_filename, _TORCH)
         in_module = file.startswith("nn/modules") and name in _OF_MODULES
-        return file.startswith(_TORCH_FILES) and not _changes(name) or in_module or name.startswith(("is_", "get_"))
+        in_library = file.startswith(_TORCH_FILES) and not _changes(name)
+        return in_library or in_module or name.startswith(("is_", "get_"))
     if issubclass(kind, type):
         is_torchs = function.__module__.partition(".")[0] == "torch"
         return function in _TYPES or is_torchs or issubclass(function, BaseException)
     if kind.__module__ == "torch._ops":
         return not _changes(name)
+    if kind not in _METHODS:
+        return False
     owner = getattr(function, "__self__", None)
     if owner is None and args:  # a method of a class, which is given its object
         owner = args[0]
@@ -162,7 +173,7 @@ def _may_be_called(function: Any, args: tuple) -> bool:
         return not _changes(name)
     if issubclass(type(owner), (Tensor, fx.Proxy)) or type(owner) in _PLAIN:
         return not _changes(name)
-    return name in _READING and type(owner) in (dict, list, set) or name.startswith("is_")
+    return (name in _READING and type(owner) in (dict, list, set)) or name.startswith("is_")
 
 
 def _changes(name: str) -> bool:
@@ -172,6 +183,7 @@ def _changes(name: str) -> bool:
 
 
 _NAME = "_careful_"
+_METHODS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 _ROOTS = ("builtins", "torch", "numpy")
 _PLAIN = (int, float, bool, complex, str, bytes, tuple, frozenset, type(None), torch.Size, torch.dtype, torch.device)
 _TYPES = (*_PLAIN, list, dict, set, range, zip, enumerate, reversed, slice, type)
@@ -234,7 +246,7 @@ class _Asking(ast.NodeTransformer):
 
     def copied(self, node: Any) -> Any:
         node = copy.deepcopy(node)
-        node.decorator_list = []
+        node.decorator_list, node.name = [], f"{_NAME}copy"  # its own name may be that of a global
         return self.generic_visit(node)
 
     def visit(self, node: ast.AST) -> Any:
