@@ -80,7 +80,7 @@ class _Careful:
             return ask(*args)
         if not _may_be_called(function, args) or kwargs.get("out") is not None or "key" in kwargs:
             self.refuse(f"a call of {function!r}")
-        if kind is type or function in _BUILTINS:
+        if kind is type or (kind in _METHODS and function in _BUILTINS):
             args = tuple(map(self.items, args))
         return function(*args, **kwargs)
 

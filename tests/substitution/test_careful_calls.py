@@ -295,6 +295,9 @@ class Derived(Base):
         return super().value(x, y=y) + sum(others) + sum(more.values())
 
 
+_DERIVED = Derived()
+
+
 def _tower(x: Any, depth: int = 2) -> Any:
     """Closures, comprehensions, unpacking, blocks, and a function that calls itself."""
 
@@ -305,7 +308,7 @@ def _tower(x: Any, depth: int = 2) -> Any:
     total = first
     total += sum(each for each in range(depth))
     with torch.no_grad():
-        total = total + Derived().value(*range(2), **named, z=depth) if depth else total
+        total = total + _DERIVED.value(*range(2), **named, z=depth) if depth else total
     return _tower(total, depth - 1) if depth > 0 else (lambda y: -y)(total) if x > 0 else f"{x:>{depth}}"
 
 
