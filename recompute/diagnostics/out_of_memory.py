@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_map
 
 from recompute.attach.apply import policy_on
 from recompute.compiled.unwrap import unwrapped
+from recompute.engine.fake_mode import FakeMode
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.estimate_result import ModuleActivations
-from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
+from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.model_estimator import ModelEstimator, by_module
 from recompute.estimation.module_tracker import pattern_of, unit_of
@@ -211,7 +212,7 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
     """``found``, with what a step takes and which rules would change that."""
     name = type(model).__name__
     policy = policy_on(model)
-    with without_packing(name), fake_mode(), warnings.catch_warnings():
+    with without_packing(name), FakeMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
         estimator = ModelEstimator(
             ModelAndBatch(fake_copy(model), fake_batch(latest.batch), name),

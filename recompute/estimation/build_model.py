@@ -16,10 +16,11 @@ from transformers import masking_utils
 from transformers.initialization import no_init_weights
 
 from recompute.counters import resolve_device
+from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import load_factory, make, placed
-from recompute.estimation.fake_tensors import FakeMode, modules_move, move
+from recompute.estimation.fake_tensors import modules_move, move
 from recompute.estimation.llama import ModelFile, build_llama
 from recompute.estimation.make_batch import batch_of
 from recompute.files import user_path

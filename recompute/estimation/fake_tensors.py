@@ -1,4 +1,4 @@
-"""The mode of fake tensors, which take no memory, and copies of models and batches on them."""
+"""Copies of models and batches on fake tensors, which take no memory."""
 
 from __future__ import annotations
 
@@ -9,43 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from recompute.estimation.known_values import KnownValues
+from recompute.engine.fake_mode import FakeMode
 
 _CPU = torch.device("cpu")
-_GROUPED_MM, _CAST = torch.ops.aten._grouped_mm.default, torch.ops.aten._to_copy.default
-
-
-class FakeMode(FakeTensorMode):
-    """Knows the values on which shapes depend, and runs grouped matrix products in every dtype, as devices do.
-
-    Torch's own mode refuses both; of the products those in float32 (2.11 to 2.14).
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.values = KnownValues()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        whole = super().__torch_dispatch__
-        if op is not _GROUPED_MM:
-            return self.values.run(op, args, kwargs, lambda op, args, kwargs: whole(op, types, args, kwargs))
-        if args[0].dtype is torch.bfloat16 or kwargs.get("out_dtype") is not None:
-            return super().__torch_dispatch__(op, types, args, kwargs)
-        narrow = [self._cast(value, torch.bfloat16) for value in args]
-        return self._cast(super().__torch_dispatch__(op, types, narrow, kwargs), args[0].dtype)
-
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        return super().__torch_dispatch__(_CAST, (type(value),), (value,), {"dtype": dtype})
-
-
-def fake_mode() -> FakeMode:
-    return FakeMode(allow_non_fake_inputs=True)
 
 
 def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

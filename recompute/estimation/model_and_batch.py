@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
+from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.build_model import build_fake, without_packing
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.factories import check_taken, describe, placed
-from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
+from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.make_batch import batch_of, takes_images
 from recompute.estimation.static_memory import DTYPE_RECIPES
 
@@ -52,7 +53,7 @@ def fake_model_and_batch(
     dtype = torch.float32 if DTYPE_RECIPES[options.dtype].parameter == 4 else torch.bfloat16
     if isinstance(model, nn.Module):
         name = type(model).__name__
-        with without_packing(name), fake_mode():
+        with without_packing(name), FakeMode():
             fake = fake_copy(model, dtype)
             if batch is not None:
                 check_taken(model, batch, name)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from recompute.engine.fake_mode import asks_for_address, refused_address
 from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.cuda_semantics import as_on_cuda
@@ -113,7 +114,8 @@ def simulate(
             for (path, _), nbytes in trace.alive():
                 held[path] += nbytes
             recorder.is_backward = True
-            torch.autograd.backward(loss)  # function modes are not active in what ``loss.backward()`` calls
+            with _naming(model, recorder.tracker.in_backward):
+                torch.autograd.backward(loss)  # function modes are not active in what ``loss.backward()`` calls
             del loss
     finally:
         for hook in hooks:
@@ -255,15 +257,23 @@ class _MemoryRecorder:
 
 @contextmanager
 def _following(model: nn.Module, tracker: ModuleTracker) -> Iterator[None]:
+    with _naming(model, lambda: tracker.failed), tracker.following(model):
+        yield
+
+
+@contextmanager
+def _naming(model: nn.Module, failed: Callable[[], str]) -> Iterator[None]:
+    """Raise ``ModelError`` for any error, which names the module of which ``failed`` returns the path."""
     try:
-        with tracker.following(model):
-            yield
+        yield
     except RecomputeError:
         raise
     except Exception as error:  # whatever a model raises: tensors without values fail in many ways
-        path = tracker.failed
+        path = failed()
         module = type(model.get_submodule(path)).__name__
         where = f"module {path!r} ({module})" if path else f"the model ({module})"
+        if asks_for_address(error):
+            raise refused_address(error, where) from error
         raise ModelError(
             f"{where} cannot run on tensors without values: {type(error).__name__}: {error}. Measure the model on a "
             "real device instead, with recompute.profile."

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
 from recompute.engine.cut.ops import Kind, facts, work
+from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
-from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
+from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.gpus import Gpu, find_gpu
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
@@ -84,7 +86,7 @@ def roofline(
         raise ModelError(f"expected a model to train; none of {name}'s parameters requires a gradient")
     with (
         without_packing(name),
-        fake_mode(),
+        FakeMode(),
         as_on_cuda(Platform.of(gpu)),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -300,6 +302,17 @@ def _is_causal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
+class _WithoutAddresses(TorchDispatchMode):
+    """Has what ops make refuse to tell its address. Of a meta tensor that would be 0, and a kernel launched there."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = op(*args, **(kwargs or {}))
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.is_meta:
+                torch._C._set_throw_on_mutable_data_ptr(each)
+        return output
+
+
 class _OptimizerCosts(NamedTuple):
     seconds: float
     peak_nbytes: int
@@ -315,6 +328,7 @@ def _optimizer_costs(
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(_WithoutAddresses())
         optimizer = make(given("cpu"))
         if not any(group.get("fused") for group in optimizer.param_groups):  # a fused optimizer refuses meta tensors
             # Meta tensors are faster than fake ones, and let the optimizer read its step counts.

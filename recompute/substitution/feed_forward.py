@@ -25,6 +25,7 @@ from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.kernels.activation import activation_reference
 from recompute.kernels.swiglu import ACTIVATIONS as GATE_ACTIVATIONS
+from recompute.substitution.careful_calls import careful
 from recompute.substitution.kernel_runner import (
     PLAIN_TENSORS,
     KernelRunner,
@@ -188,9 +189,10 @@ class _ForwardOf(nn.Module):
     def __init__(self, function: type[Function]):
         super().__init__()
         self.function = function
+        self.context = _NoContext()
 
     def forward(self, x: Tensor) -> Any:
-        return self.function.forward(_NoContext(), x)
+        return self.function.forward(self.context, x)
 
 
 class _NoContext:
@@ -208,7 +210,7 @@ def _is_activation(module: nn.Module, name: str) -> bool:
         y = activation_reference(x, name)
         (dx,) = torch.autograd.grad(y, x, dy)
         try:
-            found = base_of(module).forward(copy, x)
+            found = careful(base_of(module).forward)(copy, x)
             (gradient,) = torch.autograd.grad(found, x, dy)
         except Exception:
             # Any module comes here, and its forward or its backward may raise anything. Then it is not recognized.

@@ -2,18 +2,16 @@
 
 A trace has the ops that a forward calls on its arguments, and nothing of the Python around them. So it ends with an
 error where forward asks what type an argument has, changes one in place by an operator, or runs a part of itself under
-other settings of torch, as in a ``no_grad`` block. Whether forward has put a value anywhere, as into a list of
-activations, can be asked afterwards.
+other settings of torch, as in a ``no_grad`` block. It also ends where forward is about to change anything that stays,
+as a list of activations: see ``careful_calls``.
 """
 
 from __future__ import annotations
 
 import dis
 import operator
-import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,9 +25,7 @@ from recompute.compiled.autocast_settings import Autocast
 from recompute.engine.modes import dispatch_modes, function_modes, under
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import top_hooks
-from recompute.source_files import lies_in
-
-_TORCH = os.path.dirname(torch.__file__)
+from recompute.substitution.careful_calls import ask, careful
 
 
 class _Proxy(fx.Proxy):
@@ -39,11 +35,9 @@ class _Proxy(fx.Proxy):
     def __class__(self) -> Any:
         """``isinstance`` asks for this. A forward would take the branch for what is no tensor, without a trace."""
         asking = sys._getframe(1).f_code
-        is_torchs = lies_in(asking.co_filename, _TORCH) and asking is not torch.is_tensor.__code__
-        # An op of torch asks as well, when it is called.
-        if is_torchs or "isinstance" not in asking.co_names or not self.tracer.is_tracing:  # type: ignore[attr-defined]
-            return _Proxy
-        raise fx.proxy.TraceError("a question about an argument's type")
+        if asking in _QUESTIONS and self.tracer.is_tracing:  # type: ignore[attr-defined]
+            raise fx.proxy.TraceError("a question about an argument's type")
+        return _Proxy  # an op of torch asks as well, when it is called
 
     def __iter__(self) -> Iterator[Any]:
         """Items, where they are assigned to that many names. fx's own would keep the frame of forward alive."""
@@ -63,6 +57,9 @@ class _Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
 
     __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __ifloordiv__ = __imod__ = _in_place
+
+
+_QUESTIONS = (ask.__code__, torch.is_tensor.__code__)
 
 
 class _Surroundings:
@@ -97,13 +94,11 @@ class Tracer(fx.Tracer):
         """The names of dropouts that were passed over."""
         self._surroundings: _Surroundings | None = None
         """The settings with which forward began."""
-        self._proxies: list[weakref.ref[fx.Proxy]] = []
         self.is_tracing = False
 
-    @property
-    def has_lost_values(self) -> bool:
-        """Whether forward, which has ended, has put a value where something else may find it."""
-        return any(proxy() is not None for proxy in self._proxies)
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        _, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        return careful(root_fn), args
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self.is_tracing = True
@@ -128,10 +123,7 @@ class Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        made = _Proxy(node, self)
-        if node.op != "get_attr":  # fx itself holds the parameters' for longer
-            self._proxies.append(weakref.ref(made))
-        return made
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -180,16 +172,16 @@ def _functions_as_calls() -> Iterator[None]:
     """Inside, to apply an autograd Function to a proxy is to make a proxy."""
     patched: Any = Function
     with _patching:
-        apply = vars(Function)["apply"]
+        original = vars(Function)["apply"]
 
-        def noted(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
             proxy = next((each for each in tree_leaves((args, kwargs)) if type(each) is _Proxy), None)
             if proxy is None:  # on another thread, for one
-                return apply.__func__(cls, *args, **kwargs)
+                return original.__get__(None, cls)(*args, **kwargs)
             return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
 
-        patched.apply = classmethod(noted)
+        patched.apply = classmethod(apply)
         try:
             yield
         finally:
-            patched.apply = apply
+            patched.apply = original

@@ -7,7 +7,7 @@ the logits are never made as a whole. For anything else that reads the logits th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,10 +140,14 @@ class LazyLogits(LazyTensor):
 
     @staticmethod
     def _of(
-        head: _Head, dtype: torch.dtype, compute: Callable[[], Tensor], family: list[weakref.ref[LazyLogits]]
+        head: _Head,
+        dtype: torch.dtype,
+        compute: Callable[[], Tensor],
+        family: list[weakref.ref[LazyLogits]],
+        sources: Sequence[Tensor] | None = None,
     ) -> LazyLogits:
         shape = (*head.hidden.shape[:-1], head.weight.shape[0])
-        made = LazyLogits(shape, (head.hidden, head.weight, head.bias), compute, dtype)
+        made = LazyLogits(shape, (head.hidden, head.weight, head.bias), compute, dtype, sources)
         made._head, made._family = head, family
         family.append(weakref.ref(made))
         return made
@@ -179,8 +183,8 @@ class LazyLogits(LazyTensor):
 
     def _then(self, function: Callable[[Tensor], Tensor], head: _Head, dtype: torch.dtype | None = None) -> LazyLogits:
         """``function(self)``, still lazy. A loss of it is computed from ``head``, under the autocast of this."""
-        made = LazyLogits._of(head, dtype or self.dtype, lambda: function(self.value()), self._family)
-        made._mode = (made._mode[0], *self._mode[1:])
+        made = LazyLogits._of(head, dtype or self.dtype, lambda: function(self.value()), self._family, self._sources)
+        made.set_mode((made._mode[0], *self._mode[1:]))
         return made
 
     def _reshaped(self, function: Any, shape: tuple, kwargs: dict[str, Any]) -> Any:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from recompute.engine.fake_mode import FakeMode
 from recompute.engine.recipe_book import open_book
 from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
 from recompute.engine.scopes import is_recording
@@ -208,7 +209,7 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 @contextmanager
 def _without_values(x: Tensor) -> Iterator[None]:
     """Inside, tensors are fake, and no mode, hook, recipe book or cache of autocast sees what runs."""
-    mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
+    mode = x.fake_mode if isinstance(x, FakeTensor) else FakeMode()
     caches = torch.is_autocast_cache_enabled()
     local.books.append(None)
     torch.set_autocast_cache_enabled(False)  # or the fake weights in it would be given to the real run

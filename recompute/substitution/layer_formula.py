@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from recompute.engine.reachable_objects import base_of
+from recompute.substitution.careful_calls import careful
 from recompute.substitution.formula_tracer import Tracer
 from recompute.substitution.kernel_runner import drop_nothing
 from recompute.substitution.module_formula import copy_without_policy, formula_of
@@ -325,7 +326,8 @@ class LayerTracer(Tracer):
         names = [_MORE if each.kind is each.VAR_KEYWORD else each.name for each in parameters]
         names = [name for name in names if name != self._absent]
         proxies = {name: self.create_proxy("placeholder", name.replace(_MORE, "more"), (), {}) for name in names}
-        return lambda root: root_fn(root, *list(proxies.values())[:1], **dict(list(proxies.items())[1:])), [self.root]
+        run = careful(root_fn)
+        return lambda root: run(root, *list(proxies.values())[:1], **dict(list(proxies.items())[1:])), [self.root]
 
 
 class _Outputs(NamedTuple):
@@ -398,7 +400,7 @@ def _computes_that_of(module: nn.Module, layer: PreNormLayer, output_count: int)
             copy = copy_without_policy(module, module.training)
             copy.__dict__["_modules"] = vars(copy)["_modules"] | theirs
             try:
-                found = base_of(module).forward(copy, x, **kwargs)
+                found = careful(base_of(module).forward)(copy, x, **kwargs)
             except Exception:
                 # Any module's forward comes here, and may raise anything with trial parts. Then it is not recognized.
                 return False

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from recompute.engine.saved_tensors import describe, version_of
+from recompute.engine.thread_state import local
 from recompute.errors import MutationError, UnsupportedError
 
 PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply})
@@ -36,15 +39,67 @@ _GRAPH: Any = Tensor.grad_fn
 _LEADS_TO_ITS_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAPH.__get__})
 
 
+class _Deferred:
+    """How the values of a lazy tensor are computed."""
+
+    def __init__(self, shape: tuple[int, ...], compute: Callable[[], Tensor], operands: Sequence[Tensor]):
+        self._shape, self._compute, self._device = shape, compute, operands[0].device
+        self._operands = tuple([(each, version_of(each)) for each in operands])
+        self.mode = mode_of(self._device)
+
+    def value(self) -> Tensor:
+        self.check()
+        with torch.set_grad_enabled(self.mode[0]), autocast_as(self.mode, self._device):
+            return self._compute()
+
+    def check(self) -> None:
+        """Refuse to compute from operands that have changed since, which would give other values."""
+        for tensor, version in self._operands:
+            if version_of(tensor) != version or not (tensor.untyped_storage().nbytes() or not tensor.numel()):
+                raise MutationError(
+                    f"what a module gives for which a kernel stands in, shape={self._shape}, is asked for its values "
+                    f"after what it is made of, a {describe(tensor)}, has been changed in place, as by an optimizer's "
+                    "step, or sharded away. Ask before, or give the module that made it a rule of its own, with "
+                    "`via: hook` or `action: keep`."
+                )
+
+
+class _Node(Function):
+    """The autograd node of a lazy tensor.
+
+    Gradients come here from what was given the tensor past torch's own functions, as a custom ``autograd.Function`` is.
+    All other readers were given the values. Their backward frees the graph of these, so this one makes another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Tensor], deferred: _Deferred, *sources: Tensor) -> Tensor:
+        ctx.deferred, ctx.sources = deferred, sources
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        needed = ctx.needs_input_grad[2:]
+        wanted = list(compress(ctx.sources, needed))
+        create = torch.is_grad_enabled()
+        local.regenerating += 1
+        try:
+            value = ctx.deferred.value()
+        finally:
+            local.regenerating -= 1
+        found = iter(torch.autograd.grad(value, wanted, gradient, create_graph=create, allow_unused=True))
+        return None, None, *[next(found) if needs else None for needs in needed]
+
+
 class LazyTensor(Tensor):
     """Stands for the result of ``compute()``, a tensor of ``shape``, until somebody needs its values."""
 
-    _compute: Callable[[], Tensor]
+    _deferred: _Deferred | None
+    """None once there are the values."""
     _value: Tensor | None
-    _operands: tuple[tuple[Tensor, int], ...]
-    """The tensors that ``compute`` reads, and their versions."""
-    _mode: tuple[bool, bool, torch.dtype | None]
+    _mode: Mode
     """What ``mode_of`` returned where this was made."""
+    _sources: Sequence[Tensor]
+    """The tensors from which the values have a gradient."""
     _is_passed_by: bool
     """Whether a kernel has computed something of this without its values: the gradient of that does not come by."""
     _waiting: OrderedDict[int, Callable[[Tensor], Any]]
@@ -57,24 +112,25 @@ class LazyTensor(Tensor):
         operands: Sequence[Tensor | None],
         compute: Callable[[], Tensor],
         dtype: torch.dtype | None = None,
+        sources: Sequence[Tensor] | None = None,
     ) -> Any:
         """operands: the tensors that ``compute`` reads. The result has the device of the first one.
 
         dtype: by default that of the first operand.
+        sources: the tensors from which the result has a gradient; by default the operands.
         """
         given = [each for each in operands if each is not None]
         like = given[0]
-        mode = mode_of(like.device)
-        trains = mode[0] and any(each.requires_grad for each in given)
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype or like.dtype, device=like.device, requires_grad=trains
-        )
-        made._compute, made._value, made._mode = compute, None, mode
+        sources = given if sources is None else sources
+        deferred = _Deferred(shape, compute, given)
+
+        def make() -> Any:
+            return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or like.dtype, device=like.device)
+
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in sources)
+        made: Any = _Node.apply(make, deferred, *sources) if trains else make()
+        made._deferred, made._value, made._mode, made._sources = deferred, None, deferred.mode, sources
         made._is_passed_by, made._waiting = False, OrderedDict()
-        made._operands = tuple([(each, version_of(each)) for each in given])
-        if trains:
-            with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse_gradient)
         return made
 
     def __init__(self, *_: Any, **__: Any):
@@ -88,25 +144,25 @@ class LazyTensor(Tensor):
     def value(self) -> Tensor:
         """What this stands for, computed when first asked for."""
         if self._value is None:
-            self.check()
-            with torch.set_grad_enabled(self._mode[0]), self.autocast_as_made():
-                self._value = self._compute()
-            self._operands = ()
+            assert self._deferred is not None, "it is there until there are values"
+            self._value, self._deferred = self._deferred.value(), None
             if self._value.requires_grad:
                 for hook in self._waiting.values():
                     self._value.register_hook(hook)
         return self._value
 
+    def set_mode(self, mode: Mode) -> None:
+        """Have the values computed as if this had been made elsewhere."""
+        assert self._deferred is not None, "it has just been made"
+        self._mode = self._deferred.mode = mode
+
     def autocast_as_made(self) -> AbstractContextManager[Any]:
         """The span in which autocast is as it was where this was made."""
-        _, is_on, dtype = self._mode
-        if mode_of(self.device)[1:] == (is_on, dtype):
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype, enabled=is_on)
+        return autocast_as(self._mode, self.device)
 
     def tell(self, observe: Callable[[], None]) -> None:
         """Have ``observe`` called when the values are computed."""
-        compute = self._compute
+        compute: Callable[[], Tensor] = self._compute  # type: ignore[has-type]
 
         def observed() -> Tensor:
             observe()
@@ -129,16 +185,6 @@ class LazyTensor(Tensor):
         handle = RemovableHandle(self._waiting)
         self._waiting[handle.id] = hook
         return handle
-
-    def check(self) -> None:
-        """Refuse to compute from operands that have changed since, which would give other values."""
-        for tensor, version in self._operands:
-            if version_of(tensor) != version or not (tensor.untyped_storage().nbytes() or not tensor.numel()):
-                raise MutationError(
-                    f"{self!r} is first asked for its values after what it is made of, a {describe(tensor)}, has been "
-                    "changed in place, as by an optimizer's step, or sharded away. Ask before, or give the module that "
-                    "made it a rule of its own, with `via: hook` or `action: keep`."
-                )
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, computed by a kernel that does not need these values; or NotImplemented."""
@@ -164,7 +210,8 @@ class LazyTensor(Tensor):
             args[0].before_change()
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, LazyTensor) and argument.is_lazy:
-                argument.check()
+                if argument._deferred is not None:
+                    argument._deferred.check()
                 result = argument.fused(function, args, kwargs)
                 if result is not NotImplemented:
                     if argument._value is None and not isinstance(result, LazyTensor):
@@ -175,7 +222,18 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        _refuse(function)
+        """An op that torch's own functions did not see, as that of a compiled extension. ``_Node`` has its gradient."""
+        if function._schema.is_mutable:
+            raise UnsupportedError(
+                f"{function} was given the output of a module for which a kernel stands in, to change it in place. "
+                "Give that module a rule of its own, with `via: hook` or `action: keep`."
+            )
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.values_alone(), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def values_alone(self) -> Tensor:
+        """The values below autograd. There they get no graph, so nobody else is given them."""
+        return (self._value if self._deferred is None else self._deferred.value()).detach()  # type: ignore[union-attr]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -192,10 +250,21 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.value() if isinstance(tensor, LazyTensor) else tensor
 
 
-def mode_of(device: torch.device) -> tuple[bool, bool, torch.dtype | None]:
+Mode = tuple[bool, bool, torch.dtype | None]
+
+
+def mode_of(device: torch.device) -> Mode:
     """Whether gradients are on, whether autocast is, and autocast's dtype if it is."""
     autocasts = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return torch.is_grad_enabled(), autocasts, torch.get_autocast_dtype(device.type) if autocasts else None
+
+
+def autocast_as(mode: Mode, device: torch.device) -> AbstractContextManager[Any]:
+    """The span in which autocast is as ``mode`` has it."""
+    _, is_on, dtype = mode
+    if mode_of(device)[1:] == (is_on, dtype):
+        return nullcontext()
+    return torch.autocast(device.type, dtype, enabled=is_on)
 
 
 def _waits_for_backward(hook: Any) -> bool:
@@ -212,17 +281,3 @@ def _changes(function: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(function, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
     return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
-
-
-def _refuse_gradient(gradient: Tensor | None) -> None:
-    if gradient is not None:  # None comes from a node that passes no gradient on
-        _refuse(gradient)
-
-
-def _refuse(what: object) -> None:
-    """Raise where an op below autograd, or a custom function's gradient, needs values that the lazy tensor has not."""
-    raise UnsupportedError(
-        f"{what if callable(what) else 'a custom function'} was given the output of a module for which a kernel stands "
-        "in, past torch's own functions, as by an autograd.Function or a compiled extension. Give that module a rule "
-        "of its own, with `via: hook` or `action: keep`."
-    )

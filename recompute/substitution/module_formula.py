@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from recompute.compiled.autocast_settings import Autocast
-from recompute.engine.checkpoint.arguments import fingerprint, snapshot
+from recompute.engine.checkpoint.arguments import snapshot
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
@@ -144,7 +144,6 @@ def copy_without_policy(module: nn.Module, training: bool) -> nn.Module:
 
 def _traced(module: nn.Module, training: bool, tracer: Callable[[], Tracer]) -> Formula | None:
     copy = copy_without_policy(module, training)
-    before = fingerprint(vars(copy))
     traced = tracer()
     try:
         with RngState().replayed(), _surroundings_of(training):
@@ -153,8 +152,6 @@ def _traced(module: nn.Module, training: bool, tracer: Callable[[], Tracer]) -> 
         # Any module's forward comes here, and may raise anything where it gets a proxy in place of a tensor. Then it
         # is not recognized.
         return None
-    if fingerprint(vars(copy)) != before or traced.has_lost_values:
-        return None  # forward sets attributes of the module, or fills a list, which a kernel in its place would not
     builder = _FormulaBuilder()
     formula = builder.build(graph)
     dropouts = traced.dropouts

@@ -34,6 +34,7 @@ from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError
+from recompute.substitution.careful_calls import careful
 from recompute.substitution.kernel_runner import CreditedTo, KernelRunner
 from recompute.substitution.module_formula import is_decorated
 
@@ -254,7 +255,7 @@ def _agrees(function: Any, rotated: int, angles: int, unsqueeze_dim: tuple[int, 
     inputs = (q, k, make(angles, 3, rotated), make(angles, 3, rotated))
     directions = (make(*q.shape), make(*k.shape))
     try:
-        outputs = function(*inputs, *unsqueeze_dim)
+        outputs = careful(function)(*inputs, *unsqueeze_dim)
         gradients = torch.autograd.grad(outputs, inputs, directions)
     except Exception:
         # A user's function may raise anything at shapes that it was not written for: it is not recognized.

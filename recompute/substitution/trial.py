@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
+from recompute.substitution.careful_calls import careful
 
 _agree: dict[Any, bool] = {}
 
@@ -46,7 +47,7 @@ def _agrees(module: nn.Module, kernel: Callable[[Tensor], Tensor | None], like: 
         dy = torch.cos(7 * x.detach())
         try:
             with state.replayed():
-                expected = forward(**{name: x})
+                expected = careful(forward)(**{name: x})
             expected = [expected, *torch.autograd.grad(expected, x, dy)]
         except Exception:
             # Any module's forward comes here, and may raise anything. Then it is not recognized.

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import recompute
 from recompute.counters import step_memory
 from recompute.diagnostics.timeline import Timeline
-from recompute.estimation.fake_tensors import fake_copy, fake_mode
+from recompute.engine.fake_mode import FakeMode
+from recompute.estimation.fake_tensors import fake_copy
 
 CPU = torch.device("cpu")
 
@@ -101,7 +102,7 @@ def test_each_tensor_is_of_the_module_that_made_it_also_in_backward() -> None:
 def test_on_tensors_without_values_it_is_the_same() -> None:
     model = decoder()
     real = timeline_of(model)
-    with fake_mode():
+    with FakeMode():
         copy = fake_copy(model, torch.float32)
         fake = timeline_of(copy, torch.empty(token_ids().shape, dtype=torch.int64))
     assert fake.peak_nbytes == real.peak_nbytes

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from recompute.engine.fake_mode import FakeMode
 from recompute.estimation.attention_choice import NAMES, Attention, Platform, choose
 from recompute.estimation.cuda_semantics import as_on_cuda
-from recompute.estimation.fake_tensors import fake_mode
 from recompute.estimation.gpus import find_gpu
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 
@@ -130,7 +130,7 @@ def test_kernels_take_what_was_measured(
     backend: SDPBackend, heads: tuple[int, int], size: int, value_size: int, has_mask: bool, held: int, backward: int
 ) -> None:
     """Bytes on an H100 with torch 2.11, for two sequences of 2048: held beside the output; and the peak of backward."""
-    with fake_mode(), as_on_cuda(H100), sdpa_kernel(backend):
+    with FakeMode(), as_on_cuda(H100), sdpa_kernel(backend):
         shapes = ((heads[0], size), (heads[1], size), (heads[1], value_size))
         given = [torch.empty(2, 2048, *shape, dtype=HALF).transpose(1, 2).requires_grad_() for shape in shapes]
         mask = torch.ones(2, 1, 2048, 2048, dtype=torch.bool) if has_mask else None

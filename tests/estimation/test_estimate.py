@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recompute
+from recompute.engine.fake_mode import FakeMode
 from recompute.errors import EstimateError, ModelError, PolicyError
 from recompute.estimation import cuda_semantics, model_estimator
 from recompute.estimation.estimate_result import Estimate
-from recompute.estimation.fake_tensors import fake_mode
 
 GIB = 2**30
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, HEADS, KV_WIDTH, LENGTH = 4096, 14336, 32, 128256, 32, 1024, 4096
@@ -365,7 +365,7 @@ def experts_of_groups(tokens: Tensor, weight: Tensor) -> list[Tensor]:
 def test_fake_tensors_are_multiplied_in_groups_as_real_ones_are(dtype: torch.dtype) -> None:
     tokens, weight = torch.randn(8, 16, dtype=dtype), torch.randn(2, 16, 32, dtype=dtype)
     real = experts_of_groups(tokens, weight)
-    with fake_mode():
+    with FakeMode():
         fake = experts_of_groups(torch.empty_like(tokens), torch.empty_like(weight))
     assert [(each.shape, each.dtype, each.stride()) for each in fake] == [
         (each.shape, each.dtype, each.stride()) for each in real

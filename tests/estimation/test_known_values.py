@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 import recompute
-from recompute.estimation.fake_tensors import fake_batch, fake_mode
+from recompute.engine.fake_mode import FakeMode
+from recompute.estimation.fake_tensors import fake_batch
 
 TOKENS, WIDTH, EXPERTS = 64, 16, 4
 
@@ -79,7 +80,7 @@ def test_experts_get_tokens_evenly(route: Any, policy: str | None) -> None:
 
 
 def test_values_follow_writes_and_views() -> None:
-    with fake_mode():
+    with FakeMode():
         numbers = torch.arange(6)
         before = numbers + 1
         numbers.view(2, 3)[0].add_(10)

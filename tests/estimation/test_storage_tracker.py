@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import recompute
 from recompute import counters
+from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
-from recompute.estimation.fake_tensors import fake_batch, fake_copy, fake_mode
+from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.module_tracker import unit_of
 from recompute.estimation.simulation import SimulatedStep, optimizer_peak_nbytes, simulate
 from recompute.estimation.storage_tracker import StorageTrace
@@ -128,7 +129,7 @@ def run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
 
 
 def fake_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> SimulatedStep:
-    with without_packing("model"), fake_mode():
+    with without_packing("model"), FakeMode():
         fake, given = fake_copy(model, torch.float32), fake_batch(batch)
         recompute.apply(fake, policy)
         return simulate(fake, lambda: run(fake, given), warm_up=True)
@@ -168,7 +169,7 @@ def test_copies_leave_the_model_as_it_is_and_share_what_it_shares() -> None:
     model = models.make("llama").train().eval()
     model.lm_head.weight = model.model.embed_tokens.weight
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with fake_mode():
+    with FakeMode():
         copy = fake_copy(model, torch.bfloat16)
     assert copy.lm_head.weight is copy.model.embed_tokens.weight
     assert copy.training
@@ -179,7 +180,7 @@ def test_copies_leave_the_model_as_it_is_and_share_what_it_shares() -> None:
 
 def test_gradients_are_told_apart_by_when_they_come() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    with fake_mode():
+    with FakeMode():
         fake = fake_copy(model, torch.float32)
         x = torch.empty(2, 8)
         step = simulate(fake, lambda: ((output := fake(x)).sum(), output))
@@ -205,7 +206,7 @@ class Asks(nn.Module):
 
 def test_a_model_that_asks_for_values_is_told_by_its_module() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Asks()))
-    with fake_mode():
+    with FakeMode():
         fake = fake_copy(model, torch.float32)
         x = torch.empty(2, 4)
         with pytest.raises(ModelError, match=r"module '1\.0' \(Asks\) cannot run on tensors without values: .*profile"):
@@ -254,7 +255,7 @@ def test_autograd_sums_gradients_in_place() -> None:
         return max(nbytes for moment in step.moments for nbytes in moment.alive.values())
 
     weight_nbytes = 4 * 1000 * 1000
-    with fake_mode():
+    with FakeMode():
         weight, x = nn.Parameter(torch.empty(1000, 1000)), torch.empty(10, 1000)
         once = peak(lambda weight: (x @ weight).sum())
         twice = peak(lambda weight: (x @ weight).sum() + (x @ weight.sin()).sum())

@@ -110,10 +110,63 @@ class Double(torch.autograd.Function):
         return gradient * 2
 
 
-def test_a_custom_function_is_refused_and_not_silently_cut_off() -> None:
-    y = Double.apply(lazy_sin(make(3))[0])
-    with pytest.raises(UnsupportedError, match=r"custom function.*`via: hook` or `action: keep`"):
-        y.sum().backward()
+class Adds(torch.autograd.Function):
+    """Holds what it is given, and takes two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return gradient * y, gradient * x
+
+
+def below_torchs_functions(tensor: Tensor) -> Tensor:
+    """As a compiled extension reads a tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.aten.mul.Tensor(tensor, tensor)
+
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a function": Double.apply,
+    "a function that holds it": lambda y: Adds.apply(y, y),
+    "a function and others": lambda y: Adds.apply(y, y + 1) + Double.apply(y) * y,
+    "others and a function": lambda y: y.exp() + Double.apply(y),
+    "what is below torch's functions": below_torchs_functions,
+    "that and others": lambda y: below_torchs_functions(y) + y,
+    "others and that": lambda y: y + below_torchs_functions(y),
+    "a function without gradients": lambda y: Double.apply(y.detach()) + y,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_reads_a_lazy_tensor_gets_its_values_and_gives_its_gradient(reader: str) -> None:
+    read = READERS[reader]
+    results = []
+    for lazy in (True, False):
+        x = make(3)
+        tensor = lazy_sin(x)[0] if lazy else x.sin()
+        y = read(tensor)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        second = torch.autograd.grad(gradient.sum(), x, retain_graph=True)[0]
+        again = read(tensor)
+        del tensor
+        again.sum().backward(retain_graph=True)
+        again.sum().backward()
+        results.append((y, gradient, second, x.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+def test_logits_that_a_function_reads_give_their_gradient() -> None:
+    logits, whole = head()
+    for each in (logits, whole):
+        Double.apply(each.view(-1, VOCABULARY)[1:]).square().sum().backward()
+    inputs = [logits._head.hidden, logits._head.weight]
+    assert all(each.grad is not None for each in inputs)
 
 
 @pytest.mark.parametrize("product", [lambda a, b: a * b, lambda a, b: b * a, torch.mul, lambda a, b: torch.mul(b, a)])

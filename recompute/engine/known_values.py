@@ -110,7 +110,8 @@ class KnownValues:
         """A mask of bools as the indices of what it selects."""
         if not isinstance(index, Tensor) or index.dtype is not torch.bool or getattr(index, "_known", None) is None:
             return [index]
-        columns = index._known.get().nonzero(as_tuple=True)
+        known: Any = index._known  # type: ignore[attr-defined]
+        columns = known.get().nonzero(as_tuple=True)
         return [self.note(_like(index, each), each) for each in columns]
 
     def _derive(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:

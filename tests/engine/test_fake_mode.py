@@ -1,0 +1,177 @@
+"""Tensors without values reach no launcher: whatever estimates or reports refuses by name, and launches nothing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from tiny import decoder, token_ids
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recompute
+from recompute.engine.fake_mode import FakeMode
+from recompute.errors import ModelError
+from recompute.estimation.build_model import build_fake
+from recompute.profiling.roofline import roofline
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+
+@triton.jit
+def _double_kernel(x, y, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + places, 2 * tl.load(x + places, mask=places < size), mask=places < size)
+
+
+_tuned_kernel = triton.heuristics({"BLOCK": lambda arguments: 64})(_double_kernel)
+
+
+def _launch(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    _double_kernel[(1,)](x, y, x.numel(), BLOCK=64)
+    return y
+
+
+def _launch_tuned(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    _tuned_kernel[(1,)](x, y, x.numel())
+    return y
+
+
+class Double(torch.autograd.Function):
+    """As Liger's Functions are: a kernel in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _launch(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class DoubleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _launch(gradient)
+
+
+@torch.library.triton_op("recompute_tests::double", mutates_args=())
+def _double(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    torch.library.wrap_triton(_double_kernel)[(1,)](x, y, x.numel(), BLOCK=64)
+    return y
+
+
+_double.register_fake(torch.empty_like)
+_double.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+KERNEL = "launches the kernel _double_kernel"
+MEMORY = "asks for the memory of a tensor"
+READERS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "Triton": (_launch, KERNEL),
+    "Triton with heuristics": (_launch_tuned, KERNEL),
+    "a Function": (Double.apply, KERNEL),
+    "a Function's backward": (DoubleBackward.apply, KERNEL),
+    "an address": (lambda x: x * (x.data_ptr() % 16), MEMORY),
+    "a storage's address": (lambda x: x * x.untyped_storage().data_ptr(), MEMORY),
+    "a view's address": (lambda x: ctypes.string_at(x[1:].data_ptr(), 4), MEMORY),
+    "a gradient's graph": (lambda x: x.detach().data_ptr(), MEMORY),
+    "an array": (lambda x: x * float(x.detach().numpy().sum()), MEMORY),
+    "an array of numpy": (lambda x: x * float(numpy.asarray(x.detach()).sum()), MEMORY),
+    "DLPack": (lambda x: torch.from_dlpack(x.detach()), MEMORY),
+    "a capsule": (lambda x: torch.utils.dlpack.to_dlpack(x.detach()), MEMORY),
+}
+
+
+class Reader(nn.Module):
+    def __init__(self, reader: str) -> None:
+        super().__init__()
+        self.linear, self.reader = nn.Linear(8, 8), reader
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        y = READERS[self.reader][0](x)
+        return x + y if isinstance(y, Tensor) else x
+
+
+def model_of(reader: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), Reader(reader)))
+
+
+BATCH = (torch.ones(4, 8),)
+RUNS: dict[str, Callable[[nn.Module], Any]] = {
+    "estimate": lambda model: recompute.estimate(model, batch=BATCH),
+    "estimate of a policy": lambda model: recompute.estimate(model, batch=BATCH, policy="full", strict=False),
+    "a plan without a device": lambda model: roofline(model, BATCH, "H100"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_would_launch_is_refused_and_named(reader: str, run: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        RUNS[run](model_of(reader))
+    for text in ("Reader", READERS[reader][1], f"in {__file__}:", "torch.library.triton_op", "recompute.profile"):
+        assert text in str(refused.value)
+    assert run == "a plan without a device" or "module '1.1' (Reader)" in str(refused.value)
+
+
+def test_an_operator_with_a_fake_implementation_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    READERS["an operator"] = _double, ""
+    try:
+        assert recompute.estimate(model_of("an operator"), batch=BATCH).peak_bytes > 0
+    finally:
+        del READERS["an operator"]
+
+
+def test_our_own_kernels_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any, **__: Any) -> None:
+        raise AssertionError("a kernel was launched")
+
+    for kind in (type(_double_kernel), triton.runtime.JITFunction):
+        monkeypatch.setattr(kind, "run", run)
+    for policy in ("auto", "kernel", "compress"):
+        estimate = recompute.estimate(decoder(), batch=(token_ids(),), policy=policy)
+        assert estimate.peak_bytes > 0
+    roofline(decoder(), (token_ids(),), "H100", loss=lambda logits: logits.float().sum())
+
+
+class Steps(torch.optim.SGD):
+    """An optimizer whose kernel it launches by hand."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = torch.zeros_like(parameter)
+            assert not state.data_ptr(), "a kernel would write to address 0"
+
+
+def test_an_optimizer_that_would_launch_is_refused() -> None:
+    with pytest.raises(ModelError, match=rf"{MEMORY}.* in {__file__}:"):
+        roofline(nn.Linear(8, 8), BATCH, "H100", optimizer=Steps)
+
+
+def factory(**_: Any) -> Any:
+    return model_of("Triton"), BATCH
+
+
+def test_explain_names_what_it_cannot_run() -> None:
+    source = f"{__name__}:factory"
+    options = {"sequence_length": 4, "batch_size": 4, "dtype": torch.float32, "device": torch.device("cpu")}
+    with pytest.raises(ModelError, match=f"Reader {KERNEL}"), build_fake(source, **options) as (model, batch):
+        model(*batch)
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    with pytest.raises(ZeroDivisionError), FakeMode():
+        F.relu(torch.ones(1)) / (1 // 0)
