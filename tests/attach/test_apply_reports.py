@@ -171,7 +171,7 @@ def test_stats_stay_when_the_policy_is_gone() -> None:
     first, note, *rest = handle.explain(wide=True).splitlines()
     assert [first, *rest] == explained.splitlines()
     assert note.startswith("It was removed")
-    assert repr(handle).endswith("on 6 modules, removed>")
+    assert repr(handle).endswith("on 8 modules, removed>")
 
 
 def test_explain_says_which_module_got_which_rule_and_what_it_drops() -> None:

@@ -441,8 +441,9 @@ def test_what_apply_refuses_verify_refuses_before_anything_runs() -> None:
         recompute.verify(model, numbers(2, 4), policy="hok")
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got function"):
         recompute.verify(lambda x: x, numbers(2, 4), policy="hook")
-    with recompute.apply(decoder(), "full") as handle, pytest.raises(AlreadyAppliedError):
-        recompute.verify(handle._attachments[0].module, token_ids(), policy="none")
+    governed = decoder()
+    with recompute.apply(governed, "full"), pytest.raises(AlreadyAppliedError):
+        recompute.verify(governed.layers[0], token_ids(), policy="none")
 
 
 def test_rounding_that_cannot_be_measured_is_said_so() -> None:
