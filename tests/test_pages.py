@@ -259,9 +259,10 @@ def test_commands_are_known(block: Block) -> None:
 def options_of(script: Path) -> set[str]:
     """The options that an example takes, by its source and by that of the example that it imports."""
     source = script.read_text(encoding="utf-8")
-    for name in re.findall(r"^from (\w+) import", source, re.MULTILINE):
-        beside = script.with_name(f"{name}.py")
-        source += beside.read_text(encoding="utf-8") if beside.exists() else ""
+    for name in re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE):
+        for folder in {script.parent, ROOT / "examples" / "architectures"}:  # whose sweep others share
+            beside = folder / f"{name}.py"
+            source += beside.read_text(encoding="utf-8") if beside.exists() else ""
     options = set(re.findall(r'"(--[a-z-]+)"', source))
     if "RecomputeTrainingArguments" in source:
         options |= {f"--{field.name}" for field in fields(RecomputeTrainingArguments)}
