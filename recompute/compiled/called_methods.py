@@ -2,12 +2,12 @@
 
 torch's frontend guards functions that it finds in globals, closures and instances, but no method that it finds on a
 class. Libraries replace such methods in the middle of a run, and IPython's autoreload replaces their code. Nor does it
-guard what ``os.getenv`` returns.
+guard what ``os.getenv`` returns, nor, in torch 2.11, numbers that it finds on a class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from operator import attrgetter
 from types import FunctionType
@@ -15,16 +15,18 @@ from typing import Any
 
 from torch import nn
 
-from recompute.engine.checkpoint.reached_state import environment
+from recompute.engine.checkpoint.reachable_objects import Walk
+from recompute.engine.checkpoint.reached_state import class_attributes_read, environment, reads_environment
 
 _code_of = attrgetter("__code__")
+_PLAIN = (int, float, complex, str, bytes, type(None))
 
 _Noted = tuple[tuple[type, ...], tuple[str, ...], tuple[Any, ...], tuple[FunctionType, ...], tuple[Any, ...]]
 """Classes, names, and what each class gave by the name; functions, and the code that each had."""
 
 
 class CalledMethods:
-    """Methods of classes. A method is what a class gives by a name; its code is minded, too."""
+    """Methods of classes. A method is what a class gives by a name; its code is minded, too. So are settings there."""
 
     def __init__(self) -> None:
         # Parallel tuples, because looking at all of them must take no more than a microsecond or two. They are replaced
@@ -32,14 +34,12 @@ class CalledMethods:
         # for one of its forward.
         self._noted: _Noted = (nn.Module,), ("__call__",), (nn.Module.__call__,), (), ()
         self._environment: dict[Any, Any] | None = None
-        """The environment variables, if a function that was called reads some."""
+        """The environment variables, if code that was traced may read some."""
 
     def note(self, function: Any, receiver: Any) -> None:
         """A traced call calls ``function`` with ``receiver``, an object or a class, as its first argument."""
         if type(function) is not FunctionType or receiver is None:
             return
-        if "environ" in function.__code__.co_names:
-            self._environment = environment()
         kind = receiver if isinstance(receiver, type) else type(receiver)
         place = _place_of(function, kind)
         if place is None:
@@ -50,6 +50,18 @@ class CalledMethods:
             classes, names, found = (*classes, owner), (*names, name), (*found, getattr(owner, name))
         if function not in functions:
             functions, codes = (*functions, function), (*codes, function.__code__)
+        self._noted = classes, names, found, functions, codes
+
+    def note_reads(self, roots: Iterable[Any]) -> None:
+        """A call of ``roots``, functions and modules, is traced: note what it may read and the guards do not tell."""
+        walk = Walk(roots)
+        if reads_environment(walk):
+            self._environment = environment()
+        classes, names, found, functions, codes = self._noted
+        for place in class_attributes_read(walk):
+            value = getattr(*place, None)
+            if isinstance(value, _PLAIN) and place not in zip(classes, names, strict=True):
+                classes, names, found = (*classes, place[0]), (*names, place[1]), (*found, value)
         self._noted = classes, names, found, functions, codes
 
     def are_as_before(self) -> bool:

@@ -139,7 +139,7 @@ class GuardedGraphs:
             self._traces += 1
         try:
             whole = [*self._substitutes, *[part for fusion in self._fusions for part in fusion.parts]]
-            return self._calls.trace(function, args, kwargs, whole)
+            return self._calls.trace(function, args, kwargs, whole, (function, *modules_in(function, args)))
         finally:
             self._traces -= 1
 

@@ -188,13 +188,20 @@ class GuardedCalls:
         return self._methods.are_as_before()
 
     def trace(
-        self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: Iterable[Any] = ()
+        self,
+        function: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        whole: Iterable[Any] = (),
+        reads: Iterable[Any] = (),
     ) -> Any:
         """``function(*args, **kwargs)`` by a graph, which is taken first if none is known.
 
         whole: functions that the graph calls without the frontend tracing into them.
+        reads: functions and modules that the call runs.
         """
         self._whole = tuple(whole)
+        self._methods.note_reads(reads)
         return self._under(self._trace, function, args, kwargs)
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

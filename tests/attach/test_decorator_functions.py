@@ -30,10 +30,12 @@ LINEAR = nn.Linear(HIDDEN, HIDDEN)
 GENERATOR = torch.Generator()
 SCALE = torch.full((HIDDEN,), 0.7)
 STORAGES: list[StorageWeakRef] = []
+NOTE_STORAGE = STORAGES.append
+"""By this a checkpoint does not see the list: it would have it appended to but once."""
 
 
 def noted(x: Tensor) -> Tensor:
-    STORAGES.append(StorageWeakRef(x.untyped_storage()))
+    NOTE_STORAGE(StorageWeakRef(x.untyped_storage()))
     return x
 
 

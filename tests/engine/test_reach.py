@@ -403,3 +403,20 @@ def test_a_generator_of_the_operating_system_is_no_reason_to_fail() -> None:
     expected = steps(model)
     policed(model)
     assert steps(model) == expected
+
+
+@pytest.mark.parametrize("make", [lambda: random.Random(4), lambda: np.random.default_rng(4)], ids=["Python", "NumPy"])
+def test_a_generator_that_takes_the_place_of_another_in_a_later_run_draws_the_same_again(
+    make: Callable[[], Any],
+) -> None:
+    def gradients(model: nn.Module) -> list[Any]:
+        found = []
+        for _ in range(3):
+            model.inside.sampler = make()  # type: ignore[union-attr]
+            found.append(bits(torch.autograd.grad(model(x).sum(), x)[0]))
+        return found
+
+    x = tokens()
+    model = holding(lambda self, x: (x.sin() * self.sampler.random()).exp().sin(), sampler=make())
+    expected = gradients(model)
+    assert gradients(policed(model, "checkpoint")) == expected

@@ -51,22 +51,22 @@ class _Cell:
 class _Attribute:
     """An attribute of a class, or one of an object that is in a slot."""
 
-    __slots__ = ("_name", "_owner")
+    __slots__ = ("name", "owner")
 
     def __init__(self, owner: Any, name: str):
-        self._owner = owner
-        self._name = name
+        self.owner = owner
+        self.name = name
 
     def get(self) -> Any:
-        if isinstance(self._owner, type):
-            return vars(self._owner).get(self._name, _MISSING)
-        return getattr(self._owner, self._name, _MISSING)
+        if isinstance(self.owner, type):
+            return vars(self.owner).get(self.name, _MISSING)
+        return getattr(self.owner, self.name, _MISSING)
 
     def put(self, value: Any) -> None:
         if value is _MISSING:
-            delattr(self._owner, self._name)
+            delattr(self.owner, self.name)
         else:
-            setattr(self._owner, self._name, value)
+            setattr(self.owner, self.name, value)
 
 
 class _ThreadLocal:
@@ -84,6 +84,10 @@ class _ThreadLocal:
         own = vars(self._local)
         own.clear()
         own.update(value)
+
+
+def reads_environment(walk: Walk) -> bool:
+    return not walk.names.isdisjoint(("environ", "environb", "getenv"))
 
 
 def environment() -> dict[Any, Any]:
@@ -143,7 +147,7 @@ class Places:
         self._counts = [len(attributes) for _, _, attributes, _ in modules]
         self._names = [tuple(attributes.keys() - TORCHS_OWN) for _, _, attributes, _ in modules]
         places: list[Any] = [*map(_Cell, walk.cells.values())]
-        if not walk.names.isdisjoint(("environ", "environb", "getenv")):
+        if reads_environment(walk):
             places.append(_Environment())
         entries = dict(walk.globals)
         known = set(map(id, own))
@@ -252,6 +256,13 @@ def _weakly(value: Any) -> Callable[[], Any]:
 
 def _are_same(known: Sequence[Callable[[], Any]], values: Sequence[Any]) -> bool:
     return len(known) == len(values) and all(ref() is value for ref, value in zip(known, values, strict=True))
+
+
+def class_attributes_read(walk: Walk) -> list[tuple[type, str]]:
+    """The attributes of classes that the code walked through may read, but for methods: the classes and the names."""
+    unique = {id(value): value for value in walk.values}.values()
+    places = [place for value in unique for place in _attributes_read(value, walk.names)]
+    return [*{(place.owner, place.name): None for place in places if isinstance(place.owner, type)}]
 
 
 def _attributes_read(value: Any, names: set[str]) -> Iterator[_Attribute]:
