@@ -108,11 +108,10 @@ class KnownValues:
 
     def _as_numbers(self, index: Any) -> list[Any]:
         """A mask of bools as the indices of what it selects."""
-        if not isinstance(index, Tensor) or index.dtype is not torch.bool or getattr(index, "_known", None) is None:
+        value = getattr(index, "_known", None)
+        if not isinstance(index, Tensor) or index.dtype is not torch.bool or value is None:
             return [index]
-        known: Any = index._known  # type: ignore[attr-defined]
-        columns = known.get().nonzero(as_tuple=True)
-        return [self.note(_like(index, each), each) for each in columns]
+        return [self.note(_like(index, each), each) for each in value.get().nonzero(as_tuple=True)]
 
     def _derive(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
         outputs = [output] if isinstance(output, Tensor) else output if isinstance(output, (list, tuple)) else []

@@ -75,8 +75,8 @@ def _image_token(config: PretrainedConfig) -> int | None:
 
 def _images(config: Any, takes: Any, ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Tokens with an image at the start of each sequence; {} where it is not known what an image is, or too long."""
-    token = _image_token(config)
     vision: Any = getattr(config, "vision_config", None)
+    token = _image_token(config)
     patch = getattr(vision, "patch_size", None)
     if token is None or not isinstance(patch, int) or "pixel_values" not in takes:
         return {}
