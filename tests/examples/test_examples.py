@@ -117,7 +117,7 @@ def test_loss_curves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     """On the CPU two exact runs are the same, and one that compresses is not."""
     config = tmp_path / "small.yaml"
     config.write_text(
-        "model: {hidden_size: 64, intermediate_size: 160, layers: 2, heads: 4, kv_heads: 2}\n"
+        "model: {hidden_size: 128, intermediate_size: 320, layers: 2, heads: 4, kv_heads: 2}\n"
         "sequence_lengths: [64]\nbatch_size: 2\ndevice: cpu\n"
     )
     arguments = ("none", "elementwise", "compress", "--config", str(config), "--steps", "4", "--out", str(tmp_path))
@@ -155,7 +155,7 @@ def test_hook_against_kernel(
     )
     rows = {(row["op"], row["way"]): row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
     held = {way: rows["RMSNorm", way]["held_nbytes"] for way in ("eager", "hook", "tape", "kernel")}
-    assert held["hook"] == held["tape"] < held["kernel"] < held["eager"] / 2
+    assert held["hook"] == held["tape"] == held["kernel"] < held["eager"] / 2
     assert "do not come back" in rows["cross-entropy", "hook"]["error"]
     assert rows["cross-entropy", "kernel"]["error"] == ""
     assert "## RMSNorm, width 128" in (tmp_path / "results.md").read_text()

@@ -22,6 +22,7 @@ import recompute
 from recompute.engine.cut.frontier import Point, finer_frontier, frontier
 from recompute.errors import PolicyError
 from recompute.estimation.build_model import build, build_fake
+from recompute.policy.rules import PRICE
 from recompute.substitution.decoder_layer import KernelLayerRunner
 from recompute.substitution.head import LazyLogits
 
@@ -224,7 +225,7 @@ def test_a_layer_that_learns_is_planned_anew_and_departs_from_no_plan() -> None:
 
 def test_without_anything_said_kernels_run_alone() -> None:
     model = models.make("llama", num_hidden_layers=LAYERS)
-    for options in ({}, {"price": 1e9}, {"rerun": []}):
+    for options in ({}, {"price": PRICE}, {"rerun": []}):
         with recompute.apply(model, policy(**options)) as handle:
             gradients(model, models.batch("llama"))
             assert handle.plans() == {}
