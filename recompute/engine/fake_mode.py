@@ -1,4 +1,4 @@
-"""The mode of tensors without values, which have no address: nobody can launch a kernel on them (invariant 13)."""
+"""The mode of tensors without values, which have no address: nobody can launch a kernel on them."""
 
 from __future__ import annotations
 

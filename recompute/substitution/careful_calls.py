@@ -9,12 +9,10 @@ each function that it calls. What cannot be copied, as a function without source
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import functools
 import inspect
 import linecache
-import math
 import os
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -164,13 +162,11 @@ def _may_be_called(function: Any, args: tuple) -> bool:
         return not _changes(name)
     if kind not in _METHODS:
         return False
-    owner = getattr(function, "__self__", None)
-    if owner is None and args:  # a method of a class, which is given its object
-        owner = args[0]
-    if owner is builtins:
+    if kind is BuiltinFunctionType and function.__module__ == "builtins":
         return function in _BUILTINS
-    if any(owner is each for each in _NAMESPACES):
+    if kind is BuiltinFunctionType and function.__module__ in _NAMESPACES:
         return not _changes(name)
+    owner = getattr(function, "__self__", args[0] if args else None)  # a method of a class is given its object
     if issubclass(type(owner), (Tensor, fx.Proxy)) or type(owner) in _PLAIN:
         return not _changes(name)
     return (name in _READING and type(owner) in (dict, list, set)) or name.startswith("is_")
@@ -187,16 +183,11 @@ _METHODS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, Wrappe
 _ROOTS = ("builtins", "torch", "numpy")
 _PLAIN = (int, float, bool, complex, str, bytes, tuple, frozenset, type(None), torch.Size, torch.dtype, torch.device)
 _TYPES = (*_PLAIN, list, dict, set, range, zip, enumerate, reversed, slice, type)
-_BUILTINS = (abs, all, any, callable, divmod, getattr, hasattr, id, issubclass, len, max, min, pow, repr, round)
-_BUILTINS += (sorted, sum)
+_BUILTINS = {abs, all, any, callable, divmod, hasattr, id, issubclass, len, max, min, pow, repr, round, sorted, sum}
 _READING = ("get", "keys", "values", "items", "copy", "index", "count", "union", "intersection", "difference")
 _OF_MODULES = ("forward", "__call__", "__iter__", "__len__", "__getitem__", "keys", "values", "items", "parameters")
 _TORCH_FILES = ("nn/functional.py", "functional.py", "_jit_internal.py", "_tensor.py", "overrides.py", "fx/")
-_NAMESPACES = [
-    math,
-    torch._C._VariableFunctions,
-    *(getattr(torch._C, name) for name in ("_nn", "_special", "_linalg", "_fft", "_nested")),
-]
+_NAMESPACES = ("math", "torch", *(f"torch._C.{name}" for name in ("_nn", "_special", "_linalg", "_fft", "_nested")))
 
 
 @functools.lru_cache(1024)
