@@ -76,7 +76,7 @@ class _Careful:
             return self.get(*args)
         if function is isinstance:
             return ask(*args)
-        if not _may_be_called(function, args) or kwargs.get("out") is not None or "key" in kwargs:
+        if not _may_be_called(function, args, kwargs):
             self.refuse(f"a call of {function!r}")
         if kind is type or (kind in _METHODS and function in _BUILTINS):
             args = tuple(map(self.items, args))
@@ -145,11 +145,13 @@ def _is_apply(function: Any) -> bool:
     return isinstance(owner, type) and issubclass(owner, Function) and function.__name__ == "apply"
 
 
-def _may_be_called(function: Any, args: tuple) -> bool:
+def _may_be_called(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call leaves nothing behind, of what has no Python that could be copied, or is torch's own."""
     kind, name = type(function), getattr(function, "__name__", "")
     if issubclass(kind, (nn.Module, fx.proxy.Attribute)) or _is_apply(function):
         return True
+    if kwargs.get("out") is not None:
+        return False
     if kind is FunctionType:
         file = os.path.relpath(function.__code__.co_filename, _TORCH)
         in_module = file.startswith("nn/modules") and name in _OF_MODULES
@@ -163,7 +165,7 @@ def _may_be_called(function: Any, args: tuple) -> bool:
     if kind not in _METHODS:
         return False
     if kind is BuiltinFunctionType and function.__module__ == "builtins":
-        return function in _BUILTINS
+        return function in _BUILTINS and "key" not in kwargs
     if kind is BuiltinFunctionType and function.__module__ in _NAMESPACES:
         return not _changes(name)
     owner = getattr(function, "__self__", args[0] if args else None)  # a method of a class is given its object
