@@ -118,7 +118,7 @@ RUNS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("run", by_default(RUNS, "an estimate"))
+@pytest.mark.parametrize("run", by_default(list(RUNS), "an estimate"))
 @pytest.mark.parametrize("reader", READERS)
 def test_what_would_launch_is_refused_and_named(reader: str, run: str) -> None:
     with pytest.raises(ModelError) as refused:
