@@ -47,7 +47,11 @@ def asks_for_address(error: Exception) -> bool:
     return any(text in str(error) for text in _REFUSALS) and not isinstance(error, ModelError)
 
 
-_REFUSALS = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
+_REFUSALS = (
+    "Cannot access data pointer of Tensor",
+    ".numpy() is not supported for tensor subclasses",
+    "Pointer argument must be either uint64 or have data_ptr method",  # of Triton's launcher, whatever data_ptr raised
+)
 
 
 def refused_address(error: Exception, where: str = "") -> ModelError:
