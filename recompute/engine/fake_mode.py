@@ -1,4 +1,4 @@
-"""The mode of tensors without values, which have no address: nobody can launch a kernel on them (invariant 13)."""
+"""The mode of tensors without values, which have no address: nobody can launch a kernel on them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def asks_for_address(error: Exception) -> bool:
     return any(text in str(error) for text in _REFUSALS) and not isinstance(error, ModelError)
 
 
-_REFUSALS = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
+_REFUSALS = (
+    "Cannot access data pointer of Tensor",
+    ".numpy() is not supported for tensor subclasses",
+    "Pointer argument must be either uint64 or have data_ptr method",  # of Triton's launcher, whatever data_ptr raised
+)
 
 
 def refused_address(error: Exception, where: str = "") -> ModelError:

@@ -9,12 +9,10 @@ each function that it calls. What cannot be copied, as a function without source
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import functools
 import inspect
 import linecache
-import math
 import os
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -78,7 +76,7 @@ class _Careful:
             return self.get(*args)
         if function is isinstance:
             return ask(*args)
-        if not _may_be_called(function, args) or kwargs.get("out") is not None or "key" in kwargs:
+        if not _may_be_called(function, args, kwargs):
             self.refuse(f"a call of {function!r}")
         if kind is type or (kind in _METHODS and function in _BUILTINS):
             args = tuple(map(self.items, args))
@@ -147,11 +145,13 @@ def _is_apply(function: Any) -> bool:
     return isinstance(owner, type) and issubclass(owner, Function) and function.__name__ == "apply"
 
 
-def _may_be_called(function: Any, args: tuple) -> bool:
+def _may_be_called(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call leaves nothing behind, of what has no Python that could be copied, or is torch's own."""
     kind, name = type(function), getattr(function, "__name__", "")
     if issubclass(kind, (nn.Module, fx.proxy.Attribute)) or _is_apply(function):
         return True
+    if kwargs.get("out") is not None:
+        return False
     if kind is FunctionType:
         file = os.path.relpath(function.__code__.co_filename, _TORCH)
         in_module = file.startswith("nn/modules") and name in _OF_MODULES
@@ -164,13 +164,11 @@ def _may_be_called(function: Any, args: tuple) -> bool:
         return not _changes(name)
     if kind not in _METHODS:
         return False
-    owner = getattr(function, "__self__", None)
-    if owner is None and args:  # a method of a class, which is given its object
-        owner = args[0]
-    if owner is builtins:
-        return function in _BUILTINS
-    if any(owner is each for each in _NAMESPACES):
+    if kind is BuiltinFunctionType and function.__module__ == "builtins":
+        return function in _BUILTINS and "key" not in kwargs
+    if kind is BuiltinFunctionType and function.__module__ in _NAMESPACES:
         return not _changes(name)
+    owner = getattr(function, "__self__", args[0] if args else None)  # a method of a class is given its object
     if issubclass(type(owner), (Tensor, fx.Proxy)) or type(owner) in _PLAIN:
         return not _changes(name)
     return (name in _READING and type(owner) in (dict, list, set)) or name.startswith("is_")
@@ -187,16 +185,28 @@ _METHODS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, Wrappe
 _ROOTS = ("builtins", "torch", "numpy")
 _PLAIN = (int, float, bool, complex, str, bytes, tuple, frozenset, type(None), torch.Size, torch.dtype, torch.device)
 _TYPES = (*_PLAIN, list, dict, set, range, zip, enumerate, reversed, slice, type)
-_BUILTINS: tuple[Any, ...] = (abs, all, any, callable, divmod, getattr, hasattr, id, issubclass, len, max, min, pow)
-_BUILTINS += (repr, round, sorted, sum)
+_BUILTINS: set[Any] = {
+    abs,
+    all,
+    any,
+    callable,
+    divmod,
+    hasattr,
+    id,
+    issubclass,
+    len,
+    max,
+    min,
+    pow,
+    repr,
+    round,
+    sorted,
+    sum,
+}
 _READING = ("get", "keys", "values", "items", "copy", "index", "count", "union", "intersection", "difference")
 _OF_MODULES = ("forward", "__call__", "__iter__", "__len__", "__getitem__", "keys", "values", "items", "parameters")
 _TORCH_FILES = ("nn/functional.py", "functional.py", "_jit_internal.py", "_tensor.py", "overrides.py", "fx/")
-_NAMESPACES = [
-    math,
-    torch._C._VariableFunctions,
-    *(getattr(torch._C, name) for name in ("_nn", "_special", "_linalg", "_fft", "_nested")),
-]
+_NAMESPACES = ("math", "torch", *(f"torch._C.{name}" for name in ("_nn", "_special", "_linalg", "_fft", "_nested")))
 
 
 @functools.lru_cache(1024)

@@ -312,6 +312,18 @@ def _tower(x: Any, depth: int = 2) -> Any:
     return _tower(total, depth - 1) if depth > 0 else (lambda y: -y)(total) if x > 0 else f"{x:>{depth}}"
 
 
+class _Attends(nn.Module):
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query=query, key=key, value=key)
+
+
+def _attention(x: Tensor) -> Tensor:
+    return _ATTENDS(query=x, key=torch.cat((x, x), dim=1))
+
+
+_ATTENDS = _Attends()
+
+
 def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -330,6 +342,7 @@ def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         lambda run: run(_wrapped(_tower))(2, depth=1),
         lambda run: run(functools.partial(_tower, depth=1))(2),
         lambda run: run(nn.functional.gelu)(torch.ones(3)).tolist(),
+        lambda run: run(_attention)(torch.ones(1, 2, 4)).tolist(),
         lambda run: run(nn.ReLU6().forward)(torch.ones(3)).tolist(),
     ],
 )
