@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from recompute.engine.checkpoint.reachable_objects import Walk
 from recompute.engine.checkpoint.reached_state import class_attributes_read, environment, reads_environment
+from recompute.engine.reachable_objects import Walk
 
 _code_of = attrgetter("__code__")
 _PLAIN = (int, float, complex, str, bytes, type(None))
