@@ -264,7 +264,7 @@ def _pattern(attachment: Attachment) -> str:
 
 
 def _captures(attachments: Iterable[Attachment]) -> list[str]:
-    """A line for modules that are alike: how many of them run as captured code by now, and why the others do not."""
+    """For modules that are alike, how many run as captured code, in which generated kernels, and why others do not."""
     regions: dict[str, list[CapturedRegion]] = {}
     for attachment in attachments:
         if (region := region_in(attachment.runner)) is not None and region.was_tried:
@@ -277,6 +277,8 @@ def _captures(attachments: Iterable[Attachment]) -> list[str]:
             others = "stay on the tape" if alike[0].has_tape or alike[0].is_checkpoint else "go on by their kernels"
             line += f"; the others {others}: {'; '.join(failures)}"
         lines.append(line)
+        kernels = dict.fromkeys(kernel for region in alike for kernel in region.kernels)
+        lines += [f"  {kernel}" for kernel in kernels]
     return lines
 
 

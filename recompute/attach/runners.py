@@ -236,7 +236,9 @@ def _region(
     """checkpoint, stand_in: as ``CapturedRegion`` takes them."""
     codec = Blockwise8Bit() if meaning.compresses else None
     tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache, codec)
-    return CapturedRegion(tape, cache if meaning.capture else None, checkpoint, stand_in)
+    region = CapturedRegion(tape, cache if meaning.capture else None, checkpoint, stand_in)
+    region.generates = meaning.compiled
+    return region
 
 
 def region_in(runner: Runner | None) -> CapturedRegion | None:

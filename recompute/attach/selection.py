@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from recompute.attach.runners import CheckpointRunner, KeepRunner, OffloadRunner, PlainRunner, TapeRunner
+from recompute.attach.runners import (
+    CheckpointRunner,
+    KeepRunner,
+    OffloadRunner,
+    PlainRunner,
+    TapeRunner,
+    region_in,
+)
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.compiled.under_torch_compile import compiled_region
@@ -70,6 +77,8 @@ def _runners(
                     kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
                     if meaning.capture:
                         kernel.capture(cache)
+                        if (region := region_in(kernel)) is not None:
+                            region.generates = meaning.compiled
                 runner = kernel or tape
         yield path, module, runner
         if kernel is None or kernel.stands_in_for_parts:

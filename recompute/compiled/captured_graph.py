@@ -66,6 +66,8 @@ class GraphCaller(Protocol):
     tape: TapeRegion
     statistics: RegionStatistics
     is_checkpoint: bool
+    generates: bool
+    """Whether its code may run in generated kernels."""
     departed: CapturedGraph | None
     """The graph that has just refused a call because it took other steps than expected."""
 
@@ -283,7 +285,14 @@ class CapturedGraph:
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
-            seen = Observation(given, expected.recording, expected.autocast, learn, region.statistics.name)
+            seen = Observation(
+                given,
+                expected.recording,
+                expected.autocast,
+                learn,
+                region.statistics.name,
+                generates=region.generates,
+            )
             self._observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
             with tape:

@@ -28,6 +28,7 @@ from recompute.compiled.captured_graph import (
     runners_in,
     waits_for_another,
 )
+from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.guards import MISSED
 from recompute.compiled.observation import RecordingTape
 from recompute.compiled.program import Counts, Program
@@ -115,6 +116,8 @@ class CapturedRegion:
         self.tape = tape
         self.statistics = tape.statistics
         self.is_checkpoint = checkpoint is not None
+        self.generates = True
+        """Whether its code may run in generated kernels."""
         self._stand_in = stand_in
         self._untaped = checkpoint
         """Runs ``(function, args, kwargs)`` as long as it is not captured; None: the tape does."""
@@ -216,6 +219,12 @@ class CapturedRegion:
     def is_captured(self) -> bool:
         """Whether there is code that runs in its place."""
         return any(graph.program(self) is not None for graph in self._graphs())
+
+    @property
+    def kernels(self) -> list[GeneratedKernel]:
+        """The generated kernels in which its code runs."""
+        programs = [program for graph in self._graphs() if (program := graph.program(self)) is not None]
+        return list(dict.fromkeys(kernel for program in programs for kernel in program.kernels))
 
     def deoptimize(self, reason: str) -> None:
         """Run by the tape, or as a checkpoint, from now on."""
@@ -411,7 +420,7 @@ class CapturedRegion:
                 self._recorded_of[departed] = frame
             if self._shared_graphs is None:
                 function = getattr(function, "__func__", function)
-                self._shared_graphs = cache.graphs_of(function, (self.tape.op_policy, self.fusion))
+                self._shared_graphs = cache.graphs_of(function, (self.tape.op_policy, self.fusion, self.generates))
         return result
 
 

@@ -18,6 +18,7 @@ from torch import Tag, Tensor
 
 from recompute.compiled.fallback import Other
 from recompute.compiled.generated.fusing import fused
+from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.recording import Call, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
@@ -217,6 +218,7 @@ class Code:
         function = _function(untimed, self.names)
         signature, *body = lines
         timed = signature.replace("run(", "run(stopwatch, ", 1), *body
+        function.kernels = tuple([value for value in self.names.values() if isinstance(value, GeneratedKernel)])
         function.timed = cache(partial(_function, timed, self.names))
         return function
 
@@ -225,6 +227,8 @@ class GeneratedCode(Protocol):
     """A function that was made of statements."""
 
     source: str
+    kernels: tuple[GeneratedKernel, ...]
+    """The generated kernels that it calls."""
 
     def __call__(self, *args: Any) -> Any: ...
 

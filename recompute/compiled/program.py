@@ -12,6 +12,7 @@ from torch import Tag
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
+from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
@@ -149,6 +150,8 @@ class Program:
     """Whether forward draws random numbers."""
     reruns: int
     rerun_nbytes: int
+    kernels: tuple[GeneratedKernel, ...]
+    """The generated kernels that run in it."""
 
 
 @dataclass
@@ -202,10 +205,11 @@ class ProgramWriter:
         ways = tuple([(position, how) for position, how, _ in how])
         others = self._others({position for position, _ in ways})
         positions = [buffer.given for buffer in buffers if buffer.given is not None]
+        whole = backward.compiled(["def run(held, kept, states, gradients):", *head], result, names, held + kept)
         return Program(
             plan=self.plan,
             forward=forward,
-            backward=backward.compiled(["def run(held, kept, states, gradients):", *head], result, names, held + kept),
+            backward=whole,
             under_settings=backward.compiled(
                 ["def run(settings, held, kept, states, gradients):", *head],
                 result,
@@ -231,6 +235,7 @@ class ProgramWriter:
             draws=any(map(_may_draw, self._forward)),
             reruns=len(backward.reruns),
             rerun_nbytes=self._nbytes(backward.reruns),
+            kernels=(*forward.kernels, *whole.kernels),
         )
 
     def _contributions(self, backward: Code) -> tuple[list[str], str]:

@@ -96,6 +96,8 @@ class Recording:
 
     is_open: bool = False
     """Whether calls may read tensors that were not given before."""
+    generates: bool = True
+    """Whether code that is made of it may run in generated kernels."""
     expected: Recording | None = None
     """Another recording. The calls of this one must be the same, as far as that goes, with buffers of its own."""
     buffers: list[Buffer] = field(default_factory=list)
@@ -117,7 +119,7 @@ class Recording:
     @property
     def is_generated(self) -> bool:
         """Whether kernels are generated for it."""
-        return self.device is not None and is_generating(self.device)
+        return self.generates and self.device is not None and is_generating(self.device)
 
     def close(self) -> None:
         """Forget which storages the buffers were in."""

@@ -80,6 +80,8 @@ class Meaning:
     kernels: Kernels = Kernels.NEVER
     capture: bool = False
     """Whether a module that has run alike for some steps may go on as straight code."""
+    compiled: bool = True
+    """Whether captured code may run in generated kernels."""
     drops_outputs: bool = False
     """Whether outputs that can be regenerated cheaply are dropped, too, where later modules save them."""
     regenerates: bool = True
@@ -132,11 +134,26 @@ def meaning_of(rule: Rule) -> Meaning:
     if rule.action == "checkpoint" and not keep:
         note = "its Python runs again from its inputs"
         note = f"{note}; {_note_of_offloading(rule)}" if offloading else note
-        return Meaning(Mechanism.CHECKPOINT, note, REPEATABLE, price=0.0, capture=rule.capture, offloading=offloading)
+        return Meaning(
+            Mechanism.CHECKPOINT,
+            note,
+            REPEATABLE,
+            price=0.0,
+            capture=rule.capture,
+            compiled=rule.compiled,
+            offloading=offloading,
+        )
     if rule.action == "checkpoint":
         # Like torch's checkpoint, hold the fewest bytes, whatever it costs to run ops again.
         return Meaning(
-            Mechanism.TAPE, _note(rule), REPEATABLE, keep, price=0.0, capture=rule.capture, offloading=offloading
+            Mechanism.TAPE,
+            _note(rule),
+            REPEATABLE,
+            keep,
+            price=0.0,
+            capture=rule.capture,
+            compiled=rule.compiled,
+            offloading=offloading,
         )
     return Meaning(
         Mechanism.TAPE,
@@ -148,6 +165,7 @@ def meaning_of(rule: Rule) -> Meaning:
         _KERNELS[rule.via],
         # Captured code holds its values as they are, and a tile's backward calls autograd.
         rule.capture and not rule.compress and rule.tile is None,
+        compiled=rule.compiled,
         drops_outputs=True,
         compresses=rule.compress,
         tile=rule.tile,

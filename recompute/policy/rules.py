@@ -64,6 +64,7 @@ _BELONGS_TO = {
     "price": ("recompute",),
     "hold": ("recompute",),
     "capture": ("recompute", "checkpoint"),
+    "compiled": ("recompute", "checkpoint"),
     "offload": ("recompute", "checkpoint", "compress"),
     "compress": ("recompute",),
     "tile": ("recompute",),
@@ -290,6 +291,8 @@ class Rule(BaseModel):
         those that it does make. The more of them it holds until backward, the fewer it makes again.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
+    compiled: whether captured code on CUDA runs groups of elementwise ops in generated kernels, which changes no bit
+        (see ``compiled.generated``).
     compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that
         only GEMMs, convolutions, products, SiLU and GELU read. Gradients are then not exact.
     tile: of an MLP that kernels compute, the tokens at a time. Then only its input is held, and backward runs it
@@ -318,6 +321,7 @@ class Rule(BaseModel):
     price: Annotated[float, PlainValidator(_price)] = PRICE
     hold: SizeOrNone = None
     capture: bool = True
+    compiled: bool = True
     compress: bool = False
     tile: Annotated[int | None, PlainValidator(_tokens_or_none)] = None
     offload: bool = False
@@ -342,6 +346,7 @@ class Rule(BaseModel):
             price: float = PRICE,
             hold: int | str | None = None,
             capture: bool = True,
+            compiled: bool = True,
             compress: bool = False,
             tile: int | None = None,
             offload: bool = False,
@@ -352,7 +357,7 @@ class Rule(BaseModel):
             path: str | None = None,
         ) -> None: ...
 
-    @field_validator("via", "rerun", "keep", "price", "hold", "capture", "compress", "tile", "offload")
+    @field_validator("via", "rerun", "keep", "price", "hold", "capture", "compiled", "compress", "tile", "offload")
     @classmethod
     def _beside_its_action(cls, value: Any, info: ValidationInfo) -> Any:
         action, key = info.data.get("action", "recompute"), str(info.field_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from recompute.compiled.generated.generated_kernel import BLOCK, GeneratedKernel
+from recompute.compiled.generated.generated_kernel import BLOCK, GeneratedKernel, Traffic
 from recompute.compiled.generated.grouping import Grouping, Unit
 from recompute.compiled.generated.kernel_source import KernelSource, is_dense, is_slow_alone
 from recompute.compiled.recording import Recording
@@ -59,7 +59,10 @@ def _generated(
     layouts = [buffers[number].layout for number in numbers]
     reused = _reused(source, layouts, [variable for variable in read if variable in dying])
     places = {index: read.index(variable) for index, variable in reused.items()}
-    names[name] = GeneratedKernel(source.text(BLOCK), found[name], source.size, layouts, places)
+    own = sum(buffers[_made_by(each)].nbytes for each in members)
+    written = sum(buffers[number].nbytes for number in numbers)
+    moved = Traffic(sum(buffers[number].nbytes for number in source.inputs.values()), written, own - written)
+    names[name] = GeneratedKernel(source.text(BLOCK), found[name], source.size, layouts, places, moved)
     text = f"{', '.join(made)}, = {name}({', '.join(read)})"
     for index, variable in reused.items():
         whole, layout = buffers[source.inputs[variable]].layout, layouts[index]

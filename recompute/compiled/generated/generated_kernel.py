@@ -8,7 +8,7 @@ import linecache
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.kernels.launch import jit, run, tl
 from recompute.kernels.launch_plan import PlannedCall
+from recompute.units import humanize
 
 WARPS = 4
 BLOCK = 1024
@@ -44,6 +45,14 @@ def kernel_of(source: str) -> Any:
     return jit(names[source[4 : source.index("(")]])
 
 
+class Traffic(NamedTuple):
+    """The bytes that a kernel reads and writes, and those of the values that never reach memory."""
+
+    read: int
+    written: int
+    spared: int
+
+
 class GeneratedKernel:
     """Computes what ``aten`` does, by one kernel."""
 
@@ -54,12 +63,15 @@ class GeneratedKernel:
         size: int,
         outputs: Sequence[Layout],
         reused: Mapping[int, int] | None = None,
+        nbytes: Traffic | None = None,
     ):
-        """outputs: what the kernel fills, which have ``size`` elements each.
+        """outputs: what the kernel fills.
 
-        reused: the outputs that are written into the memory of an input, which nobody reads afterwards.
+        size: how many elements it counts. reused: the outputs that are written into the memory of an input, which
+        nobody reads afterwards. nbytes: what it moves.
         """
         self.source = source
+        self.nbytes = nbytes or Traffic(0, 0, 0)
         self.reason = ""
         """Why the kernel does not run; "" if it does, or may."""
         self.is_exact = False
@@ -74,6 +86,16 @@ class GeneratedKernel:
 
     def __call__(self, *tensors: Tensor) -> Any:
         return self._run(*tensors)
+
+    def __str__(self) -> str:
+        read, written, spared = map(humanize, self.nbytes)
+        state = "exact" if self.is_exact else f"ATen's, as {self.reason}" if self.reason else "not run yet"
+        return f"{self.name}: reads {read}, writes {written}, spares {spared}; {state}"
+
+    @property
+    def name(self) -> str:
+        """That of its function, made of the ops that it computes."""
+        return self.source[4 : self.source.index("(")]
 
     def _launch(self, *tensors: Tensor) -> Any:
         device = tensors[0].device
