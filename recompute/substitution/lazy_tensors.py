@@ -43,14 +43,14 @@ class _Deferred:
     """How the values of a lazy tensor are computed."""
 
     def __init__(self, shape: tuple[int, ...], compute: Callable[[], Tensor], operands: Sequence[Tensor]):
-        self._shape, self._compute, self._device = shape, compute, operands[0].device
+        self._shape, self.compute, self._device = shape, compute, operands[0].device
         self._operands = tuple([(each, version_of(each)) for each in operands])
         self.mode = mode_of(self._device)
 
     def value(self) -> Tensor:
         self.check()
         with torch.set_grad_enabled(self.mode[0]), autocast_as(self.mode, self._device):
-            return self._compute()
+            return self.compute()
 
     def check(self) -> None:
         """Refuse to compute from operands that have changed since, which would give other values."""
@@ -162,13 +162,15 @@ class LazyTensor(Tensor):
 
     def tell(self, observe: Callable[[], None]) -> None:
         """Have ``observe`` called when the values are computed."""
-        compute: Callable[[], Tensor] = self._compute  # type: ignore[has-type]
+        deferred = self._deferred
+        assert deferred is not None, "it has just been made"
+        compute = deferred.compute
 
         def observed() -> Tensor:
             observe()
             return compute()
 
-        self._compute = observed
+        deferred.compute = observed
 
     def pass_by(self) -> None:
         """Note that a kernel has computed something of this without its values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -42,14 +43,13 @@ CHECKPOINTED = rules(rule("Lying"))
 
 KERNELS = rules(rule("TinyRMSNorm", "recompute", via="kernel"))
 
-calls: list[int] = []
+calls = itertools.count(1)
 
 
 @torch.library.custom_op("recompute_tests::liar", mutates_args=())
 def liar(x: Tensor) -> Tensor:
-    """Functional by its word, yet it counts how often it is called."""
-    calls.append(1)
-    return x * len(calls)
+    """Functional by its word, yet it counts how often it is called, where nobody looks."""
+    return x * next(calls)
 
 
 liar.register_fake(torch.empty_like)

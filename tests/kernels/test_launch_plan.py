@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recompute.kernels import (
     activation,
     add_rms_norm,
-    join,
     launch,
     launch_plan,
     rms_norm,
@@ -28,7 +27,7 @@ from recompute.kernels.launch import IMPLEMENTATIONS, Launch
 from recompute.kernels.launch_plan import CALLS_BEFORE_PLAN, MAX_ATTEMPTS, PlannedCall, PlansByLayout
 
 M, H = 6, 16
-assert all((activation, add_rms_norm, join, rms_norm, rope, swiglu, twin_layer_norm)), "they register their ops"
+assert all((activation, add_rms_norm, rms_norm, rope, swiglu, twin_layer_norm)), "they register their ops"
 
 
 def made(*shape: int, seed: int = 0) -> Tensor:
@@ -70,10 +69,6 @@ CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
         *(made(M, H, seed=s + n) for n in range(3)),
         *(*(made(H, seed=s + n) for n in range(3, 7)), made(M, seed=s), made(M, seed=s + 1)),
         *(*[True] * 5, made(M, H, seed=s + 7)),
-    ),
-    "join": lambda s: (
-        *(heads(4, s), made(1, 4, M, 8, seed=s + 1), None, None),
-        *((1, M, 4, 16), (64 * M, 64, 16, 1), (64 * M, 16, 64, 1, 0, 64 * M, 16, 64, 1, 8)),
     ),
 }
 

@@ -137,8 +137,8 @@ def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     assert (rule.match, rule.layers, rule.via, rule.rerun, rule.keep) == ((), None, "auto", (), ())
     assert repr(rule) == (
         "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=(), "
-        "price=10000000000.0, hold=None, capture=True, compress=False, tile=None, offload=False, fraction=1.0, "
-        "min_bytes=1048576, max_host_bytes=None, to='host', path=None)"
+        "price=10000000000.0, hold=None, capture=True, compiled=True, compress=False, tile=None, offload=False, "
+        "fraction=1.0, min_bytes=1048576, max_host_bytes=None, to='host', path=None)"
     )
 
 
@@ -210,7 +210,7 @@ def test_the_wrong_item_of_a_list_of_layers_is_named():
 def test_a_misspelt_key_of_a_rule_in_python_names_the_nearest():
     assert refusal_of(Rule, mach="**.mlp", action="keep") == (
         "Rule: mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, "
-        "keep, price, hold, capture, compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path"
+        "keep, price, hold, capture, compiled, compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path"
     )
 
 
