@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,3 +71,11 @@ def blocks(count: int = 3, width: int = 32) -> nn.Sequential:
 
 def convolutions(count: int = 2, width: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *(Convolutions(width) for _ in range(count)))
+
+
+def vectors(batch: int = 4, length: int = 8, width: int = 32) -> Tensor:
+    return torch.randn(batch, length, width)
+
+
+def squared(model: Callable[..., Tensor], batch: Callable[[], Tensor] = vectors) -> Callable[[], Tensor]:
+    return lambda: model(batch()).pow(2).mean()

@@ -8,6 +8,8 @@ one, with its options: --only 'peft*', --jobs 2, --debug for tracebacks, --fresh
 This makes the committed table again:
 
     python examples/workloads/workloads.py --fresh --jobs 2 --out examples/workloads/results/cpu
+
+The guide's table of counts is the second one of the results.md that it writes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import series  # first, as it sets what other packages read when they are loaded
 import torch
 from workload import STEPS, WORKLOADS, examine
 
-FILES = ("plain", "adapters", "quantization", "diffusion", "vision", "trainers", "alignment")
+FILES = ("plain", "loops", "adapters", "quantization", "diffusion", "vision", "trainers", "alignment")
 PACKAGES = {
     "transformers": "transformers.models.llama.modeling_llama",
     "accelerate": "accelerate",

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FILES = ("plain", "adapters", "quantization", "diffusion", "vision", "trainers", "alignment")
+FILES = ("plain", "loops", "adapters", "quantization", "diffusion", "vision", "trainers", "alignment")
 
 
 @pytest.fixture
