@@ -203,7 +203,7 @@ def test_the_kernels_run(name: str) -> None:
     assert ("kernel: add_layer_norm" in handle.explain(wide=True)) is (family.explained == WHOLE)
     assert family.explained in handle.explain(wide=True)
     if family.kind == "bert":
-        return  # its layers are on a tape, on which the thin GEMM of a model this small runs again with its activation
+        return  # a lost kernel, to be mended: its activation and the Linear behind it are not recognized any more
     for op in ("activation_backward_", "glu_backward_", "glu_backward"):
         assert ops.get(f"recompute.{op}", 0) == (LAYERS * family.stacks if op == family.mlps else 0)
 
