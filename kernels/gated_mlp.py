@@ -23,6 +23,7 @@ gate and up have been read. The matrix products are PyTorch's, and as many as ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,12 +34,9 @@ from recompute.engine.compression import Codes, note_compressed
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.add_rms_norm import add_rms_norm_forward
 from recompute.kernels.argument_layouts import once_by_layouts
 from recompute.kernels.blockwise_8bit import BLOCK, quantize_op
 from recompute.kernels.linears import (
-    NormSettings,
-    added,
     autocast_dtype,
     cast,
     cast_if_made,
@@ -47,13 +45,10 @@ from recompute.kernels.linears import (
     in_dtypes_of,
     linear,
     linear_gradients,
-    norm_gradients,
     rows,
-    shaped,
     sum_of_products,
     without_autocast,
 )
-from recompute.kernels.rms_norm import rms_norm_forward, rms_norm_reference
 from recompute.kernels.swiglu import ACTIVATIONS, glu_backward, glu_backward_, glu_forward, glu_reference
 from recompute.kernels.swiglu_from_codes import decoded_gates, glu_backward_from_codes_, glu_backward_from_codes_op
 from recompute.kernels.tiled_mlp import TiledMLPFunction
@@ -102,45 +97,27 @@ def gated_mlp(
     narrow = autocast_dtype(x.device.type)
     _check(x, activation, narrow, *parameters)
     operands = cast_if_made(parameters, narrow)
-    if tile is not None and not torch.compiler.is_compiling():
-        return tiled(x, None, *operands, None, activation, narrow, tile)
-    return GatedMLPFunction.apply(x, None, None, *operands, None, activation, narrow, compress, True)[0]
-
-
-def tiled(x: Tensor, *arguments: Any) -> Tensor:
-    """The gated MLP of x, or the residual MLP, by tiles.
-
-    arguments: what ``TiledMLPFunction`` takes between x and ``compute``. Raises ``KernelError`` for a tile below 1.
-    """
-    if (tile := arguments[-1]) < 1:
+    if tile is None or torch.compiler.is_compiling():
+        return GatedMLPFunction.apply(x, *operands, activation, narrow, compress, True)
+    if tile < 1:
         raise KernelError(f"gated_mlp: tile is {tile}; expected at least 1 token, or None.")
-    return TiledMLPFunction.apply(x, *arguments, _of_a_tile, _reference)
+    width = down_weight.shape[0]
+    return TiledMLPFunction.apply(x, _of_a_tile, gated_mlp_reference, activation, narrow, tile, width, *operands)
 
 
-def _of_a_tile(x: Tensor, norm_weight: Tensor | None, *arguments: Any, with_output: bool) -> Tensor:
-    return GatedMLPFunction.apply(x, None, norm_weight, *arguments, None, False, with_output)[0]
+def _of_a_tile(x: Tensor, *arguments: Any, with_output: bool) -> Tensor:
+    return GatedMLPFunction.apply(x, *arguments, None, False, with_output)
 
 
-PARAMETERS = ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
-"""Of a gated MLP, in the order in which all functions here take them."""
+_PARAMETERS = ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
 
 
 @once_by_layouts
 def _check(x: Tensor, activation: str, narrow: torch.dtype | None, *parameters: Tensor | None) -> None:
-    named = dict(zip(PARAMETERS, parameters, strict=True))
-    check_operands("gated_mlp", activation, {"x": x, **named})
-    check_dtypes("gated_mlp", {"x": x.dtype}, named, narrow)
-
-
-def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
-    """Refuse what a gated MLP, here called ``op``, cannot compute with; operands have the names of its arguments.
-
-    Raises:
-        KernelError: for an unknown activation, dtype or device, or shapes that do not fit.
-    """
-    launch.check(op, **operands)
-    if activation not in ACTIVATIONS:
-        raise KernelError(f"{op}: unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}.")
+    named = dict(zip(_PARAMETERS, parameters, strict=True))
+    operands: dict[str, Any] = {"x": x, **named}
+    launch.check("gated_mlp", **operands)
+    check_activation("gated_mlp", activation, ACTIVATIONS)
     found = {name: tuple(tensor.shape) for name, tensor in operands.items() if tensor is not None}
     hidden, down = found["x"][-1:], found["down_weight"]
     outer, inner = down[:1], down[1:]
@@ -155,20 +132,20 @@ def check_operands(op: str, activation: str, operands: dict[str, Any]) -> None:
     if not hidden or len(down) != 2 or any(found[name] != shape for name, shape in fit.items() if name in found):
         listed = ", ".join(f"{name} {shape}" for name, shape in found.items())
         raise KernelError(
-            f"{op}: expected x (..., H), gate_weight and up_weight (I, H), or gate_weight (2 · I, H) and no up_weight, "
-            f"down_weight (O, I), and biases as long as their weights; found {listed}."
+            "gated_mlp: expected x (..., H), gate_weight and up_weight (I, H), or gate_weight (2 · I, H) and no "
+            f"up_weight, down_weight (O, I), and biases as long as their weights; found {listed}."
         )
+    check_dtypes("gated_mlp", {"x": x.dtype}, named, narrow)
+
+
+def check_activation(op: str, activation: str, known: Sequence[str]) -> None:
+    if activation not in known:
+        raise KernelError(f"{op}: unknown activation {activation!r}; expected one of {', '.join(known)}.")
 
 
 class GatedMLPFunction(torch.autograd.Function):
-    """The gated MLP of x; or if there is a norm, the residual MLP of x and residual.
-
-    ``with_output`` is False where forward runs again for the sake of its backward alone. ``narrow`` is the dtype to
-    cast weights and biases to, in forward and again in backward.
-
-    The sum of x and residual is saved. It is an output as well, because a saved tensor that is neither an input nor an
-    output would cut the graph of a second derivative.
-    """
+    """``with_output`` is False where forward runs again for the sake of its backward alone. ``narrow`` is the dtype to
+    cast weights and biases to, in forward and again in backward."""
 
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
@@ -176,71 +153,46 @@ class GatedMLPFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor | None,
         gate_weight: Tensor,
         up_weight: Tensor | None,
         down_weight: Tensor,
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
-        norm: NormSettings | None,
         activation: str,
         narrow: torch.dtype | None,
         compress: bool,
         with_output: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-        gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = cast(parameters[1:], narrow)
-        h, n, rstd = x, x, None
-        if norm is not None:
-            if residual is None:
-                n, rstd = rms_norm_forward(x, norm_weight, norm.eps, norm.casting)
-            else:
-                n, h, rstd = add_rms_norm_forward(x, residual, norm_weight, norm.eps, norm.casting)
-        n = in_dtype(n, gate_weight.dtype)  # autocast would do so, too
+    ) -> Tensor:
+        parameters = (gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+        gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = cast(parameters, narrow)
+        n = in_dtype(x, gate_weight.dtype)  # autocast would do so, too
         gate = F.linear(n, gate_weight, gate_bias)
         up = None if up_weight is None else F.linear(n, up_weight, up_bias)
         del n, gate_weight, up_weight, gate_bias, up_bias
         ctx.holds_codes = compress and gate.dtype in launch.TRITON_DTYPES
         if ctx.holds_codes:
             (gate_codes, gate_scales), (up_codes, up_scales) = codes_of(gate), codes_of(up)
-            ctx.save_for_backward(h, *parameters, rstd, gate_codes, up_codes, gate_scales, up_scales)
+            ctx.save_for_backward(x, *parameters, gate_codes, up_codes, gate_scales, up_scales)
         else:
-            ctx.save_for_backward(h, *parameters, rstd, gate, up)
+            ctx.save_for_backward(x, *parameters, gate, up)
         ctx.set_materialize_grads(False)
-        ctx.norm, ctx.activation, ctx.narrow = norm, activation, narrow
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        ctx.activation, ctx.narrow = activation, narrow
         if not with_output:
-            return h.new_empty(()).expand(*h.shape[:-1], down_weight.shape[0]), None
-        product = glu_forward(gate, up, activation)
-        if norm is None:
-            y = linear(product, down_weight, down_bias)
-        elif down_bias is None and h.dtype is product.dtype:  # added in the accumulators, and rounded once
-            y = shaped(torch.addmm(rows(h), rows(product), down_weight.t()), *h.shape)
-        else:
-            y = h + F.linear(product, down_weight, down_bias)
-        return y, None if residual is None else h
+            return x.new_empty(()).expand(*x.shape[:-1], down_weight.shape[0])
+        return linear(glu_forward(gate, up, activation), down_weight, down_bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        """``dh`` is None except in second derivatives."""
-        needs_dx, needs_dresidual, *others = ctx.needs_input_grad
-        needed = (needs_dx or needs_dresidual, *others[:7])
-        gradients: tuple[Tensor | None, ...] = (None,) * 8
-        if dy is not None:
-            with without_autocast(dy.device.type):
-                if torch.is_grad_enabled():
-                    inputs = (*ctx.saved_tensors[:8], ctx.norm, ctx.activation, ctx.narrow)
-                    gradients = launch.differentiable_gradients(_reference, inputs, (*needed, *[False] * 3), dy)[:8]
-                else:
-                    gradients = _gradients(ctx, needed, dy)
-        dh = added(gradients[0], dh)
-        dx, dresidual = (
-            in_dtype(dh, dtype) if needs and dh is not None else None
-            for needs, dtype in zip((needs_dx, needs_dresidual), ctx.dtypes, strict=True)
-        )
-        return dx, dresidual, *gradients[1:], None, None, None, None, None
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed, nothing = ctx.needs_input_grad[:7], (None,) * 4
+        if dy is None:
+            return (None,) * 7 + nothing
+        with without_autocast(dy.device.type):
+            if torch.is_grad_enabled():
+                inputs = (*ctx.saved_tensors[:7], ctx.activation, ctx.narrow)
+                found = launch.differentiable_gradients(gated_mlp_reference, inputs, (*needed, False, False), dy)
+                return found[:7] + nothing
+            return _gradients(ctx, needed, dy) + nothing
 
 
 def codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -253,20 +205,17 @@ def codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of the tensors that ``_reference`` takes: those that are ``needed``, and None for the others."""
+    """The gradients of x, the weights and the biases: those that are ``needed``, and None for the others."""
     saved = ctx.saved_tensors if ctx.holds_codes else (*ctx.saved_tensors, None, None)
-    h, norm_weight, *parameters, rstd, gate, up, gate_scales, up_scales = saved
+    x, *parameters, gate, up, gate_scales, up_scales = saved
     del saved
     gate_weight, up_weight, down_weight = cast(parameters[:3], ctx.narrow)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # so that gate and up can be freed below, unless the graph is retained
-    needs_dh, needs_dnorm_weight, *trained = needed
-    gate_trains, up_trains, down_trains, gate_bias_trains, up_bias_trains, down_bias_trains = trained
-    needs_dn = needs_dh or needs_dnorm_weight
-    needs_dgate = needs_dn or gate_trains or gate_bias_trains
-    needs_dup = up is not None and (needs_dn or up_trains or up_bias_trains)
-    shape, h, dy = h.shape, rows(h), rows(dy)
-    dresidual, dy = dy, in_dtype(dy, down_weight.dtype)
+    needs_dx, gate_trains, up_trains, down_trains, gate_bias_trains, up_bias_trains, down_bias_trains = needed
+    needs_dgate = needs_dx or gate_trains or gate_bias_trains
+    needs_dup = up is not None and (needs_dx or up_trains or up_bias_trains)
+    shape, dtype, x, dy = x.shape, x.dtype, rows(x), in_dtype(rows(dy), down_weight.dtype)
 
     dgate = dup = product = None
     if needs_dgate or needs_dup:
@@ -282,21 +231,13 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     del gate, up
     ddown_weight, ddown_bias = linear_gradients(dy, product, down_trains, down_bias_trains)
     del product
-    dtype = h.dtype if ctx.norm is None else ctx.norm.dtype
-    dn = sum_of_products(((dgate, gate_weight), (dup, up_weight)), dtype) if needs_dn else None
-    needs_n = gate_trains or up_trains
-    dh, dnorm_weight, n = dn, None, h if needs_n else None
-    if ctx.norm is not None:
-        wanted = (needs_dh, needs_dnorm_weight, needs_n)
-        dh, dnorm_weight, n = norm_gradients(ctx.norm, dn, h, norm_weight, rstd.flatten(), dresidual, wanted)
-    del dn
-    n = None if n is None else in_dtype(n, gate_weight.dtype)
+    dx = sum_of_products(((dgate, gate_weight), (dup, up_weight)), dtype) if needs_dx else None
+    n = in_dtype(x, gate_weight.dtype) if gate_trains or up_trains else None
     dgate_weight, dgate_bias = linear_gradients(dgate, n, gate_trains, gate_bias_trains)
     del dgate
     dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains)
-    dh = None if dh is None else dh.view(shape)
     gradients = (dgate_weight, dup_weight, ddown_weight, dgate_bias, dup_bias, ddown_bias)
-    return dh, dnorm_weight, *in_dtypes_of(parameters, gradients)
+    return None if dx is None else dx.view(shape), *in_dtypes_of(parameters, gradients)
 
 
 def _through_activation(
@@ -332,24 +273,20 @@ def _through_activation(
     return dgate, dup, dproduct
 
 
-def _reference(
-    h: Tensor,
-    norm_weight: Tensor | None,
+def gated_mlp_reference(
+    x: Tensor,
     gate_weight: Tensor,
     up_weight: Tensor | None,
     down_weight: Tensor,
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    norm: NormSettings | None,
     activation: str,
-    narrow: torch.dtype | None,
+    narrow: torch.dtype | None = None,
 ) -> Tensor:
-    """The gated MLP of h, or the residual MLP, in plain PyTorch: differentiable any number of times."""
+    """``gated_mlp`` in plain PyTorch, differentiable any number of times."""
     operands = cast((gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias), narrow)
     gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = operands
-    n = h if norm is None else rms_norm_reference(h, norm_weight, norm.eps, norm.casting)
-    gate = F.linear(n.to(gate_weight.dtype), gate_weight, gate_bias)
-    up = None if up_weight is None else F.linear(n.to(up_weight.dtype), up_weight, up_bias)
-    y = F.linear(glu_reference(gate, up, activation), down_weight, down_bias)
-    return y if norm is None else h + y
+    gate = F.linear(x.to(gate_weight.dtype), gate_weight, gate_bias)
+    up = None if up_weight is None else F.linear(x.to(up_weight.dtype), up_weight, up_bias)
+    return F.linear(glu_reference(gate, up, activation), down_weight, down_bias)

@@ -1,40 +1,16 @@
-"""What the ops with Linears in them share: autocast, dtypes, sums of matrix products, the norm in front."""
+"""What the ops with Linears in them share: autocast, dtypes, sums of matrix products."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.errors import KernelError
-from recompute.kernels.rms_norm import check_rms_norm, rms_norm_backward, rms_norm_regenerate
-
-
-class NormSettings(NamedTuple):
-    """How the RMSNorm in front of Linears is computed."""
-
-    eps: float
-    casting: str
-    dtype: torch.dtype
-    """That of its output."""
-
-
-def checked_norm(
-    op: str, x: Tensor, dtype: torch.dtype, norm_weight: Tensor | None, eps: float, casting: str
-) -> NormSettings:
-    """The norm that the op called ``op`` has of a tensor of the shape of ``x`` and of ``dtype``.
-
-    Raises:
-        KernelError: as ``rms_norm`` does.
-    """
-    check_rms_norm(op, x, norm_weight, casting)
-    if casting == "llama" and norm_weight is not None:
-        dtype = torch.promote_types(dtype, norm_weight.dtype)
-    return NormSettings(eps, casting, dtype)
 
 
 def check_dtypes(
@@ -122,11 +98,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return shaped(F.linear(rows(x), weight, bias), *x.shape[:-1], weight.shape[0])
 
 
-def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, either of which may be None."""
-    return left + right if left is not None and right is not None else right if left is None else left
-
-
 def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.dtype) -> Tensor | None:
     """The sum of left @ right over the pairs whose left is not None; None if there are none.
 
@@ -166,34 +137,3 @@ def linear_gradients(
         is_transposed = weight is not None and weight.stride(0) == 1 < weight.stride(1)
         dweight = (inputs.t() @ doutput).t() if is_transposed else doutput.t() @ inputs
     return dweight, doutput.sum(0) if needs_dbias else None
-
-
-def norm_gradients(
-    norm: NormSettings,
-    dn: Tensor | None,
-    h: Tensor,
-    norm_weight: Tensor | None,
-    rstd: Tensor,
-    dresidual: Tensor | None,
-    needed: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of a norm's input and weight and, in the same pass over memory, its output again.
-
-    Args:
-        norm: the norm.
-        dn: (M, H), the gradient of its output; None where neither h nor norm_weight needs one.
-        h: (M, H), what it normalized.
-        norm_weight: (H,).
-        rstd: (M,).
-        dresidual: (M, H), a gradient of h from elsewhere, which is added.
-        needed: which of the three are wanted.
-    """
-    needs_dh, needs_dweight, needs_output = needed
-    dh = dweight = output = None
-    if dn is not None:
-        dresidual = dresidual if needs_dh else None
-        arguments = (dn, h, norm_weight, rstd, norm.casting, needs_dh, needs_dweight, dresidual, needs_output)
-        dh, dweight, output = rms_norm_backward(*arguments)
-    elif needs_output:
-        output = rms_norm_regenerate(h, norm_weight, rstd, norm.casting)
-    return dh, dweight, output

@@ -29,10 +29,16 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.activation import activation_forward, activation_reference
-from recompute.kernels.activation_linear import activation_linear_gradients, check_activation
+from recompute.kernels.activation import (
+    ACTIVATIONS,
+    activation_backward,
+    activation_backward_,
+    activation_forward,
+    activation_reference,
+)
 from recompute.kernels.argument_layouts import once_by_layouts
-from recompute.kernels.gated_mlp import codes_of
+from recompute.kernels.blockwise_8bit import BLOCK, dequantize_op
+from recompute.kernels.gated_mlp import check_activation, codes_of
 from recompute.kernels.linears import (
     autocast_dtype,
     cast,
@@ -94,9 +100,12 @@ def mlp(
         return MLPFunction.apply(x, *operands, activation, narrow, compress, True)
     if tile < 1:
         raise KernelError(f"mlp: tile is {tile}; expected at least 1 token, or None.")
-    up_weight, down_weight, up_bias, down_bias = operands
-    of_an_mlp = (None, None, up_weight, down_weight, None, up_bias, down_bias, None)  # neither a norm nor a gate
-    return TiledMLPFunction.apply(x, *of_an_mlp, activation, narrow, tile, _of_a_tile, _tiled_reference)
+    width = down_weight.shape[0]
+    return TiledMLPFunction.apply(x, _of_a_tile, mlp_reference, activation, narrow, tile, width, *operands)
+
+
+def _of_a_tile(x: Tensor, *arguments: Any, with_output: bool) -> Tensor:
+    return MLPFunction.apply(x, *arguments, None, False, with_output)
 
 
 @once_by_layouts
@@ -104,7 +113,7 @@ def _check(x: Tensor, activation: str, narrow: torch.dtype | None, *parameters: 
     named = dict(zip(("up_weight", "down_weight", "up_bias", "down_bias"), parameters, strict=True))
     operands = {"x": x, **named}
     launch.check("mlp", **operands)
-    check_activation("mlp", activation)
+    check_activation("mlp", activation, ACTIVATIONS)
     found = {name: tuple(tensor.shape) for name, tensor in operands.items() if tensor is not None}
     hidden, down = found["x"][-1:], found["down_weight"]
     fit = {"up_weight": down[1:] + hidden, "up_bias": down[1:], "down_bias": down[:1]}
@@ -115,39 +124,6 @@ def _check(x: Tensor, activation: str, narrow: torch.dtype | None, *parameters: 
             f"found {listed}."
         )
     check_dtypes("mlp", {"x": x.dtype}, named, narrow)
-
-
-def _of_a_tile(
-    x: Tensor,
-    norm_weight: None,
-    gate_weight: None,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_bias: None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    norm: None,
-    activation: str,
-    *,
-    with_output: bool,
-) -> Tensor:
-    return MLPFunction.apply(x, up_weight, down_weight, up_bias, down_bias, activation, None, False, with_output)
-
-
-def _tiled_reference(
-    x: Tensor,
-    norm_weight: None,
-    gate_weight: None,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_bias: None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    norm: None,
-    activation: str,
-    narrow: torch.dtype | None,
-) -> Tensor:
-    return mlp_reference(x, up_weight, down_weight, up_bias, down_bias, activation, narrow)
 
 
 class MLPFunction(torch.autograd.Function):
@@ -207,7 +183,7 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     shape, dtype, x, dy = x.shape, x.dtype, rows(x), in_dtype(rows(dy), down_weight.dtype)
 
     needs_dup = needs_dx or up_trains or up_bias_trains
-    dup, ddown_weight, ddown_bias = activation_linear_gradients(
+    dup, ddown_weight, ddown_bias = _through_activation(
         dy, held, down_weight, ctx.activation, (needs_dup, down_trains, down_bias_trains)
     )
     dx = sum_of_products(((dup, up_weight),), dtype) if needs_dx else None
@@ -215,6 +191,41 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains, weight=up_weight)
     gradients = in_dtypes_of(parameters, (dup_weight, ddown_weight, dup_bias, ddown_bias))
     return None if dx is None else dx.view(shape), *gradients
+
+
+def _through_activation(
+    dy: Tensor,
+    held: list[Tensor | None],
+    weight: Tensor,
+    activation: str,
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, of the weight and of the bias: those that are ``needed``, and None for the others.
+
+    Args:
+        dy: (M, O), of the weight's dtype.
+        held: x, (M, I), and None; or codes of an x of the weight's dtype, and their scales. The list is emptied, so
+            that these can be freed as soon as they are read.
+    """
+    x, scales = held
+    held.clear()
+    assert x is not None
+    needs_dx, needs_dweight, needs_dbias = needed
+    dtype = weight.dtype if scales is not None else x.dtype
+    dx = active = None
+    if needs_dx:
+        active = in_dtype(dy @ weight, dtype)  # its gradient, in whose place active comes
+        if needs_dweight:
+            dx = torch.empty_like(active)
+            activation_backward_(active, x, scales, dx, activation)
+        else:
+            dx, active = activation_backward(active, x, scales, activation), None
+    elif needs_dweight:
+        x = x if scales is None else dequantize_op(x, scales, dtype, BLOCK)
+        active = activation_forward(x, activation)
+    del x
+    active = None if active is None else in_dtype(active, weight.dtype)
+    return dx, *linear_gradients(dy, active, needs_dweight, needs_dbias, weight=weight)
 
 
 def mlp_reference(

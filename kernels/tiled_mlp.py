@@ -1,6 +1,6 @@
 """The gated MLP over some tokens at a time, so that none of its (M, I) tensors is ever whole.
 
-With x: (M, H) in tiles of at most T rows, and ``mlp`` the formula of ``gated_mlp`` or of ``residual_mlp``:
+With x: (M, H) in tiles of at most T rows, and ``mlp`` the formula of ``gated_mlp`` or of ``mlp``:
 
     y[tile] = mlp(x[tile])                                                     (T, H)
 
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from recompute.kernels import launch
-from recompute.kernels.linears import NormSettings, cast, in_dtypes_of, rows, shaped, without_autocast
+from recompute.kernels.linears import cast, in_dtypes_of, rows, shaped, without_autocast
 
 Compute = Callable[..., Tensor]
-"""Computes the MLP of a tile, from x, the parameters, the norm and the activation. ``with_output``: whether the values
-of what it returns matter, and not only the graph behind it."""
+"""Computes the MLP of a tile, from x, the parameters and the activation. ``with_output``: whether the values of what it
+returns matter, and not only the graph behind it."""
 
 
 class TiledMLPFunction(torch.autograd.Function):
@@ -39,48 +39,43 @@ class TiledMLPFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        norm_weight: Tensor | None,
-        gate_weight: Tensor,
-        up_weight: Tensor | None,
-        down_weight: Tensor,
-        gate_bias: Tensor | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        norm: NormSettings | None,
+        compute: Compute,
+        reference: Any,
         activation: str,
         narrow: torch.dtype | None,
         tile: int,
-        compute: Compute,
-        reference: Any,
+        width: int,
+        *parameters: Tensor | None,
     ) -> Tensor:
-        parameters = (norm_weight, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+        """width: that of the output."""
         ctx.save_for_backward(x, *parameters)
         ctx.set_materialize_grads(False)
-        ctx.norm, ctx.activation, ctx.narrow, ctx.tile = norm, activation, narrow, tile
-        ctx.compute, ctx.reference = compute, reference
-        operands = norm_weight, *cast(parameters[1:], narrow)
-        tiles = [compute(part, *operands, norm, activation, with_output=True) for part in rows(x).split(tile)]
-        return shaped(torch.cat(tiles), *x.shape[:-1], down_weight.shape[0])
+        ctx.compute, ctx.reference, ctx.activation, ctx.narrow, ctx.tile = compute, reference, activation, narrow, tile
+        operands = cast(parameters, narrow)
+        tiles = [compute(part, *operands, activation, with_output=True) for part in rows(x).split(tile)]
+        return shaped(torch.cat(tiles), *x.shape[:-1], width)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed, nothing = ctx.needs_input_grad[:8], (None,) * 6
+        needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[7:]
         if dy is None:
-            return (None,) * 8 + nothing
+            return (None,) * len(ctx.needs_input_grad)
         with without_autocast(dy.device.type):
             if torch.is_grad_enabled():
-                inputs = (*ctx.saved_tensors, ctx.norm, ctx.activation, ctx.narrow)
-                return launch.differentiable_gradients(ctx.reference, inputs, (*needed, *[False] * 3), dy)[:8] + nothing
-            return _gradients(ctx, needed, dy) + nothing
+                inputs = (*ctx.saved_tensors, ctx.activation, ctx.narrow)
+                found = launch.differentiable_gradients(ctx.reference, inputs, (*needed, False, False), dy)
+                dx, *gradients = found[: len(needed)]
+            else:
+                dx, *gradients = _gradients(ctx, needed, dy)
+        return dx, None, None, None, None, None, None, *gradients
 
 
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, norm_weight, *given = ctx.saved_tensors
+    x, *given = ctx.saved_tensors
     needs_dx, *trained = needed
-    operands = norm_weight, *cast(given, ctx.narrow)
     parameters = [
         None if each is None else each.detach().requires_grad_(needs)
-        for each, needs in zip(operands, trained, strict=True)
+        for each, needs in zip(cast(given, ctx.narrow), trained, strict=True)
     ]
     wanted = [each for each in parameters if each is not None and each.requires_grad]
     dx = x.new_empty(x.shape) if needs_dx else None
@@ -89,7 +84,7 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     for number, (part, gradient) in enumerate(zip(rows(x).split(ctx.tile), rows(dy).split(ctx.tile), strict=True)):
         with torch.enable_grad():
             leaf = part.detach().requires_grad_(needs_dx)
-            y = ctx.compute(leaf, *parameters, ctx.norm, ctx.activation, with_output=False)
+            y = ctx.compute(leaf, *parameters, ctx.activation, with_output=False)
         found = torch.autograd.grad(y, [*([leaf] if needs_dx else []), *wanted], gradient.contiguous())
         del y
         if parts is not None:
@@ -105,4 +100,4 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
     of_parameters = [
         next(gradients).to(each.dtype) if each is not None and each.requires_grad else None for each in parameters
     ]
-    return dx, *in_dtypes_of((norm_weight, *given), of_parameters)
+    return dx, *in_dtypes_of(given, of_parameters)

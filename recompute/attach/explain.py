@@ -274,8 +274,7 @@ def _captures(attachments: Iterable[Attachment]) -> list[str]:
         captured = sum(region.is_captured for region in alike)
         line = f"{pattern}: {captured:,} of {len(alike):,} run as captured code"
         if failures := dict.fromkeys(region.failure for region in alike if not region.is_captured):
-            others = "stay on the tape" if alike[0].has_tape or alike[0].is_checkpoint else "go on by their kernels"
-            line += f"; the others {others}: {'; '.join(failures)}"
+            line += f"; the others stay on the tape: {'; '.join(failures)}"
         lines.append(line)
         kernels = dict.fromkeys(kernel for region in alike for kernel in region.kernels)
         lines += [f"  {kernel}" for kernel in kernels]

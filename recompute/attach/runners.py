@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from recompute.compiled.captured_region import CaptureCache, CapturedRegion, StandIn
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -168,23 +168,12 @@ class TapeRunner(Runner):
         self.inner = inner
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
         self._compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
-        self.region = _region(statistics, meaning, cache, stand_in=self._stand_in())
-
-    def _stand_in(self) -> StandIn | None:
-        """The kernels of a whole layer, which is captured by the graph of its own forward."""
-        if self.inner is None or self.inner.fusion is None:
-            return None
-        run = self.inner.run
-        return StandIn(lambda f, args, kwargs: run(f.__self__, f, args, kwargs), self.inner.fusion, is_taped=True)
+        self.region = _region(statistics, meaning, cache)
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
             return self.region.run(forward, args, kwargs)
-        if self.inner.fusion is not None:
-            if isinstance(forward, MethodType):
-                return self.region.run(forward, args, kwargs, self.inner.variant)
-            return self.region.tape.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
-        return self.region.run(self.inner.run, (module, forward, args, kwargs), {}, self.inner.variant)
+        return self.region.run(self.inner.run, (module, forward, args, kwargs), {})
 
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
@@ -231,12 +220,11 @@ def _region(
     meaning: Meaning,
     cache: CaptureCache,
     checkpoint: Callable[..., Any] | None = None,
-    stand_in: StandIn | None = None,
 ) -> CapturedRegion:
-    """checkpoint, stand_in: as ``CapturedRegion`` takes them."""
+    """checkpoint: as ``CapturedRegion`` takes it."""
     codec = Blockwise8Bit() if meaning.compresses else None
     tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache, codec)
-    region = CapturedRegion(tape, cache if meaning.capture else None, checkpoint, stand_in)
+    region = CapturedRegion(tape, cache if meaning.capture else None, checkpoint)
     region.generates = meaning.compiled
     return region
 

@@ -12,7 +12,6 @@ from recompute.attach.runners import (
     OffloadRunner,
     PlainRunner,
     TapeRunner,
-    region_in,
 )
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
@@ -23,7 +22,7 @@ from recompute.policy.meaning import Kernels, Meaning, Mechanism
 from recompute.substitution.head import KernelHeadRunner
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
 from recompute.substitution.module_formula import is_decorated
-from recompute.substitution.recognition import find_inner_kernel, find_kernel
+from recompute.substitution.recognition import find_kernel
 
 
 def choose_runners(
@@ -75,14 +74,10 @@ def _runners(
             else:
                 if kernel is not None:
                     kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
-                    if meaning.capture:
-                        kernel.capture(cache)
-                        if (region := region_in(kernel)) is not None:
-                            region.generates = meaning.compiled
                 runner = kernel or tape
         yield path, module, runner
-        if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(path, module, module, meaning, governed)
+        if kernel is None:
+            yield from _kernels_inside(path, module, meaning, governed)
 
 
 def _find_named_kernel(
@@ -103,17 +98,16 @@ def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainR
 
 
 def _kernels_inside(
-    path: str, module: nn.Module, root: nn.Module, meaning: Meaning, governed: Collection[str]
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
-    """root: the module that the rule is on."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        kernel = find_inner_kernel(statistics, child, module, root, _instead_of_kernel(statistics, meaning))
-        if kernel is not None:
+        kernel = find_kernel(statistics, child, _instead_of_kernel(statistics, meaning))
+        if kernel is None:
+            yield from _kernels_inside(child_path, child, meaning, governed)
+        else:
             kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
             yield child_path, child, kernel
-        if kernel is None or kernel.stands_in_for_parts:
-            yield from _kernels_inside(child_path, child, root, meaning, governed)

@@ -35,15 +35,6 @@ MAX_FAILURES = 3
 """How many calls of equal regions torch's frontend may fail on, and frames of one graph may be observed in vain."""
 
 
-class Fusion(NamedTuple):
-    """How to make, of the graph of a module's own forward, one that calls the kernels that stand in for it."""
-
-    parts: tuple[Callable[..., Any], ...]
-    """Functions that the graph calls without the frontend tracing into them."""
-    fuse: Callable[[torch.fx.Graph], None]
-    """Puts kernels in the places of several of these calls, and of ops between them."""
-
-
 class RecordedFrame(NamedTuple):
     """A frame by the tape, whose calls a graph must make, too."""
 
@@ -70,11 +61,6 @@ class GraphCaller(Protocol):
     """Whether its code may run in generated kernels."""
     departed: CapturedGraph | None
     """The graph that has just refused a call because it took other steps than expected."""
-
-    @property
-    def fusion(self) -> Fusion | None: ...
-    @property
-    def has_tape(self) -> bool: ...
 
     def recorded_for(self, graph: CapturedGraph) -> RecordedFrame | None: ...
     def forget_recorded(self, graph: CapturedGraph) -> None: ...
@@ -112,10 +98,6 @@ class GuardedGraphs:
         self._lock = threading.Lock()
         self._traces = 0
         """How many traces are going on."""
-        self._substitutes: dict[Any, Any] = {}
-        """For functions that kernels stand in for, what the graph calls in their place."""
-        self._fusions: list[Fusion] = []
-        """Of the kernels that stand in for the module, and of those that do for modules inside of it."""
         self.graphs: list[CapturedGraph] = []
 
     def trace(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -131,17 +113,9 @@ class GuardedGraphs:
         with self._lock:
             if self._calls is None:
                 self._calls = GuardedCalls(self._compile)
-            runners = list(runners_in(function, args))
-            self._substitutes = {
-                original: ours for runner in runners for original, ours in getattr(runner, "substitutes", {}).items()
-            }
-            own = None if _running.region is None else _running.region.fusion
-            found = own, *[runner.fusion_around for runner in runners]
-            self._fusions = [fusion for fusion in dict.fromkeys(found) if fusion is not None]
             self._traces += 1
         try:
-            whole = [*self._substitutes, *[part for fusion in self._fusions for part in fusion.parts]]
-            return self._calls.trace(function, args, kwargs, whole, (function, *modules_in(function, args)))
+            return self._calls.trace(function, args, kwargs, (function, *modules_in(function, args)))
         finally:
             self._traces -= 1
 
@@ -176,12 +150,6 @@ class GuardedGraphs:
             _running.region = None
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-        for node in module.graph.nodes:
-            if node.op == "call_function":
-                node.target = self._substitutes.get(node.target, node.target)
-        for fusion in self._fusions:
-            fusion.fuse(module.graph)
-        module.recompile()
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
         graph = CapturedGraph(self._cached, module, unfit or "")
         self.graphs.append(graph)
@@ -258,7 +226,7 @@ class CapturedGraph:
             around.numerics,
             region.count_replay,
             is_checkpoint=region.is_checkpoint,
-            has_plan=region.has_tape,
+            has_plan=not region.is_checkpoint,
         )
         inputs = (*given, *casts) if casts else given
         return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])

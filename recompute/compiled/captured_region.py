@@ -1,6 +1,6 @@
 """Captured regions: how a region goes on as straight code once its tape has settled.
 
-A region runs by its tape, as a checkpoint or by kernels, until some frames were alike. One more frame by the tape
+A region runs by its tape, or as a checkpoint, until some frames were alike. One more frame by the tape
 records its calls. ``captured_graph`` then takes the graph of a call, which must make the same calls, and makes a
 program of it. A call that the graph's guards accept runs the program. Any other call runs as before. A region that
 cannot be captured, or that misses too often, is deoptimized: all its calls run as before.
@@ -9,7 +9,7 @@ cannot be captured, or that misses too often, is deoptimized: all its calls run 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,6 @@ from recompute.compiled.captured_graph import (
     MAX_FAILURES,
     CachedGraphs,
     CapturedGraph,
-    Fusion,
     GuardedGraphs,
     RecordedFrame,
     modules_in,
@@ -83,22 +82,10 @@ class CaptureCache:
         return self._graphs.setdefault(key, CachedGraphs()) if found is None else found
 
 
-class StandIn(NamedTuple):
-    """The kernels that compute what a region's function does."""
-
-    run: Callable[..., Any]
-    """``(function, args, kwargs) -> result``: runs the kernels in the place of ``function``."""
-    fusion: Fusion
-    """Makes of the function's graph one that calls these kernels."""
-    is_taped: bool
-    """Whether a tape around them decides what is held; else they save what they were written to save."""
-
-
 class CapturedRegion:
     """A region that runs by a tape until its frames are alike, and then as a captured graph.
 
-    A checkpoint, and some regions in which kernels stand in for the function, have no tape of their own. One frame of
-    them runs by a tape, to be captured. On the tape of a checkpoint everything runs again.
+    A checkpoint has no tape of its own. One frame of it runs by a tape, to be captured. There everything runs again.
     """
 
     def __init__(
@@ -106,24 +93,18 @@ class CapturedRegion:
         tape: TapeRegion,
         cache: CaptureCache | None,
         checkpoint: Callable[..., Any] | None = None,
-        stand_in: StandIn | None = None,
     ):
         """cache: what it shares with other regions under the same policy; None: it is never captured.
 
         checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
-        stand_in: the kernels that compute what ``function`` does.
         """
         self.tape = tape
         self.statistics = tape.statistics
         self.is_checkpoint = checkpoint is not None
         self.generates = True
         """Whether its code may run in generated kernels."""
-        self._stand_in = stand_in
-        self._untaped = checkpoint
-        """Runs ``(function, args, kwargs)`` as long as it is not captured; None: the tape does."""
-        if stand_in is not None and not stand_in.is_taped:
-            self._untaped = stand_in.run
-        if self._untaped is not None:
+        self._checkpoint = checkpoint
+        if checkpoint is not None:
             # The tape's own, of which nobody asks for more than what runs again.
             tape.statistics = RegionStatistics(self.statistics.name, regenerated=self.statistics.regenerated)
         self._frames = 0
@@ -165,7 +146,7 @@ class CapturedRegion:
         """A frame by the tape, other than the region's own, has ended."""
         for statistics, counts in self._kernel_counts:
             counts.add_to(statistics)
-        if self._untaped is None:
+        if not self.is_checkpoint:
             self.statistics.frames += 1
         elif (plan := plan or self.tape.statistics.plan) is not None:  # the latter if the frame was deoptimized
             self._counts_of(plan).add_to(self.statistics)
@@ -180,9 +161,7 @@ class CapturedRegion:
 
     def _counts_of(self, plan: SavePlan) -> Counts:
         """What a frame counts, beside what its kernels do."""
-        if self.is_checkpoint:
-            return Counts.of_checkpoint(plan)
-        return Counts.of(plan) if self._untaped is None else Counts.of_dropped(plan)
+        return Counts.of_checkpoint(plan) if self.is_checkpoint else Counts.of(plan)
 
     def recorded_for(self, graph: CapturedGraph) -> RecordedFrame | None:
         """A frame that did what a call of the graph is expected to do."""
@@ -192,15 +171,6 @@ class CapturedRegion:
     def forget_recorded(self, graph: CapturedGraph) -> None:
         if self._recorded_of.pop(graph, None) is None:
             self.recorded = None
-
-    @property
-    def fusion(self) -> Fusion | None:
-        return None if self._stand_in is None else self._stand_in.fusion
-
-    @property
-    def has_tape(self) -> bool:
-        """Whether it runs by a tape as long as it is not captured."""
-        return self._untaped is None
 
     def can_run(self, program: Program) -> bool:
         """Whether a program does what frames of the region did, and its backward is mostly as recorded here."""
@@ -264,18 +234,18 @@ class CapturedRegion:
         own, shared = self._own_graphs, self._shared_graphs
         return [*(own.graphs if own else ()), *(shared.graphs.graphs if shared else ())]
 
-    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable = None) -> Any:
-        """``function(*args, **kwargs)``; ``variant`` as for a ``TapeRegion``."""
+    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """``function(*args, **kwargs)``."""
         shared = self._shared_graphs  # another thread may let go of them meanwhile
         if shared is None or not is_undisturbed():
-            return self._by_tape(function, args, kwargs, variant)
+            return self._by_tape(function, args, kwargs)
         result = self._by_graph(shared, function, args, kwargs)
         if result is MISSED:
             self._misses += not waits_for_another()
             if self._misses >= MAX_MISSES:
                 reason = self.failure and f" ({self.failure})"
                 self.deoptimize(f"none of its last {MAX_MISSES} calls was like one whose graph was taken{reason}")
-            result = self._by_tape(function, args, kwargs, variant)
+            result = self._by_tape(function, args, kwargs)
             self.departed = None
             return result
         self._misses = 0
@@ -305,26 +275,24 @@ class CapturedRegion:
                 result = graphs.trace(self, function, args, kwargs)
         return result
 
-    def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable) -> Any:
+    def _by_tape(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if self._cache is not None and self.statistics.regenerated.for_differentiated_gradients:
             self.deoptimize(_DIFFERENTIATED)
         cache = self._cache
-        if self._untaped is not None:
+        if self._checkpoint is not None:
             self._frames += 1
             if cache is None or self._frames <= WARMUP_FRAMES or self._recordings >= MAX_GRAPHS or not is_undisturbed():
-                return self._untaped(function, args, kwargs)
-            if self.is_checkpoint:
-                return self._checkpoint_by_tape(cache, function, args, kwargs)
-            return self._kernels_by_tape(cache, function, args, kwargs, variant)
+                return self._checkpoint(function, args, kwargs)
+            return self._checkpoint_by_tape(cache, function, args, kwargs)
         if (
             cache is None
             or self._recordings >= MAX_GRAPHS
             or not self._has_settled(self.tape.plan)
             or is_in_cuda_graph()
         ):
-            result = self.tape.run(*self._as_it_runs(function, args, kwargs), variant)
+            result = self.tape.run(function, args, kwargs)
         else:
-            result = self._by_recording_tape(cache, function, args, kwargs, variant)
+            result = self._by_recording_tape(cache, function, args, kwargs)
         if (plan := self.tape.plan) is not None:
             _, count = self._plans.get(id(plan), (plan, 0))
             self._plans[id(plan)] = plan, count + 1
@@ -332,23 +300,17 @@ class CapturedRegion:
                 del self._plans[next(iter(self._plans))]
         return result
 
-    def _as_it_runs(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
-        """The call that a tape sees: of the function itself, or of the kernels in its place."""
-        if self._stand_in is None:
-            return function, args, kwargs
-        return self._stand_in.run, (function, args, kwargs), {}
-
     def _has_settled(self, plan: SavePlan | None) -> bool:
         """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
         counts = [count for known, count in self._plans.values() if plan is None or known is plan]
         return max(counts, default=0) >= WARMUP_FRAMES - 1
 
     def _checkpoint_by_tape(self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        assert self._untaped is not None
+        assert self._checkpoint is not None
         if any(runner.statistics is not self.statistics for runner in runners_in(function, args)):
             self._refusal, self._recordings = _RULES_INSIDE, MAX_GRAPHS
-            return self._untaped(function, args, kwargs)
-        result = self._by_recording_tape(cache, function, args, kwargs, None)
+            return self._checkpoint(function, args, kwargs)
+        result = self._by_recording_tape(cache, function, args, kwargs)
         self.count(plan := self.tape.plan)
         if plan is not None:
             self._plans[id(plan)] = plan, 1
@@ -359,24 +321,12 @@ class CapturedRegion:
                 self.recorded, self._recordings = None, MAX_GRAPHS
         return result
 
-    def _kernels_by_tape(
-        self, cache: CaptureCache, function: Callable[..., Any], args: tuple, kwargs: dict, variant: Hashable
-    ) -> Any:
-        result = self._by_recording_tape(cache, function, args, kwargs, variant)
-        plan = self.tape.plan
-        if (counted := plan or self.tape.statistics.plan) is not None:
-            self._counts_of(counted).add_to(self.statistics)
-        if plan is not None:
-            self._plans[id(plan)] = plan, 1
-        return result
-
     def _by_recording_tape(
         self,
         cache: CaptureCache,
         function: Callable[..., Any],
         args: tuple,
         kwargs: dict,
-        variant: Hashable,
     ) -> Any:
         """Run once more by the tape, which also records the calls that a graph of the region must make."""
         self._recordings += 1
@@ -389,10 +339,10 @@ class CapturedRegion:
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:
-            tapes.append(RecordingTape(region, variant, kernels_count=not self.has_tape))
+            tapes.append(RecordingTape(region, variant))
             return tapes[0]
 
-        result = self.tape.run(*self._as_it_runs(function, args, kwargs), variant, start)
+        result = self.tape.run(function, args, kwargs, start)
         plan = self.tape.plan
         counted = (plan or self.tape.statistics.plan) if tapes else None  # the latter if the frame was deoptimized
         self._kernel_counts = []
@@ -406,7 +356,7 @@ class CapturedRegion:
         if tapes and tapes[0].has_rules_inside:  # the graph has no modules, and so would not follow these rules
             self._refusal, self._recordings = _RULES_INSIDE, MAX_GRAPHS
             return result
-        if tapes and plan is not None and (self._untaped is not None or self._has_settled(plan)):
+        if tapes and plan is not None and (self.is_checkpoint or self._has_settled(plan)):
             recording, self._not_recorded = tapes[0].recording, tapes[0].reason
             if (drawn := generators.drawn()) is not None and drawn.is_beyond_torch():
                 recording, self._not_recorded = None, _DRAWS
@@ -420,7 +370,7 @@ class CapturedRegion:
                 self._recorded_of[departed] = frame
             if self._shared_graphs is None:
                 function = getattr(function, "__func__", function)
-                self._shared_graphs = cache.graphs_of(function, (self.tape.op_policy, self.fusion, self.generates))
+                self._shared_graphs = cache.graphs_of(function, (self.tape.op_policy, self.generates))
         return result
 
 

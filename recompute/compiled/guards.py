@@ -108,13 +108,13 @@ MISSED = object()
 
 
 @contextmanager
-def _called_as_they_are(functions: Iterable[Any]) -> Iterator[None]:
-    """The span in which the frontend does not trace into these, nor into the autograd Functions of our kernels."""
+def _our_functions_as_calls() -> Iterator[None]:
+    """The span in which the frontend does not trace into the autograd Functions of our kernels."""
     import torch._dynamo.trace_rules as rules
 
     allowed = rules._allowed_callable_ids
     ours = [kind for kind in torch.autograd.Function.__subclasses__() if vars(kind).get("seen_by_dispatcher")]
-    added = [id(function) for function in (*ours, *functions) if id(function) not in allowed]
+    added = [id(function) for function in ours if id(function) not in allowed]
     for number in added:
         allowed.add(number)
     try:
@@ -170,7 +170,7 @@ class GuardedCalls:
         def trace(frame: Any, *state: Any) -> Any:
             if frame.f_code is not code:
                 return untouched
-            with _tracing(self._whole, self._methods):
+            with _tracing(self._methods):
                 traced = context.callback(frame, *state)
             if traced.guarded_code is None:  # torch would run the call as it is
                 raise NotCapturable("torch.compile passes it by")
@@ -179,7 +179,6 @@ class GuardedCalls:
         for callback in (miss, trace):  # by this torch knows whose guards to check
             callback._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]
         self._miss, self._trace = miss, trace
-        self._whole: tuple[Any, ...] = ()
         self._methods = CalledMethods()
 
     @property
@@ -192,15 +191,12 @@ class GuardedCalls:
         function: Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
-        whole: Iterable[Any] = (),
         reads: Iterable[Any] = (),
     ) -> Any:
         """``function(*args, **kwargs)`` by a graph, which is taken first if none is known.
 
-        whole: functions that the graph calls without the frontend tracing into them.
         reads: functions and modules that the call runs.
         """
-        self._whole = tuple(whole)
         self._methods.note_reads(reads)
         return self._under(self._trace, function, args, kwargs)
 
@@ -220,14 +216,14 @@ class GuardedCalls:
 
 
 @contextmanager
-def _tracing(whole: Iterable[Any], methods: CalledMethods) -> Iterator[None]:
+def _tracing(methods: CalledMethods) -> Iterator[None]:
     """The span in which the frontend traces a region, and notes the methods that it calls."""
     before, _local.is_tracing = _local.is_tracing, True
     _local.asks, _local.called = False, methods
     local.books.append(None)  # what runs on tensors without values makes no recipes
     try:
         with (
-            _called_as_they_are(whole),
+            _our_functions_as_calls(),
             torch._dynamo.config.patch(
                 assume_static_by_default=True,
                 automatic_dynamic_shapes=False,

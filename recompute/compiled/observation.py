@@ -29,11 +29,9 @@ Edge = tuple[int, int] | None
 class RecordingTape(Tape):
     """A tape that also records the calls of forward."""
 
-    def __init__(self, region: TapeRegion, variant: Any, *, kernels_count: bool = False):
-        """kernels_count: whether kernels inside count what they hold, as without a tape."""
+    def __init__(self, region: TapeRegion, variant: Any):
         super().__init__(region, variant)
         self.variant = variant
-        self.kernels_count = kernels_count
         self.recording: Recording | None = Recording(is_open=True)
         self.reason = ""
         """Why the recording was given up; "" if it was not."""

@@ -49,11 +49,6 @@ class Counts(NamedTuple):
         return Counts(1, len(dropped), sum(dropped), sum(kept.values()), sum(saved.values()))
 
     @staticmethod
-    def of_dropped(plan: SavePlan) -> Counts:
-        """What is dropped alone: the frame, and what is kept, are counted by others."""
-        return Counts(0, len(plan.dropped), plan.dropped_nbytes, 0, plan.dropped_nbytes)
-
-    @staticmethod
     def so_far(statistics: RegionStatistics) -> Counts:
         """The totals themselves."""
         return Counts(*[getattr(statistics, name) for name in Counts._fields])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from recompute.compiled.captured_graph import Fusion
 from recompute.compiled.under_torch_compile import is_compiling_training
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import is_recording
@@ -25,17 +24,8 @@ class Runner:
     statistics: RegionStatistics
     note: str
     """What it does, for ``explain``."""
-    fusion: Fusion | None = None
-    """How the graph of a module's own forward comes to call what this runs; None if it is not known."""
-    fusion_around: Fusion | None = None
-    """How the graph of a region around the module comes to call kernels that compute more than the module does."""
     handle: object = None
     """What ``apply`` returned for the module that this runs, if the policy was put on that module."""
-
-    @property
-    def variant(self) -> Hashable:
-        """Differs from that of the last run if this one is going to run other ops."""
-        return None
 
     def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if is_compiling_training(module):

@@ -49,8 +49,6 @@ class RecipeBook:
     numerics: Numerics = field(default_factory=Numerics)
     """torch's settings in the scope."""
     entries: dict[StorageKey, _Entry] = field(default_factory=dict)
-    entered: int = 0
-    """How many there have been."""
 
     def enter(
         self, output: Tensor, recipe: Recipe, number: int, whole: Layout | None = None, *, counted: bool = False
@@ -60,7 +58,6 @@ class RecipeBook:
         counted: whether the statistics have it already.
         """
         if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
-            self.entered += 1
             reference = StorageWeakRef(output.untyped_storage())
             layout, dropped_outputs = whole or Layout.of(output), recipe.statistics.dropped_outputs
             self.entries[key] = _Entry(reference, recipe, number, version_of(output), layout, dropped_outputs, counted)

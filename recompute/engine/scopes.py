@@ -1,6 +1,6 @@
 """Spans of forward that decide what becomes of the tensors that autograd saves in them.
 
-A ``RecipeScope`` is around a whole model. A ``KeepScope`` and a ``BypassScope`` make exceptions inside of it.
+A ``RecipeScope`` is around a whole model. A ``KeepScope`` makes an exception inside of it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class RecipeScope:
     """
 
     is_checkpoint = False
-    can_be_bypassed = True
 
     def __init__(self, statistics: RegionStatistics):
         self._statistics = statistics
@@ -110,25 +109,3 @@ class KeepScope:
         local.books.pop()
         while self._hooks:
             _push_hooks(*self._hooks.pop())
-
-
-class BypassScope:
-    """The span in which what autograd saves goes past a scope, to the hooks around it. It saves about 3 µs a tensor.
-
-    It is for code that is known to save nothing that a scope could drop. Inside of other regions it changes nothing.
-    """
-
-    __slots__ = ("_hooks",)
-
-    def __enter__(self) -> None:
-        self._hooks = top_hooks()
-        if self._hooks is not None:
-            pack, unpack = self._hooks
-            if unpack is unpack_saved and getattr(pack.__self__, "can_be_bypassed", False):  # type: ignore[attr-defined]
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-            else:
-                self._hooks = None
-
-    def __exit__(self, *error: object) -> None:
-        if self._hooks is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)

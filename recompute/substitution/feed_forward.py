@@ -152,32 +152,6 @@ def find_activation(module: nn.Module) -> str | None:
     return name if name is not None and _is_activation(module, name) else None
 
 
-@dataclass(frozen=True)
-class ActiveLinear:
-    """The name of a submodule, and that of the activation of what it gives: an expression, as in ESM's layers."""
-
-    linear: str
-    activation: str
-
-    def activation_in(self, module: nn.Module) -> nn.Module:
-        """A module that computes the activation as the forward of ``module`` does."""
-        alone = copy_without_policy(module, module.training)
-        alone.__dict__["_modules"] = vars(alone)["_modules"] | {self.linear: nn.Identity()}
-        return alone
-
-
-def find_active_linear(module: nn.Module) -> ActiveLinear | None:
-    """A Linear and an activation of it, if that is all that ``module`` computes."""
-    formula = None if is_hooked(module) else formula_of(module)
-    match None if formula is None or formula.dropouts else _activated(formula, formula.tree):
-        case (Activation(module=None, known_as=str(name)), ("module", int(index), ("input", 0))):
-            found = ActiveLinear(formula.names[index], name)  # type: ignore[union-attr]
-        case _:
-            return None
-    is_linear = is_plain_linear(module._modules.get(found.linear))
-    return found if is_linear and _is_activation(found.activation_in(module), name) else None
-
-
 def _known_activation(formula: Formula) -> str | None:
     tree = _with_values(formula.tree, formula.numbers)
     return next((name for name, known in _ACTIVATIONS if tree == known), None)

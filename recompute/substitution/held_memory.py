@@ -68,8 +68,6 @@ class HeldMemoryCounter:
         weights: Sequence[Tensor | None],
         kernels: Compute,
         as_written: Compute,
-        *,
-        is_frame: bool = True,
     ) -> None:
         """Count a run of ``kernels(*inputs)``, which is about to come.
 
@@ -80,7 +78,6 @@ class HeldMemoryCounter:
             weights: what the code reads beside them.
             kernels, as_written: compute the result by the kernels, and by the module's own code, from as many tensors
                 of (rows, width) as there are inputs.
-            is_frame: whether this is a whole run of the module; False for a part of one.
         """
         if not _is_counted():
             return
@@ -92,19 +89,14 @@ class HeldMemoryCounter:
             self._known[key] = _measured(key, inputs, weights, kernels, as_written)
         held = self._known[key]
         if held is not None:
-            self._add(x, held, is_frame)
-
-    def count_run(self) -> None:
-        """Count a run of kernels that hold what the module's own code would."""
-        if _is_counted() and not _is_counted_around():
-            self._statistics.frames += 1
+            self._add(x, held)
 
     def count_known(self, x: Tensor, kernels: HeldMemory, eager: HeldMemory) -> None:
         """Count a run on ``x`` of which it is known what is held."""
         if _is_counted():
-            self._add(x, KernelAndEager(kernels, eager), True)
+            self._add(x, KernelAndEager(kernels, eager))
 
-    def _add(self, x: Tensor, held: KernelAndEager, is_frame: bool) -> None:
+    def _add(self, x: Tensor, held: KernelAndEager) -> None:
         numel = x.numel()
         rows, nbytes = numel // x.shape[-1], numel * x.itemsize
         book = open_book() if held.kernels.holds_input else None
@@ -116,7 +108,7 @@ class HeldMemoryCounter:
             self._statistics.eager_nbytes -= kept_nbytes
         else:
             self._statistics.kept_nbytes += kept_nbytes
-            self._statistics.frames += is_frame
+            self._statistics.frames += 1
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -133,7 +125,7 @@ def _is_counted() -> bool:
 
 def _is_counted_around() -> bool:
     """Whether a tape or a checkpoint around counts what is saved here."""
-    return bool(local.active_frames) and not getattr(local.active_frames[-1], "kernels_count", False)
+    return bool(local.active_frames)
 
 
 _measurements: dict[Hashable, KernelAndEager | None] = {}

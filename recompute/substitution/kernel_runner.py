@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -16,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import CompiledRegion
 from recompute.engine.dtensors import has_layout
@@ -43,14 +41,10 @@ class KernelRunner(Runner, ABC):
     held: HeldMemoryCounter = field(init=False)
     compiled_region: CompiledRegion | None = field(default=None, init=False)
     """Applies the rule in compiled code; None where a runner around this one does."""
-    region: CapturedRegion | None = field(default=None, init=False)
-    """Runs what has run alike for some steps as straight code; None where nothing does."""
     compresses: bool = field(default=False, init=False)
     """Whether the kernels hold as codes of 8 bits what tolerates rounding."""
     tile: int | None = field(default=None, init=False)
     """The tokens that kernels compute at a time where they can; None: all."""
-    stands_in_for_parts = False
-    """Whether kernels may also stand in for modules inside of this one."""
     has_mlp = False
     """Whether it computes an MLP by a kernel, which may do so in tiles of tokens."""
     wants_tape = False
@@ -78,9 +72,6 @@ class KernelRunner(Runner, ABC):
     def _what(self) -> str:
         """The names of the kernels, for explanations."""
 
-    def capture(self, cache: CaptureCache) -> None:
-        """Go on as straight code after some steps that were alike, if these kernels can. cache: that of the policy."""
-
     @abstractmethod
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """Compute ``forward(*args, **kwargs)`` by the kernels, or call it where they do not fit the arguments."""
@@ -96,9 +87,6 @@ class KernelRunner(Runner, ABC):
         if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
             return self.fallback.run(module, forward, args, kwargs)
         self.statistics.dropped_outputs = []
-        # A call without gradients is never captured, and would be taken for one that the next steps are like.
-        if self.region is not None and isinstance(forward, MethodType) and torch.is_grad_enabled():
-            return self.region.run(forward, args, kwargs, self.variant)
         return self.run_kernel(module, forward, args, kwargs)
 
     def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -138,11 +126,9 @@ class KernelRunner(Runner, ABC):
         weights: Sequence[Tensor | None],
         kernels: Compute,
         as_written: Compute,
-        *,
-        is_frame: bool = True,
     ) -> Any:
         """``kernels(*inputs)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``."""
-        self.held.count(kind, inputs, weights, kernels, as_written, is_frame=is_frame)
+        self.held.count(kind, inputs, weights, kernels, as_written)
         with CreditedTo(self.statistics):
             return kernels(*inputs)
 
@@ -199,14 +185,6 @@ def is_hooked(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or _has_any_global_hook()
     )
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether ``module`` has hooks of its backward, for which torch applies a Function to what the module is given.
-
-    That takes no lazy tensor, and torch's frontend traces no such module.
-    """
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def drop_nothing(module: nn.Module, dropouts: Sequence[str]) -> bool:

@@ -1,9 +1,9 @@
 """Tensors that are computed when somebody asks for their values, unless a kernel can do without them.
 
-A kernel may fuse two operations that a model's Python calls one after the other: an activation and a product, a norm
-and its Linears, a language model's head and its loss. The first operation then returns a ``LazyTensor``, which knows
-its shape and how to compute its values. If the second operation is one that the kernel fuses with the first, the lazy
-tensor among its arguments calls the kernel. For any other operation the values are computed, once, and used.
+A kernel may fuse two operations that a model's Python calls one after the other, as a language model's head and its
+loss. The first operation then returns a ``LazyTensor``, which knows its shape and how to compute its values. If the
+second operation is one that the kernel fuses with the first, the lazy tensor among its arguments calls the kernel. For
+any other operation the values are computed, once, and used.
 """
 
 from __future__ import annotations

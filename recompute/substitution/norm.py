@@ -1,28 +1,24 @@
 """RMSNorms and LayerNorms: recognized by their formula, computed by ``kernels.rms_norm`` and ``kernels.layer_norm``.
 
 A kernel holds the norm's input and one number for each row, or two. It also records how to make the output again, so
-that a scope around may drop the output wherever autograd saves it. In decoder layers ``LazyNorm`` goes further: the
-Linears that read an RMSNorm are computed together with it, by ``kernels.norm_linears``.
+that a scope around may drop the output wherever autograd saves it.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.thread_state import local
 from recompute.substitution.formula_tracer import TracerInDtype
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
-from recompute.substitution.lazy_tensors import LazyTensor, mode_of
 from recompute.substitution.module_formula import Formula, formula_of
 from recompute.substitution.settings import ANY_SETTINGS, Settings
 from recompute.substitution.trial import computes_the_same
@@ -64,20 +60,12 @@ class KernelRMSNorm:
     def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
         from recompute.kernels.rms_norm import rms_norm
 
-        return rms_norm(x, weight, self.eps_for(x), self.casting)
+        return rms_norm(x, weight, self._eps_for(x), self.casting)
 
-    def add(self, x: Tensor, stream: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + stream``, and that sum."""
-        from recompute.kernels.add_rms_norm import add_rms_norm
-
-        return add_rms_norm(x, stream, weight, self.eps_for(x, stream), self.casting)
-
-    def eps_for(self, *inputs: Tensor | None) -> float:
-        """What is added to the mean square of the sum of these."""
+    def _eps_for(self, x: Tensor) -> float:
         if self.eps is not None:
             return self.eps
-        is_double = any(each is not None and each.dtype is torch.float64 for each in inputs)
-        return torch.finfo(torch.float64 if is_double else torch.float32).eps
+        return torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -116,20 +104,10 @@ class KernelLayerNorm:
 
         return layer_norm(self._cast(x), weight, bias, self.eps)
 
-    def add(
-        self, x: Tensor, stream: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + stream``, and that sum. Not for sums that autocast would cast."""
-        from recompute.kernels.add_layer_norm import add_layer_norm
-
-        return add_layer_norm(x, stream, weight, bias, self.eps)
-
-    def casts(self, x: Tensor) -> bool:
-        """Whether autocast makes the norm of ``x`` one of float32."""
-        return self.is_functional and x.dtype in (torch.bfloat16, torch.float16) and _autocasts_layer_norm(x)
-
     def _cast(self, x: Tensor) -> Tensor:
-        return x.float() if self.casts(x) else x
+        """What autocast makes of ``x``."""
+        is_narrow = x.dtype in (torch.bfloat16, torch.float16)
+        return x.float() if self.is_functional and is_narrow and _autocasts_layer_norm(x) else x
 
 
 KernelNorm = KernelRMSNorm | KernelLayerNorm
@@ -398,105 +376,3 @@ class KernelNormRunner(KernelRunner):
             return self.norm.compute(x, *operands)
 
         return self.compute((base_of(module),), (x,), operands, kernel, forward)
-
-
-LinearOperands = tuple[Tensor, Tensor | None]
-"""A Linear's weight and bias."""
-
-
-class LearnedLinears:
-    """The Linears that read a norm's output: one run of a layer learns them, the next computes them with the norm."""
-
-    def __init__(self) -> None:
-        self._known: tuple[tuple[weakref.ref[Tensor], weakref.ref[Tensor] | None], ...] = ()
-
-    @property
-    def count(self) -> int:
-        return len(self._known)
-
-    def together_with(self, weight: Tensor) -> list[LinearOperands] | None:
-        """All of them, if ``weight`` is one of theirs, and none of them is gone or sharded away; else None."""
-        found = [(reference(), None if bias is None else bias()) for reference, bias in self._known]
-        known = [(each, bias) for each, bias in found if each is not None and each.untyped_storage().nbytes()]
-        is_whole = len(known) == len(found) and any(each is weight for each, _ in known)
-        return known if is_whole else None
-
-    def learn(self, normed: LazyNorm) -> None:
-        """Call this at the end of a run. The Linears that read this norm are expected to read it in the next, too."""
-        read = [] if normed.is_needed_whole else normed.read
-        is_as_known = len(read) == len(self._known) and all(
-            [reference() is weight for (reference, _), (weight, _) in zip(self._known, read, strict=True)]
-        )
-        if not is_as_known:
-            suited = read if all(map(normed.suits, read)) else []
-            self._known = tuple(
-                (weakref.ref(weight), None if bias is None else weakref.ref(bias)) for weight, bias in suited
-            )
-
-
-class LazyNorm(LazyTensor):
-    """A norm's output. The Linears that are known to read it are computed all at once, together with the norm."""
-
-    stream: Tensor
-    """The norm's input, to be used in the residual sum. If the Linears are fused, their autograd node returns it."""
-    read: list[LinearOperands]
-    """Weight and bias of the Linears that were applied to this."""
-    is_needed_whole: bool
-    """Whether anything but a Linear has asked for its values."""
-    _linears: LearnedLinears
-    _together: Callable[[Tensor, list[LinearOperands]], tuple[Sequence[Tensor], Tensor]]
-    _outputs: dict[tuple[int, int], Tensor] | None
-
-    @staticmethod
-    def of(
-        x: Tensor,
-        weight: Tensor | None,
-        compute: Callable[[], Tensor],
-        linears: LearnedLinears,
-        together: Callable[[Tensor, list[LinearOperands]], tuple[Sequence[Tensor], Tensor]],
-    ) -> LazyNorm:
-        """Defer ``compute()``, the norm of ``x``.
-
-        Args:
-            weight: the norm's.
-            linears: the Linears that are expected to read the norm.
-            together: computes from ``x`` and these Linears their outputs, and ``stream``.
-        """
-        made = LazyNorm(tuple(x.shape), (x, weight), compute)
-        made.stream, made.read, made.is_needed_whole = x, [], False
-        made._linears, made._together, made._outputs = linears, together, None
-        return made
-
-    def suits(self, operands: LinearOperands) -> bool:
-        """Whether a Linear may be computed with the norm: its tensors are plain and have the norm's dtype."""
-        return all(each is None or (type(each) in PLAIN_TENSORS and each.dtype is self.dtype) for each in operands)
-
-    @property
-    def is_lazy(self) -> bool:
-        return not self.is_needed_whole
-
-    def value(self) -> Tensor:
-        self.is_needed_whole = True
-        return super().value()
-
-    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function is not F.linear or not args or args[0] is not self:
-            return NotImplemented
-        weight, bias = linear_operands(*args[1:], **kwargs)
-        self.read.append((weight, bias))
-        if mode_of(self.device) != self._mode:  # such as in a no_grad block, which the other Linears are not in
-            return F.linear(super().value(), weight, bias)
-        if self._outputs is None and (known := self._linears.together_with(weight)) is not None:
-            outputs, self.stream = self._together(self.stream, known)
-            self._outputs = {_identity(*each): output for each, output in zip(known, outputs, strict=True)}
-        output = None if self._outputs is None else self._outputs.pop(_identity(weight, bias), None)
-        return F.linear(super().value(), weight, bias) if output is None else output
-
-
-def _identity(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    return id(weight), id(bias)
-
-
-def linear_operands(weight: Tensor, bias: Tensor | None = None) -> LinearOperands:
-    """What ``torch.nn.functional.linear`` is given behind its input."""
-    return weight, bias

@@ -144,15 +144,13 @@ def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) 
     model, eager = make(name), make(name)
     exact = in_float64(eager)
     handle = applied(model, LAYERS_BY_KERNELS)
-    # From the second time on, when the Linears behind a norm are known.
-    found, without, truth = (gradients_of_batches(each, 9)[1:] for each in (model, eager, exact))
+    found, without, truth = (gradients_of_batches(each, 8) for each in (model, eager, exact))
     assert 0 < gradient_error(without[0], truth[0]) < 1e-5
     # Of one batch the ratio differs by a quarter from processor to processor, as sums are in other orders: so of eight.
     ratios = [gradient_error(a, c) / gradient_error(b, c) for a, b, c in zip(found, without, truth, strict=True)]
     assert statistics.mean(ratios) <= 1.15
     notes = handle.explain(wide=True)
-    assert ("norm_linears, residual_mlp" in notes) is (name not in ("gemma2", "gemma3"))  # which norm once more
-    for kernel in ("gated_mlp", "rope, as apply_rotary_pos_emb", "rms_norm", "linear_cross_entropy"):
+    for kernel in ("gated_mlp", "rms_norm", "linear_cross_entropy"):
         assert f"kernel: {kernel}" in notes
 
 

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from recompute.errors import KernelError
 from recompute.kernels import argument_layouts
-from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.argument_layouts import once_by_layouts
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.mlp import mlp
-from recompute.kernels.norm_linears import norm_linears
-from recompute.kernels.residual_mlp import residual_mlp
 
 
 def spied() -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
@@ -101,9 +98,6 @@ X, WEIGHT, NARROW = torch.ones(2, 4), torch.ones(4, 4), torch.ones(4, 4, dtype=t
 MIXED: dict[str, Callable[[], Any]] = {
     "gated_mlp": lambda: gated_mlp(X, WEIGHT, NARROW, WEIGHT),
     "mlp": lambda: mlp(X, WEIGHT, NARROW),
-    "activation_linear": lambda: activation_linear(X, NARROW),
-    "norm_linears": lambda: norm_linears(X, None, [WEIGHT, NARROW]),
-    "residual_mlp": lambda: residual_mlp(X, None, None, WEIGHT, NARROW, WEIGHT),
 }
 
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from kernel_testing import make, relative_error, same_bits
 from torch import Tensor, nn
 
-from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.kernels.mlp import mlp
-from recompute.kernels.norm_linears import norm_linears
-from recompute.kernels.residual_mlp import residual_mlp
 
 TOKENS, H, INNER, V = 6, 32, 48, 40
-NORM, TARGET = torch.ones(H), torch.arange(TOKENS) % V
+TARGET = torch.arange(TOKENS) % V
 
 GATED = {
     "gate_weight": (INNER, H),
@@ -33,15 +29,6 @@ UNGATED = {name: shape for name, shape in GATED.items() if "gate" not in name}
 LINEAR = {"weight": (V, H), "bias": (V,)}
 
 
-def of_residual_mlp(x: Tensor, **options: Any) -> Tensor:
-    return residual_mlp(x, None, NORM.to(x.device), **options)
-
-
-def of_norm_linears(x: Tensor, weight: Tensor, bias: Tensor, **other: Tensor) -> Tensor:
-    weights, biases = (weight, other["up_weight"]), (bias, other["up_bias"])
-    return torch.cat(norm_linears(x, NORM.to(x.device), weights, biases)[0], -1)
-
-
 def of_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return linear_cross_entropy(x, weight, TARGET.to(x.device), bias)
 
@@ -49,12 +36,8 @@ def of_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 OPS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] = {
     "gated_mlp": (gated_mlp, GATED),
     "gated_mlp by tiles": (partial(gated_mlp, tile=4), GATED),
-    "residual_mlp": (of_residual_mlp, GATED),
-    "residual_mlp by tiles": (partial(of_residual_mlp, tile=4), GATED),
     "mlp": (mlp, UNGATED),
     "mlp by tiles": (partial(mlp, tile=4), UNGATED),
-    "activation_linear": (activation_linear, LINEAR),
-    "norm_linears": (of_norm_linears, {**LINEAR, "up_weight": (INNER, H), "up_bias": (INNER,)}),
     "linear_cross_entropy": (of_linear_cross_entropy, LINEAR),
 }
 """Each op, as a function of x and of its parameters by name, and the shapes of these."""

@@ -23,16 +23,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.kernels import launch
-from recompute.kernels.activation_linear import activation_linear
 from recompute.kernels.add_layer_norm import add_layer_norm
 from recompute.kernels.add_rms_norm import add_rms_norm
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.layer_norm import layer_norm
 from recompute.kernels.mlp import mlp
-from recompute.kernels.residual_mlp import residual_mlp
 from recompute.kernels.rms_norm import rms_norm
 from recompute.kernels.swiglu import geglu, swiglu
-from recompute.kernels.twin_layer_norm import twin_layer_norm
 
 M, H, I = 10, 257, 80  # noqa: E741
 EPS = 1e-6
@@ -86,11 +83,6 @@ def rms_norm_case(casting: str) -> Case:
 
 def eager_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
-
-
-def eager_residual_mlp(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    n = eager_rms_norm("llama")(x, norm)
-    return x + F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down)
 
 
 CASES = [
@@ -162,14 +154,6 @@ CASES = [
         saved_float32=2 * M,
     ),
     Case(
-        "twin_layer_norm",
-        lambda x, weight, bias: twin_layer_norm(x, weight, bias, None, None)[0],
-        eager_layer_norm,
-        ((M, H), (H,), (H,)),
-        saved_elements=M * H + 2 * H,
-        saved_float32=2 * M,
-    ),
-    Case(
         "swiglu",
         swiglu,
         lambda gate, up: F.silu(gate) * up,
@@ -221,32 +205,15 @@ CASES = [
         saved_elements=M * H + 2 * I * H + M * I,
         has_linears=True,
     ),
-    Case(
-        "activation_linear",
-        lambda x, weight, bias: activation_linear(x, weight, bias, "gelu_tanh"),
-        lambda x, weight, bias: F.linear(F.gelu(x, approximate="tanh"), weight, bias),
-        ((M, I), (H, I), (H,)),
-        saved_elements=M * I + I * H + H,
-        has_linears=True,
-    ),
-    Case(
-        "residual_mlp",
-        lambda x, *weights: residual_mlp(x, None, *weights, EPS),
-        eager_residual_mlp,
-        ((M, H), (H,), (I, H), (I, H), (H, I)),
-        saved_elements=M * H + H + 3 * I * H + 2 * M * I,
-        saved_float32=M,
-        has_linears=True,
-    ),
 ]
 
-_BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "layer_norm", "add_layer_norm", "twin_layer_norm", "swiglu",
-               "swiglu-packed", "geglu", "gated_mlp", "mlp", "activation_linear", "residual_mlp")  # fmt: skip
+_BY_DEFAULT = ("rms_norm-llama", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu",
+               "swiglu-packed", "geglu", "gated_mlp", "mlp")  # fmt: skip
 """Each op once; the others differ in a convention or an argument."""
 each_case = pytest.mark.parametrize("case", by_default({str(case): case for case in CASES}, *_BY_DEFAULT))
-_KINDS = ("rms_norm-llama", "add_layer_norm", "swiglu", "residual_mlp")
+_KINDS = ("rms_norm-llama", "add_layer_norm", "swiglu", "gated_mlp")
 each_kind_of_case = pytest.mark.parametrize("case", by_default({str(case): case for case in CASES}, *_KINDS))
-"""A norm, a sum with its norm, an activation, and a layer's half with Linears."""
+"""A norm, a sum with its norm, an activation, and an op with Linears."""
 
 
 def make_inputs(case: Case, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -436,7 +403,7 @@ def test_recorded_recipes_give_the_outputs_own_bits(
     case: Case, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     recorded: list[tuple[Any, ...]] = []
-    for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "twin_layer_norm", "swiglu"):
+    for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu"):
         module = importlib.import_module(f"recompute.kernels.{name}")
         monkeypatch.setattr(module, "record", lambda *arguments: recorded.append(arguments))
     inputs = make_inputs(case, device, dtype)

@@ -21,13 +21,12 @@ from recompute.kernels import (
     rms_norm,
     rope,
     swiglu,
-    twin_layer_norm,
 )
 from recompute.kernels.launch import IMPLEMENTATIONS, Launch
 from recompute.kernels.launch_plan import CALLS_BEFORE_PLAN, MAX_ATTEMPTS, PlannedCall, PlansByLayout
 
 M, H = 6, 16
-assert all((activation, add_rms_norm, rms_norm, rope, swiglu, twin_layer_norm)), "they register their ops"
+assert all((activation, add_rms_norm, rms_norm, rope, swiglu)), "they register their ops"
 
 
 def made(*shape: int, seed: int = 0) -> Tensor:
@@ -64,12 +63,6 @@ CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "glu_backward": lambda s: (made(M, H, seed=s), made(M, 2 * H, seed=s + 1), None, "silu", True, True, True),
     "activation_forward": lambda s: (made(M, H, seed=s), "relu2"),
     "activation_backward": lambda s: (made(M, H, seed=s), made(M, H, seed=s + 1), None, "gelu"),
-    "twin_layer_norm_forward": lambda s: (made(M, H, seed=s), *(made(H, seed=s + n) for n in range(1, 5)), 1e-5),
-    "twin_layer_norm_backward": lambda s: (
-        *(made(M, H, seed=s + n) for n in range(3)),
-        *(*(made(H, seed=s + n) for n in range(3, 7)), made(M, seed=s), made(M, seed=s + 1)),
-        *(*[True] * 5, made(M, H, seed=s + 7)),
-    ),
 }
 
 

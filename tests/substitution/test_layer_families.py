@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import recompute
 from recompute.counters import step_memory
 from recompute.errors import PolicyWarning
-from recompute.substitution.decoder_layer import KernelLayerRunner
 
 TOKENS = BATCH * LENGTH
 PLAIN = {key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "head_dim")}
@@ -37,20 +36,13 @@ def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 DROPOUT = dict.fromkeys(NO_DROPOUT, 0.1)
 FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": INTERMEDIATE}
-WHOLE = "add_layer_norm; cheap ops run again"
-TWINS = "twin_layer_norm; cheap ops run again"
-SANDWICH = "norm_linears, add_rms_norm; cheap ops run again"
 
 
 @dataclass(frozen=True)
 class Family:
     build: Callable[[], nn.Module]
-    explained: str
-    """What explain says of a layer."""
-    adds: int = 0
-    """The sums that the norms of a layer compute, which ops of their own compute where only parts have kernels."""
-    mlps: str = "activation_backward_"
-    """The op of its MLPs' backward."""
+    mlps: str = ""
+    """The op of its MLPs' backward; "": they are no modules, or the kernels know none that computes them."""
     kind: str = "llama"
     """Whose batches it takes."""
     last_norm: int = 8
@@ -60,7 +52,6 @@ class Family:
     """2 for an encoder and a decoder with as many layers each."""
 
 
-PARTS = "cheap ops run again"
 OPT = {
     "vocab_size": models.VOCABULARY,
     "hidden_size": models.HIDDEN,
@@ -81,33 +72,37 @@ def bart() -> nn.Module:
 
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), WHOLE, 3, kind="gpt2"),
-    "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), WHOLE, 3, kind="gpt2"),
-    "gpt_neox": Family(causal("GPTNeoX", **PLAIN), TWINS, 2),
-    "gpt_neox, one after the other": Family(causal("GPTNeoX", **PLAIN, use_parallel_residual=False), WHOLE, 3),
-    "phi": Family(causal("Phi", **SHAPE), WHOLE, 1),
-    "starcoder2": Family(causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0), WHOLE, 3),
-    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), TWINS, 2),
-    "falcon with one norm": Family(causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE), WHOLE, 1),
-    "falcon, one after the other": Family(
-        causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE, parallel_attn=False, alibi=True), WHOLE, 3
+    "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), "activation_backward_", kind="gpt2"),
+    "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), "activation_backward_", kind="gpt2"),
+    "gpt_neox": Family(causal("GPTNeoX", **PLAIN), "activation_backward_"),
+    "gpt_neox, one after the other": Family(
+        causal("GPTNeoX", **PLAIN, use_parallel_residual=False), "activation_backward_"
     ),
-    "vit": Family(lambda: models.make("vit"), WHOLE, 3, kind="vit"),
-    "vit with dropout": Family(lambda: models.make("vit", hidden_dropout_prob=0.1), WHOLE, 3, kind="vit"),
-    "cohere": Family(causal("Cohere", **SHAPE), WHOLE, 1, "glu_backward_"),
-    "gemma2": Family(lambda: models.make("gemma2"), SANDWICH, 6, "glu_backward_", "gemma2", 4),
-    "gemma3": Family(lambda: models.make("gemma3"), SANDWICH, 6, "glu_backward_", "gemma3", 4),
-    "phi3 with dropout": Family(lambda: models.make("phi3", resid_pdrop=0.1), SANDWICH, 3, "glu_backward_", "phi3", 4),
-    "nemotron": Family(causal("Nemotron", **SHAPE), PARTS, last_norm=0),
-    "opt": Family(causal("OPT", **OPT, dropout=0.0), PARTS),
-    "opt with dropout": Family(causal("OPT", **OPT, dropout=0.1), PARTS),
-    "opt, post-norm": Family(causal("OPT", **OPT, dropout=0.1, do_layer_norm_before=False), PARTS, last_norm=0),
-    "whisper": Family(lambda: models.make("whisper"), PARTS, kind="whisper", last_norm=24, stacks=2),
-    "bart with dropout": Family(bart, PARTS, kind="t5", last_norm=16, stacks=2),
-    "t5": Family(lambda: models.make("t5", dropout_rate=0.0), PARTS, 0, "glu_backward", "t5", 8, 2),
-    "t5 with dropout": Family(lambda: models.make("t5", dropout_rate=0.1), PARTS, 0, "glu_backward", "t5", 8, 2),
-    "bert": Family(lambda: models.make("bert", **NO_BERT_DROPOUT), PARTS, kind="bert", last_norm=16),
-    "bert with dropout": Family(lambda: models.make("bert", hidden_dropout_prob=0.1), PARTS, kind="bert", last_norm=16),
+    "phi": Family(causal("Phi", **SHAPE), "activation_backward_"),
+    "starcoder2": Family(
+        causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0), "activation_backward_"
+    ),
+    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), "activation_backward_"),
+    "falcon with one norm": Family(causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE), "activation_backward_"),
+    "falcon, one after the other": Family(
+        causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE, parallel_attn=False, alibi=True), "activation_backward_"
+    ),
+    "vit": Family(lambda: models.make("vit"), "activation_backward_", kind="vit"),
+    "vit with dropout": Family(lambda: models.make("vit", hidden_dropout_prob=0.1), "activation_backward_", kind="vit"),
+    "cohere": Family(causal("Cohere", **SHAPE), "glu_backward_"),
+    "gemma2": Family(lambda: models.make("gemma2"), "glu_backward_", "gemma2", 4),
+    "gemma3": Family(lambda: models.make("gemma3"), "glu_backward_", "gemma3", 4),
+    "phi3 with dropout": Family(lambda: models.make("phi3", resid_pdrop=0.1), "glu_backward_", "phi3", 4),
+    "nemotron": Family(causal("Nemotron", **SHAPE), "activation_backward_", last_norm=0),
+    "opt": Family(causal("OPT", **OPT, dropout=0.0)),
+    "opt with dropout": Family(causal("OPT", **OPT, dropout=0.1)),
+    "opt, post-norm": Family(causal("OPT", **OPT, dropout=0.1, do_layer_norm_before=False), last_norm=0),
+    "whisper": Family(lambda: models.make("whisper"), kind="whisper", last_norm=24, stacks=2),
+    "bart with dropout": Family(bart, kind="t5", last_norm=16, stacks=2),
+    "t5": Family(lambda: models.make("t5", dropout_rate=0.0), kind="t5", last_norm=8, stacks=2),
+    "t5 with dropout": Family(lambda: models.make("t5", dropout_rate=0.1), kind="t5", last_norm=8, stacks=2),
+    "bert": Family(lambda: models.make("bert", **NO_BERT_DROPOUT), kind="bert", last_norm=16),
+    "bert with dropout": Family(lambda: models.make("bert", hidden_dropout_prob=0.1), kind="bert", last_norm=16),
 }
 
 
@@ -198,32 +193,11 @@ def test_a_layer_with_rms_norms_and_an_ungated_mlp_runs_on_no_tape() -> None:
 
 @each_family
 def test_the_kernels_run(name: str) -> None:
-    family, (model, handle) = FAMILIES[name], settled(name, "kernel")
-    ops = ops_of(model, name)
-    assert ("kernel: add_layer_norm" in handle.explain(wide=True)) is (family.explained == WHOLE)
-    assert family.explained in handle.explain(wide=True)
-    if family.kind == "bert":
-        return  # a lost kernel, to be mended: its activation and the Linear behind it are not recognized any more
-    for op in ("activation_backward_", "glu_backward_", "glu_backward"):
-        assert ops.get(f"recompute.{op}", 0) == (LAYERS * family.stacks if op == family.mlps else 0)
-
-
-def ops_of(model: nn.Module, name: str) -> dict[str, int]:
+    family, (model, _) = FAMILIES[name], settled(name, "kernel")
     with counted_ops() as ops:
         outcome(model, name)
-    return ops
-
-
-@pytest.mark.parametrize("name", by_default([name for name, family in FAMILIES.items() if family.adds], "gpt_neox"))
-def test_norms_add_what_parts_alone_add_by_ops_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = settled(name, "kernel")
-    monkeypatch.setattr(KernelLayerRunner, "for_module", lambda *_: None)
-    parts, handle = under(name, layers("kernel"))
-    assert FAMILIES[name].explained not in handle.explain(wide=True)
-    of_parts, of_whole = (
-        ops["aten.add"] + ops.get("aten.add_", 0) for ops in (ops_of(parts, name), ops_of(whole, name))
-    )
-    assert of_parts - of_whole == FAMILIES[name].adds * LAYERS
+    for op in ("activation_backward_", "glu_backward_", "glu_backward"):
+        assert ops.get(f"recompute.{op}", 0) == (LAYERS if op == family.mlps else 0)
 
 
 @pytest.mark.parametrize("name", by_default(list(FAMILIES), "cohere"))

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.errors import MutationError, UnsupportedError
-from recompute.substitution.activation_and_product import LazyActivation
 from recompute.substitution.head import LazyLogits
 from recompute.substitution.lazy_tensors import LazyTensor
-from recompute.substitution.norm import LazyNorm, LearnedLinears
 
 TOKENS, HIDDEN, VOCABULARY = 6, 8, 11
 
@@ -167,105 +165,6 @@ def test_logits_that_a_function_reads_give_their_gradient() -> None:
         Double.apply(each.view(-1, VOCABULARY)[1:]).square().sum().backward()
     inputs = [logits._head.hidden, logits._head.weight]
     assert all(each.grad is not None for each in inputs)
-
-
-@pytest.mark.parametrize("product", [lambda a, b: a * b, lambda a, b: b * a, torch.mul, lambda a, b: torch.mul(b, a)])
-def test_an_activation_and_its_product_become_one(product: Callable[[Tensor, Tensor], Tensor]) -> None:
-    gate, up = make(2, 3), make(2, 3, seed=1)
-    calls = []
-
-    def multiply(gate: Tensor, up: Tensor) -> Tensor:
-        calls.append((gate, up))
-        return F.silu(gate) * up
-
-    tensor = LazyActivation.of(gate, lambda: F.silu(gate), multiply)
-    assert torch.equal(product(tensor, up), F.silu(gate) * up)
-    assert len(calls) == 1
-    assert calls[0][0] is gate
-    assert calls[0][1] is up
-
-
-@pytest.mark.parametrize(
-    "other", [2.0, make(3), make(2, 1), make(2, 3).float()], ids=["number", "row", "column", "dtype"]
-)
-def test_other_products_of_an_activation_are_plain(other: Any) -> None:
-    gate = make(2, 3)
-    tensor = LazyActivation.of(gate, lambda: F.silu(gate), lambda *_: pytest.fail("fused"))
-    assert torch.equal(tensor * other, F.silu(gate) * other)
-
-
-def test_an_activation_made_without_gradients_has_none_in_its_product() -> None:
-    gate, up = make(2, 3), make(2, 3, seed=1)
-    with torch.no_grad():
-        tensor = LazyActivation.of(gate, lambda: F.silu(gate), lambda gate, up: F.silu(gate) * up)
-    (tensor * up).sum().backward()
-    assert gate.grad is None
-    assert up.grad is not None
-    assert torch.equal(up.grad, F.silu(gate))
-
-
-class Attention(nn.Module):
-    """Reads a norm's output with three Linears."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(HIDDEN, 4, bias=i == 0, dtype=torch.float64) for i in range(3))
-        self.linears = LearnedLinears()
-        self.together: list[list[Tensor]] = []
-
-    def forward(self, x: Tensor, also: Callable[[Tensor], Any] = lambda _: None, skip: bool = False) -> Tensor:
-        def together(x: Tensor, known: list[Any]) -> Any:
-            self.together.append([weight for weight, _ in known])
-            return [F.linear(x.sin(), *each) for each in known], x.view_as(x)
-
-        normed = LazyNorm.of(x, None, x.sin, self.linears, together)
-        also(normed)
-        result = torch.cat([self.q(normed), self.k(normed), self.k(normed) if skip else self.v(normed)])
-        self.linears.learn(normed)
-        return result
-
-    def expected(self, x: Tensor, skip: bool = False) -> Tensor:
-        y = x.sin()
-        return torch.cat([self.q(y), self.k(y), self.k(y) if skip else self.v(y)])
-
-
-def test_linears_behind_a_norm_are_learned_and_then_computed_with_it() -> None:
-    attention, x = Attention(), make(TOKENS, HIDDEN)
-    assert torch.equal(attention(x), attention.expected(x))
-    assert attention.together == []
-    for _ in range(2):
-        assert torch.equal(attention(x), attention.expected(x))
-    assert [len(weights) for weights in attention.together] == [3, 3]
-
-
-def test_a_weight_that_is_replaced_is_not_the_one_that_was_learned() -> None:
-    attention, x = Attention(), make(TOKENS, HIDDEN)
-    attention(x)
-    attention.k = nn.Linear(HIDDEN, 4, dtype=torch.float64)
-    assert torch.equal(attention(x), attention.expected(x))
-    assert torch.equal(attention(x), attention.expected(x))
-    assert [id(weight) for weight in attention.together[-1]] == [
-        id(m.weight) for m in (attention.q, attention.k, attention.v)
-    ]
-
-
-def test_a_linear_that_stays_away_is_forgotten() -> None:
-    attention, x = Attention(), make(TOKENS, HIDDEN)
-    attention(x)
-    for _ in range(3):
-        assert torch.equal(attention(x, skip=True), attention.expected(x, skip=True))
-    attention.together.clear()
-    attention(x, skip=True)
-    assert all(attention.v.weight is not weight for weights in attention.together for weight in weights)
-
-
-def test_a_norm_that_others_read_too_is_computed_and_its_linears_read_it() -> None:
-    attention, x = Attention(), make(TOKENS, HIDDEN)
-    seen = []
-    for _ in range(3):
-        assert torch.equal(attention(x, lambda y: seen.append(y + 0)), attention.expected(x))
-    assert attention.together == []
-    assert all(torch.equal(y, x.sin()) for y in seen)
 
 
 def head(shape: tuple[int, ...] = (2, 3), bias: bool = True) -> tuple[LazyLogits, Tensor]:

@@ -218,14 +218,6 @@ def layer_of(norm: type[nn.Module]) -> nn.Module:
     return layer
 
 
-def test_a_layer_with_such_norms_is_taken_as_a_whole() -> None:
-    layer, plain = layer_of(T5Like), layer_of(T5Like)
-    handle = recompute.apply(layer, rules(rule("TinyDecoderLayer", "recompute", via="kernel")))
-    assert "kernel: norm_linears, residual_mlp" in handle.explain(wide=True)
-    x = torch.randn(2, 5, HIDDEN)
-    torch.testing.assert_close(gradients(layer, x), gradients(plain, x))
-
-
 def test_where_attention_gives_a_wider_dtype_the_second_norm_rounds_as_it_does_without_a_policy() -> None:
     """The sum has two dtypes then: the norm reads float32, and rounds to the bfloat16 of its weight."""
     model, plain = (Wide(layer_of(T5Like).bfloat16()) for _ in range(2))

@@ -20,7 +20,8 @@ LONG = {"rerun": "gemm", "price": 0, "tile": 32, "offload": True, "min_bytes": 0
 
 
 def rules(**more: Any) -> dict[str, Any]:
-    return {"rules": [{"type": "block", "action": "recompute", "via": "kernel", **more}]}
+    keep = {} if "rerun" in more else {"keep": "gemm"}  # of which some are thin in a model this small
+    return {"rules": [{"type": "block", "action": "recompute", "via": "kernel", **keep, **more}]}
 
 
 @pytest.mark.parametrize("family", by_default(["llama", "gemma", "phi3", "qwen3", "mistral"], "llama"))
@@ -37,11 +38,11 @@ def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "note"),
-    [(CODES, "residual_mlp, gate and up in 8 bits"), *slow((TILES, "residual_mlp, 32 tokens at a time"))],
+    [(CODES, "gate and up in 8 bits"), *slow((TILES, "32 tokens at a time"))],
 )
 def test_explain_says_what_kernels_are_told(settings: dict[str, Any], note: str) -> None:
     with recompute.apply(make("llama"), rules(**settings)) as handle:
-        assert f"kernel: norm_linears, {note}" in handle.explain(wide=True)
+        assert f"kernel: gated_mlp (silu), {note}" in handle.explain(wide=True)
 
 
 def test_tiles_hold_less_and_their_peak_is_lower() -> None:
@@ -72,6 +73,4 @@ def test_stats_count_what_is_held(settings: dict[str, Any], held: float) -> None
 
     layers, tokens, intermediate = model.config.num_hidden_layers, 2 * 64, model.config.intermediate_size
     numbers = layers * tokens * 2 * intermediate
-    assert kept() - kept(**settings) == pytest.approx(
-        (4 - held) * numbers, rel=0.02
-    )  # of norms, tiles hold no statistics
+    assert kept() - kept(**settings) == pytest.approx((4 - held) * numbers, rel=0.02)

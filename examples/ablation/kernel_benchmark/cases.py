@@ -142,10 +142,6 @@ def draw_add_layer_norm(generator: Generator, tokens: int, hidden: int) -> Tenso
     return *leaves(normal(generator, tokens, hidden)), *draw_layer_norm(generator, tokens, hidden)
 
 
-def draw_twin_layer_norm(generator: Generator, tokens: int, hidden: int) -> Tensors:
-    return *draw_layer_norm(generator, tokens, hidden), *draw_layer_norm(generator, 1, hidden)[1:]
-
-
 def draw_product(generator: Generator, tokens: int, intermediate: int) -> Tensors:
     return leaves(normal(generator, tokens, intermediate), normal(generator, tokens, intermediate))
 
@@ -171,15 +167,6 @@ def draw_ungated_mlp(generator: Generator, tokens: int, hidden: int, intermediat
     weights = draw_weights(generator, (intermediate, hidden), (hidden, intermediate))
     biases = leaves(normal(generator, intermediate), normal(generator, hidden))
     return *leaves(normal(generator, tokens, hidden)), *weights, *biases
-
-
-def draw_residual_mlp(generator: Generator, tokens: int, hidden: int, intermediate: int) -> Tensors:
-    return *draw_add_norm(generator, tokens, hidden), *draw_mlp(generator, 0, hidden, intermediate)[1:]
-
-
-def draw_linears(generator: Generator, tokens: int, hidden: int, queries: int, keys: int) -> Tensors:
-    weights = draw_weights(generator, (queries, hidden), (keys, hidden), (keys, hidden))
-    return *draw_norm(generator, tokens, hidden), *weights
 
 
 def draw_logits(generator: Generator, tokens: int, hidden: int, vocabulary: int) -> Tensors:
@@ -285,21 +272,6 @@ BENCHMARKS = {
         small=(32, 128),
         compiled=((16384, 4096),),
     ),
-    "twin_layer_norm": Benchmark(
-        draw_twin_layer_norm,
-        (
-            Measure("forward", ("y", "other_y", "stream"), each(forward, "twin_layer_norm"), elements=times(3)),
-            Measure(
-                "backward",
-                ("dx", "dweight", "dbias", "dother_weight", "dother_bias"),
-                each(backward, "twin_layer_norm"),
-                elements=times(5),
-            ),
-        ),
-        sizes=((4096, 2048), (16384, 4096)),
-        small=(32, 128),
-        compiled=((16384, 4096),),
-    ),
     "swiglu": Benchmark(
         draw_product,
         (
@@ -365,36 +337,6 @@ BENCHMARKS = {
         sizes=((8192, 4096, 16384), (16384, 1600, 6400)),
         small=(64, 128, 256),
         compiled=((8192, 4096, 16384),),
-    ),
-    "residual_mlp": Benchmark(
-        draw_residual_mlp,
-        (
-            Measure(
-                "forward + backward",
-                ("y", "dx", "dresidual", "dnorm_weight", "dgate_weight", "dup_weight", "ddown_weight"),
-                each(step, "residual_mlp"),
-                flops=times(18),
-                holds=True,
-            ),
-        ),
-        sizes=((8192, 4096, 14336),),
-        small=(64, 128, 256),
-        compiled=((8192, 4096, 14336),),
-    ),
-    "norm_linears": Benchmark(
-        draw_linears,
-        (
-            Measure(
-                "forward + backward",
-                ("q", "k", "v", "x", "dx", "dnorm_weight", "dq_weight", "dk_weight", "dv_weight"),
-                each(step, "norm_linears"),
-                flops=lambda tokens, hidden, queries, keys: 6 * tokens * hidden * (queries + 2 * keys),
-                holds=True,
-            ),
-        ),
-        sizes=((8192, 4096, 4096, 1024),),
-        small=(64, 128, 128, 64),
-        compiled=((8192, 4096, 4096, 1024),),
     ),
     "linear_cross_entropy": Benchmark(
         draw_logits,

@@ -53,10 +53,6 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, no
     return norm(h, weight, bias), h
 
 
-def twin_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, other_weight: Tensor, other_bias: Tensor) -> Tensors:
-    return layer_norm(x, weight, bias), layer_norm(x, other_weight, other_bias), x.view_as(x)
-
-
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
@@ -80,26 +76,6 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, product: Functi
 def mlp(x: Tensor, up: Tensor, down: Tensor, up_bias: Tensor, down_bias: Tensor) -> Tensor:
     """GPT-NeoX's. GPT-2's has the approximate GELU, and its weights transposed."""
     return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
-
-
-def norm_linears(x: Tensor, norm_weight: Tensor, *weights: Tensor, norm: Function = rms_norm) -> Tensors:
-    """The projections of a norm's output; and x, from which the residual stream goes on."""
-    n = norm(x, norm_weight)
-    return *(F.linear(n, weight) for weight in weights), x
-
-
-def residual_mlp(
-    x: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    add_norm: Function = add_rms_norm,
-    product: Function = swiglu,
-) -> Tensor:
-    n, h = add_norm(x, residual, norm_weight)
-    return h + gated_mlp(n, gate, up, down, product)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -150,16 +126,6 @@ def our_mlp(**options: Any) -> Load:
     return load
 
 
-def our_norm_linears() -> Function:
-    function = import_module("recompute.kernels.norm_linears").norm_linears
-
-    def call(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensors:
-        outputs, h = function(x, norm_weight, weights, eps=EPS)
-        return *outputs, h
-
-    return call
-
-
 LIGER_NORM = op("liger_kernel.ops", "LigerRMSNormFunction.apply", EPS)
 LIGER_ADD_NORM = op("liger_kernel.ops", "LigerFusedAddRMSNormFunction.apply", EPS)
 LIGER_LAYER_NORM = op("liger_kernel.ops", "LigerLayerNormFunction.apply", EPS)
@@ -198,11 +164,6 @@ WAYS: dict[str, dict[str, Load]] = {
         COMPILED: compiled(add_layer_norm),
         LIGER: formula(add_layer_norm, norm=LIGER_LAYER_NORM),
     },
-    "twin_layer_norm": {
-        OURS: op("recompute.kernels.twin_layer_norm", "twin_layer_norm", EPS),
-        EAGER: formula(twin_layer_norm),
-        COMPILED: compiled(twin_layer_norm),
-    },
     "swiglu": {
         OURS: op("recompute.kernels.swiglu", "swiglu"),
         EAGER: formula(swiglu),
@@ -233,19 +194,6 @@ WAYS: dict[str, dict[str, Load]] = {
         OURS_UP_8_BITS: our_mlp(compress=True),
         EAGER: formula(mlp),
         COMPILED: compiled(mlp),
-    },
-    "residual_mlp": {
-        OURS: op("recompute.kernels.residual_mlp", "residual_mlp", EPS),
-        OURS_8_BITS: op("recompute.kernels.residual_mlp", "residual_mlp", EPS, compress=True),
-        EAGER: formula(residual_mlp),
-        COMPILED: compiled(residual_mlp),
-        LIGER: formula(residual_mlp, add_norm=LIGER_ADD_NORM, product=LIGER_SWIGLU),
-    },
-    "norm_linears": {
-        OURS: our_norm_linears,
-        EAGER: formula(norm_linears),
-        COMPILED: compiled(norm_linears),
-        LIGER: formula(norm_linears, norm=LIGER_NORM),
     },
     "linear_cross_entropy": {
         OURS: OUR_CROSS_ENTROPY(),

@@ -83,26 +83,6 @@ class OpPolicy:
         return ""
 
 
-class KernelOpPolicy(OpPolicy):
-    """For a region that kernels compute as a whole: what the kernels save is kept, as they were written to save it.
-
-    Kernels may run again where that frees whole activations, as recipes have them do where there is no tape. Nothing
-    else runs again.
-    """
-
-    def __init__(self) -> None:
-        # In bytes a second. To run the norm of 4096 x 2048 again takes 10 us of an H200: one number a row, 16 KB, is
-        # held rather than that, and 16 MB are not.
-        super().__init__(Mechanism.TAPE, frozenset(), frozenset(), price=1e11, hold=None, regenerates=True)
-
-    def _reason_to_keep(self, known: OpFacts) -> str:
-        return "" if known.name.startswith("recompute.") else "no kernel, of which alone some run again here"
-
-
-kernel_op_policy = functools.cache(KernelOpPolicy)
-"""The one that all regions of kernels share."""
-
-
 def op_policy(meaning: Meaning) -> OpPolicy:
     """What a rule says of ops."""
     return _op_policy(meaning.mechanism, meaning.rerun, meaning.keep, meaning.price, meaning.hold, meaning.regenerates)

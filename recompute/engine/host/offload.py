@@ -82,7 +82,6 @@ class OffloadFrame:
     """One execution of a region, and the scope in which what is saved is offloaded."""
 
     is_checkpoint = False
-    can_be_bypassed = False
     holds_elsewhere = True
 
     def __init__(self, region: OffloadRegion, *, counts: bool):

@@ -76,12 +76,11 @@ class TapeRegion:
         function: Callable[..., Any],
         args: tuple,
         kwargs: dict,
-        variant: Hashable = None,
         start: Callable[[TapeRegion, Hashable], Tape] | None = None,
     ) -> Any:
         """``function(*args, **kwargs)`` by a tape. Inside of another tape it is a part of that, with its own op policy.
 
-        variant: differs from last time's if other ops are to be expected. start: makes the tape, if not ``Tape``.
+        start: makes the tape, if not ``Tape``, of this region and the kind of the call.
         """
         if is_inside_checkpoint():  # a checkpoint drops everything anyway, and counts what is saved
             return function(*args, **kwargs)
@@ -91,14 +90,14 @@ class TapeRegion:
             with _NestedRegion(around, self.op_policy):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
-        tape = (start or Tape)(self, (variant, *_kinds_of((*args, *kwargs.values()))))
+        tape = (start or Tape)(self, _kinds_of((*args, *kwargs.values())))
         with tape:
             result = function(*args, **kwargs)
         self.plan = tape.finish(result)
         return result
 
 
-def _kinds_of(arguments: Iterable[Any]) -> list[Hashable]:
+def _kinds_of(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
     """What the ops of a call mostly depend on, so that kinds of calls that take turns have a plan each."""
     kinds: list[Any] = []
     for value in arguments:
@@ -108,7 +107,7 @@ def _kinds_of(arguments: Iterable[Any]) -> list[Hashable]:
             kinds.append(value)
         else:
             kinds.append(type(value))
-    return kinds
+    return tuple(kinds)
 
 
 class _NestedRegion:
