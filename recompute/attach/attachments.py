@@ -28,8 +28,8 @@ from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError,
 from recompute.policy.matching import assign
 from recompute.policy.meaning import Kernels, Meaning, meaning_of
 from recompute.policy.rules import Policy
+from recompute.substitution.formulas import is_decorated, looking_once
 from recompute.substitution.kernel_runner import kernel_of
-from recompute.substitution.module_formula import is_decorated, tracing_once
 
 
 def attachments_of(
@@ -59,7 +59,7 @@ def attachments_of(
     parts = {path for path, i in rules.items() if meanings[i].extends_inward and _rule_around(path, rules) == i}
     governed = rules.keys() - parts
     _check_directories(policy.name, {index: meanings[index] for index in rules.values()})
-    with tracing_once():
+    with looking_once():
         for path, index in rules.items():
             if path in parts:  # of the region of the module around it
                 continue

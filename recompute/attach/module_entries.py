@@ -12,7 +12,7 @@ from torch import nn
 
 from recompute.compiled.unwrap import uncompiled
 from recompute.policy.matching import ModuleEntry
-from recompute.substitution.module_formula import is_decorated
+from recompute.substitution.formulas import is_decorated
 
 _NAMES = ("Layer", "Block")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

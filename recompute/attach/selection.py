@@ -19,9 +19,9 @@ from recompute.compiled.under_torch_compile import compiled_region
 from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
+from recompute.substitution.formulas import is_decorated
 from recompute.substitution.head import KernelHeadRunner
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
-from recompute.substitution.module_formula import is_decorated
 from recompute.substitution.recognition import find_kernel
 
 

@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from recompute.compiled.called_methods import CalledMethods
 from recompute.compiled.recording import NotCapturable
@@ -45,6 +46,25 @@ is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as to
 def asks_about_tracing() -> bool:
     """Whether the user's code in the last traced call asked if it is compiled: otherwise it may do something else."""
     return _local.asks
+
+
+def has_effects() -> bool:
+    """Whether what is being traced changes anything that was there before. A graph does not tell."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # it takes a second to load
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    if effects.tensor_hooks or effects.save_for_backward:
+        return True
+    new = (AttributeMutationNew, ValueMutationNew)
+    changed = filter(effects.is_modified, effects.id_to_variable.values())
+    return any(not isinstance(each.mutation_type, new) for each in changed)
+
+
+def depends_on_sizes() -> bool:
+    """Whether what is being traced branches on a size that is not fixed."""
+    mode: Any = TracingContext.get().fake_mode
+    return bool(mode.shape_env.guards)
 
 
 _TORCHS = os.path.dirname(torch.__file__)

@@ -2,251 +2,170 @@
 
 A gated one is ``down(activation(gate(x)) * up(x))``. The kernels hold what gate and up give, and neither the activation
 nor the product. One that is not gated is ``down(activation(up(x)))``, of which they hold what up gives. A Linear may be
-``torch.nn.Linear`` or any module with its formula, such as Hugging Face's Conv1D, whose weight lies transposed.
+``torch.nn.Linear`` or any module with its formula, such as Hugging Face's Conv1D, whose weight lies transposed. The
+activation may be a submodule, or an expression in forward.
 
 Dropout is passed over where its probability is 0. Where it is more, an MLP that is not gated may have a dropout of its
 output: the module itself drops then, as it does without a policy. An MLP with dropout elsewhere is not recognized.
-
-The activation may be a submodule, or an expression in forward, such as ``torch.nn.functional.silu(self.w1(x))``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
-from recompute.kernels.activation import activation_reference
+from recompute.kernels.linears import autocasts
 from recompute.kernels.swiglu import ACTIVATIONS as GATE_ACTIVATIONS
-from recompute.substitution.careful_calls import careful
-from recompute.substitution.kernel_runner import (
-    PLAIN_TENSORS,
-    KernelRunner,
-    drop_nothing,
-    is_hooked,
-    is_plain_linear,
-    only_argument,
-)
-from recompute.substitution.module_formula import Formula, copy_without_policy, formula_of
+from recompute.substitution.formulas import INPUT, Conditions, Formula, add, formula_of, mul, takes_one_argument
+from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, only_argument
 from recompute.substitution.settings import ANY_SETTINGS, Settings
-from recompute.substitution.trial import computes_the_same
 
 
-@dataclass(frozen=True)
-class Activation:
-    """The name of the submodule that is the activation, or else the name by which the kernels know it."""
-
-    module: str | None = None
-    known_as: str | None = None
-
-
-@dataclass(frozen=True)
-class GatedMLP:
-    """The names of the submodules. Where ``up`` is None, ``gate`` gives both halves."""
-
-    gate: str
-    up: str | None
-    down: str
-    activation: Activation
-
-
-@dataclass(frozen=True)
-class UngatedMLP:
-    """The names of the submodules."""
-
-    up: str
-    down: str
-    activation: Activation
-    dropout: str | None = None
-    """A dropout of the output, as GPT-2 has it; None: there is none, or it drops nothing."""
+def _known_activations() -> dict[Formula, str]:
+    """The activations that the kernels know, by the formulas by which modules compute them."""
+    tanh = ("tanh", mul((2 / torch.pi) ** 0.5, add(INPUT, mul(0.044715, ("pow", INPUT, 3.0)))))
+    # As Megatron and Bloom write it, and FastGELU.
+    megatron = ("tanh", mul(mul(0.79788456, INPUT), add(1.0, mul(INPUT, mul(0.044715, INPUT)))))
+    fast = ("tanh", mul(mul(INPUT, 0.7978845608), add(1.0, mul(mul(0.044715, INPUT), INPUT))))
+    half, erf = mul(0.5, INPUT), ("erf", ("truediv", INPUT, 2**0.5))
+    return {
+        ("silu", INPUT): "silu",
+        ("gelu", INPUT): "gelu",
+        ("gelu", INPUT, "none"): "gelu",
+        mul(half, add(1.0, erf)): "gelu",
+        ("gelu", INPUT, "tanh"): "gelu_tanh",
+        **{mul(half, add(1.0, each)): "gelu_tanh" for each in (tanh, megatron, fast)},
+        mul(INPUT, ("sigmoid", mul(1.702, INPUT))): "quick_gelu",
+        ("relu", INPUT): "relu",
+        ("square", ("relu", INPUT)): "relu2",
+    }
 
 
-def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
-    """The gated MLP that ``module`` computes, if that is all it does."""
-    formula = formula_of(module)
-    return None if formula is None else _gated(formula)
+_ACTIVATIONS = _known_activations()
 
 
-def _gated(formula: Formula) -> GatedMLP | None:
-    match formula.tree:
-        case ("module", int(down), ("mul", left, right)):
-            pass
-        case _:
-            return None
-    for active, other in ((left, right), (right, left)):
-        found = _activated(formula, active)
-        match found, other:
-            case (activation, ("module", int(gate), ("input", 0))), ("module", int(up), ("input", 0)):
-                return GatedMLP(formula.names[gate], formula.names[up], formula.names[down], activation)
-            case (activation, ("getitem", chunks, 0)), ("getitem", others, 1) if chunks == others:
-                match chunks:
-                    case ("chunk", ("module", int(both), ("input", 0)), 2, -1):
-                        return GatedMLP(formula.names[both], None, formula.names[down], activation)
+class _Linear(NamedTuple):
+    """A Linear in a formula: the paths of its parameters."""
+
+    weight: str
+    bias: str | None
+    is_transposed: bool = False
+    """Whether the weight is (inputs, outputs), and not (outputs, inputs)."""
+    is_torchs: bool = False
+    """Whether it is a call of ``torch.nn.functional.linear``."""
+
+
+def _linear(formula: Formula) -> tuple[_Linear, Formula] | None:
+    """A Linear, and what it is given."""
+    match formula:
+        case ("linear", given, ("parameter", str(weight)), None):
+            return _Linear(weight, None, is_torchs=True), given
+        case ("linear", given, ("parameter", str(weight)), ("parameter", str(bias))):
+            return _Linear(weight, bias, is_torchs=True), given
+        case (
+            "unflatten",
+            ("addmm", ("parameter", str(bias)), ("flatten", given), ("parameter", str(weight))),
+        ):
+            return _Linear(weight, bias, is_transposed=True), given
+        case ("matmul", given, ("t", ("parameter", str(weight)))):
+            return _Linear(weight, None), given
+        case ("add", one, other):
+            for product, summand in ((one, other), (other, one)):
+                match _linear(product), summand:
+                    case (_Linear(weight=weight, bias=None, is_torchs=False), given), ("parameter", str(bias)):
+                        return _Linear(weight, bias), given
     return None
 
 
-def _ungated(formula: Formula) -> UngatedMLP | None:
-    ways: list[tuple[str | None, int, Any]] = []
-    match formula.tree:
-        case ("module", int(outer), given):
-            ways.append((None, outer, given))
-            match given:
-                case ("module", int(down), active):  # what is around it may be a dropout
-                    ways.append((formula.names[outer], down, active))
-    for dropout, down, active in ways:
-        match _activated(formula, active):
-            case activation, ("module", int(up), ("input", 0)):
-                return UngatedMLP(formula.names[up], formula.names[down], activation, dropout)
+def _linear_of_input(formula: Formula) -> _Linear | None:
+    found = _linear(formula)
+    return found[0] if found is not None and found[1] == INPUT else None
+
+
+def _activated(formula: Formula) -> tuple[str, Formula] | None:
+    """An activation, and what it is given: what a Linear gives of the input, or one half of that."""
+    for inner in _given_by_linears(formula):
+        if (name := _ACTIVATIONS.get(_of_input(formula, inner))) is not None:
+            return name, inner
     return None
 
 
-def _activated(formula: Formula, tree: Any) -> tuple[Activation, Any] | None:
-    """An activation, and what it is given; None if ``tree`` is none of something that a submodule has given."""
-    match tree:
-        case ("module", int(index), inner) if inner != _X:
-            return Activation(module=formula.names[index]), inner
-    for inner in _given_by_modules(tree):
-        name = _known_activation(replace(formula, tree=_of_input(tree, inner)))
-        if name is not None:
-            return Activation(known_as=name), inner
-    return None
+def _given_by_linears(formula: Formula) -> Iterator[Formula]:
+    half = isinstance(formula, tuple) and formula[:1] == ("getitem",)
+    if half or _linear_of_input(formula) is not None:
+        yield formula
+    elif isinstance(formula, tuple):
+        for part in formula:
+            yield from _given_by_linears(part)
 
 
-def _given_by_modules(tree: Any) -> Iterator[Any]:
-    """What submodules give of the input, and halves of that, in the order in which a tree has them."""
-    match tree:
-        case ("module", int(), ("input", 0)) | ("getitem", ("chunk", ("module", int(), ("input", 0)), 2, -1), _):
-            yield tree
-        case tuple():
-            for part in tree:
-                yield from _given_by_modules(part)
-
-
-def _of_input(tree: Any, inner: Any) -> Any:
-    """``tree`` with the input in the place of ``inner``. It becomes None, which is nothing known, if it has others."""
-    if tree == inner:
-        return _X
-    if not isinstance(tree, tuple):
-        return tree
-    return None if tree[:1] in (("input",), ("module",)) else tuple([_of_input(part, inner) for part in tree])
-
-
-def find_activation(module: nn.Module) -> str | None:
-    """The name by which ``kernels.mlp`` knows what ``module`` computes, if it knows it, and not in place; else None."""
-    formula = formula_of(module)
-    if formula is None:
+def _of_input(formula: Formula, inner: Formula) -> Formula:
+    """``formula`` with the input in the place of ``inner``. Of other inputs it becomes None, which is nothing known."""
+    if formula == inner:
+        return INPUT
+    if not isinstance(formula, tuple):
+        return formula
+    if formula[:1] in (("input",), ("parameter",)):
         return None
-    match formula.tree:
-        case (type() as function, ("input", 0)) if issubclass(function, Function):
-            found = formula_of(_ForwardOf(function))
-            name = None if found is None else _known_activation(found)
-        case _:
-            name = _known_activation(formula)
-    return name if name is not None and _is_activation(module, name) else None
+    parts = [_of_input(part, inner) for part in formula]
+    if parts[0] in ("add", "mul"):
+        return (add if parts[0] == "add" else mul)(*parts[1:])
+    return tuple(parts)
 
 
-def _known_activation(formula: Formula) -> str | None:
-    tree = _with_values(formula.tree, formula.numbers)
-    return next((name for name, known in _ACTIVATIONS if tree == known), None)
+class _Parts(NamedTuple):
+    """The Linears of an MLP. Where a gated one has no ``up``, gate gives both halves."""
+
+    gate: _Linear | None
+    up: _Linear | None
+    down: _Linear
+    activation: str
 
 
-class _ForwardOf(nn.Module):
-    """What an autograd Function computes, apart from its gradient."""
-
-    def __init__(self, function: type[Function]):
-        super().__init__()
-        self.function = function
-        self.context = _NoContext()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function.forward(self.context, x)
-
-
-class _NoContext:
-    def save_for_backward(self, *tensors: Any) -> None:
-        pass
-
-
-def _is_activation(module: nn.Module, name: str) -> bool:
-    """Whether a module gives the values and the gradients of an activation. A trace does not tell of gradients."""
-    copy = copy_without_policy(module, module.training)
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-        near = torch.linspace(-12, 12, 999, dtype=torch.float64, device="cpu")
-        x = torch.cat((near, 1e3 * near)).requires_grad_()
-        dy = 10 ** torch.linspace(-3, 3, x.numel(), dtype=torch.float64, device="cpu") * torch.cos(7 * x.detach())
-        y = activation_reference(x, name)
-        (dx,) = torch.autograd.grad(y, x, dy)
-        try:
-            found = careful(base_of(module).forward)(copy, x)
-            (gradient,) = torch.autograd.grad(found, x, dy)
-        except Exception:
-            # Any module comes here, and its forward or its backward may raise anything. Then it is not recognized.
-            return False
-        is_same = found.shape == gradient.shape == x.shape and x._version == 0
-        return is_same and bool(
-            ((gradient - dx).abs() <= 1e-7 * dy.abs()).all() and ((found - y).abs() <= 1e-7 * (1 + y.abs())).all()
-        )
+def _parts_of(formula: Formula) -> _Parts | None:
+    found = _linear(formula)
+    if found is None:
+        return None
+    down, hidden = found
+    match hidden:
+        case ("mul", one, other):
+            for active, factor in ((one, other), (other, one)):
+                if (gated := _gated(down, active, factor)) is not None:
+                    return gated
+    match _activated(hidden):
+        case (str(activation), inner) if (up := _linear_of_input(inner)) is not None:
+            return _Parts(None, up, down, activation)
+    return None
 
 
-def _with_values(tree: Any, numbers: tuple[float, ...]) -> Any:
-    """A tree in which numbers stand as they are, and integers as floating-point numbers."""
-    match tree:
-        case ("input", _):
-            return tree
-        case ("number", int(index)):
-            return numbers[index]
-        case (("mul" | "add") as name, left, right):
-            return _sorted(name, *(_with_values(each, numbers) for each in (left, right)))
-        case tuple():
-            return tuple([_with_values(each, numbers) for each in tree])
-    return float(tree) if type(tree) is int else tree
-
-
-def _sorted(name: str, left: Any, right: Any) -> Any:
-    return (name, *sorted((left, right), key=repr))
-
-
-_X = ("input", 0)
-_CUBIC = _sorted("add", _X, _sorted("mul", 0.044715, ("pow", _X, 3.0)))
-_TANH = ("tanh", _sorted("mul", (2 / torch.pi) ** 0.5, _CUBIC))
-_FACTOR = _sorted("add", 1.0, _sorted("mul", _X, _sorted("mul", 0.044715, _X)))
-_MEGATRON_TANH = ("tanh", _sorted("mul", _sorted("mul", 0.79788456, _X), _FACTOR))  # as Megatron and Bloom write it
-_FAST_FACTOR = _sorted("add", 1.0, _sorted("mul", _sorted("mul", 0.044715, _X), _X))
-_FAST_TANH = ("tanh", _sorted("mul", _sorted("mul", _X, 0.7978845608), _FAST_FACTOR))
-_ERF = ("erf", ("truediv", _X, 2**0.5))
-_ACTIVATIONS: list[tuple[str, Any]] = [
-    ("silu", ("silu", _X)),
-    ("gelu", ("gelu", _X)),
-    ("gelu", ("gelu", _X, "none")),
-    ("gelu", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _ERF))),  # written out, as ESM has it
-    ("gelu_tanh", ("gelu", _X, "tanh")),
-    ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _TANH))),  # NewGELU, written out
-    ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _MEGATRON_TANH))),
-    ("gelu_tanh", _sorted("mul", _sorted("mul", 0.5, _X), _sorted("add", 1.0, _FAST_TANH))),  # FastGELU
-    ("quick_gelu", _sorted("mul", _X, ("sigmoid", _sorted("mul", 1.702, _X)))),
-    ("relu", ("relu", _X)),
-    ("relu2", ("square", ("relu", _X))),
-    ("relu2", ("pow", ("relu", _X), 2.0)),
-]
-"""Names of activations, and what ``_with_values`` gives for modules that compute them."""
+def _gated(down: _Linear, active: Formula, factor: Formula) -> _Parts | None:
+    match _activated(active), factor:
+        case (str(name), ("getitem", chunks, 0.0)), ("getitem", others, 1.0) if chunks == others:
+            match chunks:
+                case ("chunk", both, 2.0, -1.0) if (gate := _linear_of_input(both)) is not None:
+                    return _Parts(gate, None, down, name)
+        case (str(name), inner), _:
+            gate, up = _linear_of_input(inner), _linear_of_input(factor)
+            if gate is not None and up is not None:
+                return _Parts(gate, up, down, name)
+    return None
 
 
 @dataclass(frozen=True)
 class KernelLinear:
-    """A Linear that the kernels can compute, and the class of the module that was recognized as one."""
+    """A Linear that the kernels can compute, by its name in the MLP, and the class that it had when it was found."""
 
+    name: str
     cls: type[nn.Module]
     weight: str
     bias: str | None
     is_transposed: bool
-    """Whether the weight is (inputs, outputs), and not (outputs, inputs)."""
     settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
     def operands(self, module: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
@@ -259,31 +178,18 @@ class KernelLinear:
         return (weight.t() if self.is_transposed else weight, bias) if self.settings.are_those_of(module) else None
 
 
-_PLAIN_LINEAR = KernelLinear(nn.Linear, "weight", "bias", is_transposed=False)
-
-
-def find_linear(module: nn.Module | None) -> KernelLinear | None:
-    """The Linear that ``module`` computes, if that is all it does."""
-    if module is None or is_plain_linear(module):
-        return None if module is None else _PLAIN_LINEAR
-    formula = None if is_hooked(module) or any(module.children()) else formula_of(module)
-    if formula is None:
+def _kernel_linear(linear: _Linear | None, module: nn.Module) -> KernelLinear | None:
+    """The child of ``module`` that is this Linear; None if there is none, or the kernels may not go around it."""
+    if linear is None:
         return None
-    found: tuple[int, int | None, bool] | None = None
-    shape_of_x = ("getitem", ("size", _X), slice(None, -1))
-    match formula.tree:
-        case ("view", ("addmm", ("attribute", int(bias)), ("view", x, -1, ("size", y, -1)), ("attribute", int(w))), to):
-            if x == y == _X and to == _sorted("add", shape_of_x, getattr(module, formula.names[w]).shape[1:]):
-                found = w, bias, True
-        case ("matmul", x, ("getattr", ("attribute", int(w)), "T")) if x == _X:
-            found = w, None, False
-        case ("add", ("attribute", int(bias)), ("matmul", x, ("getattr", ("attribute", int(w)), "T"))) if x == _X:
-            found = w, bias, False
-    if found is None:
+    name, _, weight = linear.weight.rpartition(".")
+    owner, _, bias = (linear.bias or f"{name}.").rpartition(".")
+    child = module._modules.get(name)
+    if child is None or owner != name or is_hooked(child):
         return None
-    weight, bias_index, is_transposed = found
-    bias_name = None if bias_index is None else formula.names[bias_index]
-    return KernelLinear(base_of(module), formula.names[weight], bias_name, is_transposed, Settings.of(module))
+    if base_of(child) is nn.Linear:  # whose weight forward may also use by itself
+        return KernelLinear(name, nn.Linear, "weight", "bias", is_transposed=False) if linear.is_torchs else None
+    return KernelLinear(name, base_of(child), weight, bias or None, linear.is_transposed, Settings.of(child))
 
 
 MLPOperands = tuple[tuple[Any, ...], dict[str, Any]]
@@ -295,49 +201,38 @@ None where gate gives both halves, and down's; of another, up's and down's."""
 class KernelMLP:
     """An MLP that the kernels can compute, with the activation that it had when it was recognized."""
 
-    parts: GatedMLP | UngatedMLP
-    linears: tuple[tuple[str, str, KernelLinear], ...]
-    """For each Linear the name of its part (``gate``, ``up`` or ``down``), of its module, and how it is computed."""
+    linears: tuple[tuple[str, KernelLinear], ...]
+    """With the names of their parts: ``gate``, ``up`` and ``down``."""
     activation: str
-    activation_module: nn.Module | None
-    """None: it is an expression in forward."""
-    dropouts: tuple[str, ...]
-    """The names of dropouts that drop nothing, or of attributes that are their probabilities."""
+    dropout: str | None
+    """The name of a dropout of the output, as GPT-2 has it; None: there is none, or it drops nothing."""
+    others: tuple[tuple[str, nn.Module, Settings], ...]
+    """The other submodules, such as the activation, and what they were like."""
     settings: Settings
-    activation_settings: Settings
 
     @property
     def is_gated(self) -> bool:
-        return isinstance(self.parts, GatedMLP)
+        return self.linears[0][0] == "gate"
 
     def operands(self, mlp: nn.Module) -> MLPOperands | None:
-        """The operands; None where the Linears or the activation have been replaced, have hooks, or dropout drops."""
+        """The operands; None where a part has been replaced, or has hooks, or computes something else than it did."""
         modules = mlp._modules
-        if not self._has_its_activation(modules):
-            return None
-        if not drop_nothing(mlp, self.dropouts) or not self.settings.are_those_of(mlp):
+        for name, module, settings in self.others:
+            if modules.get(name) is not module or is_hooked(module) or not settings.are_those_of(module):
+                return None
+        if not self.settings.are_those_of(mlp):
             return None
         weights, biases = {}, {}
-        for part, name, linear in self.linears:
-            operands = linear.operands(modules[name])
+        for part, linear in self.linears:
+            operands = linear.operands(modules.get(linear.name))
             if operands is None:
                 return None
             weights[part], biases[f"{part}_bias"] = operands
+        if len({each.dtype for each in weights.values()}) > 1 and not autocasts(weights["down"].device.type):
+            return None  # forward may cast in between, as T5's does
         if self.is_gated:
-            weights.setdefault("up", None)  # type: ignore[arg-type]
-            return (weights["gate"], weights["up"], weights["down"]), biases
+            return (weights["gate"], weights.get("up"), weights["down"]), biases
         return (weights["up"], weights["down"]), biases
-
-    def _has_its_activation(self, modules: dict[str, nn.Module | None]) -> bool:
-        name, module = self.parts.activation.module, self.activation_module
-        if name is None or module is None:
-            return True
-        return modules[name] is module and not is_hooked(module) and self.activation_settings.are_those_of(module)
-
-    @property
-    def dropout(self) -> str | None:
-        """The name of the dropout of the output; None if there is none."""
-        return self.parts.dropout if isinstance(self.parts, UngatedMLP) else None
 
     def drops(self, mlp: nn.Module) -> bool:
         """Whether the dropout of the output drops, so that its mask is held."""
@@ -367,39 +262,42 @@ def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
     children = module._modules.values()
     if not 2 <= len(children) <= 6 or any(child is None or any(child.children()) for child in children):
         return None
-    formula = formula_of(module)
-    parts = None if formula is None else _gated(formula) or _ungated(formula)
-    if formula is None or parts is None:
+    if not takes_one_argument(module) or (formula := formula_of(module, Conditions())) is None:
         return None
-    activation = None if parts.activation.module is None else module._modules[parts.activation.module]
-    name = parts.activation.known_as
-    if activation is not None:
-        name = None if is_hooked(activation) else find_activation(activation)
-    if name is None:
+    dropout, inner = _dropout_of(formula, module)
+    parts = _parts_of(inner)
+    if parts is None or formula_of(module, Conditions(rows=None)) != formula:
         return None
-    if isinstance(parts, GatedMLP) and name not in GATE_ACTIVATIONS:
+    if formula_of(module, Conditions(training=False, rows=(1, 1))) != inner:
         return None
-    if isinstance(parts, UngatedMLP) and parts.dropout and type(module._modules[parts.dropout]) is not nn.Dropout:
+    if parts.gate is not None and (parts.activation not in GATE_ACTIVATIONS or dropout is not None):
         return None
-    names = {part: getattr(parts, part, None) for part in ("gate", "up", "down")}
-    found = [(part, path, find_linear(module._modules.get(path))) for part, path in names.items() if path is not None]
-    linears = tuple([(part, path, linear) for part, path, linear in found if linear is not None])
-    if len(linears) < len(found):
+    wanted = {name: linear for name, linear in parts._asdict().items() if isinstance(linear, _Linear)}
+    linears = [(name, found) for name, each in wanted.items() if (found := _kernel_linear(each, module)) is not None]
+    if len(linears) < len(wanted):
         return None
-    activation_settings = ANY_SETTINGS if activation is None else Settings.of(activation)
-    mlp = KernelMLP(parts, linears, name, activation, formula.dropouts, Settings.of(module), activation_settings)
-    operands = mlp.operands(module)
-    if operands is None:
-        return None
-    compute = mlp.kernel(module, operands, compresses=False, tile=None)
-    return mlp if computes_the_same(module, (parts, linears, name), compute, operands[0][0].shape[-1]) else None
+    apart = {dropout, *(linear.name for _, linear in linears)}
+    others = [(name, child) for name, child in module._modules.items() if child is not None and name not in apart]
+    settings = tuple([(name, child, Settings.of(child)) for name, child in others])
+    mlp = KernelMLP(tuple(linears), parts.activation, dropout, settings, Settings.of(module))
+    return None if mlp.operands(module) is None else mlp
+
+
+def _dropout_of(formula: Formula, module: nn.Module) -> tuple[str | None, Formula]:
+    """The name of a dropout of all that ``module`` computes, and what that is given."""
+    match formula:
+        case ("dropout", inner, p):
+            those = [name for name, child in module._modules.items() if type(child) is nn.Dropout and child.p > 0]
+            if len(those) == 1 and module.get_submodule(those[0]).p == p:
+                return those[0], inner
+    return None, formula
 
 
 def how_it_holds(runner: KernelRunner, mlp: KernelMLP) -> str:
     """For the note of a runner whose kernels compute an MLP."""
     if runner.tile is not None:
         return f", {runner.tile:,} tokens at a time"
-    held = "gate and up" if mlp.is_gated else f"what {mlp.parts.up} gives"
+    held = "gate and up" if mlp.is_gated else f"what {mlp.linears[0][1].name} gives"
     return f", {held} in 8 bits" if runner.compresses else ""
 
 

@@ -6,7 +6,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -22,7 +21,6 @@ from recompute.engine.reachable_objects import base_of
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.thread_state import local
 from recompute.errors import warn
-from recompute.substitution.formula_tracer import drops_nothing
 from recompute.substitution.held_memory import Compute, HeldMemoryCounter
 from recompute.substitution.lazy_tensors import values_of
 
@@ -185,18 +183,6 @@ def is_hooked(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or _has_any_global_hook()
     )
-
-
-def drop_nothing(module: nn.Module, dropouts: Sequence[str]) -> bool:
-    """Whether none of these dropouts of a module drops or does anything.
-
-    dropouts: names of submodules, or of attributes that are probabilities.
-    """
-    for name in dropouts:
-        dropout = attrgetter(name)(module)
-        if not drops_nothing(dropout) or (isinstance(dropout, nn.Module) and is_hooked(dropout)):
-            return False
-    return True
 
 
 def only_argument(args: tuple, kwargs: dict) -> Tensor:

@@ -6,7 +6,8 @@ that a scope around may drop the output wherever autograd saves it.
 
 from __future__ import annotations
 
-import functools
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,11 +18,19 @@ from torch import Tensor, nn
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.thread_state import local
-from recompute.substitution.formula_tracer import TracerInDtype
+from recompute.substitution.formulas import (
+    INPUT,
+    Conditions,
+    Formula,
+    add,
+    cast,
+    formula_of,
+    mul,
+    parameters_in,
+    takes_one_argument,
+)
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
-from recompute.substitution.module_formula import Formula, formula_of
 from recompute.substitution.settings import ANY_SETTINGS, Settings
-from recompute.substitution.trial import computes_the_same
 
 Operands = tuple[Tensor | None, ...]
 """What a norm's kernel reads beside the input: a weight, and for a LayerNorm a bias."""
@@ -121,242 +130,170 @@ def _autocasts_layer_norm(x: Tensor) -> bool:
 
 def find_norm(module: nn.Module) -> KernelNorm | None:
     """The norm over the last dimension that ``module`` computes, if that is all it does."""
-    norm = _find_norm(module)
-    if norm is None or type(module) is nn.RMSNorm:
-        return None if norm is None else replace(norm, settings=Settings.of(module))
-    weight = next(module.parameters(), None)
-    width = 8 if weight is None else weight.numel()
-    if isinstance(norm, KernelLayerNorm) and norm.width is not None:
-        width = norm.width
+    if type(module) in (nn.RMSNorm, nn.LayerNorm):
+        norm = _torchs_own(module)
+    else:
+        norm = _norm_of(_Formulas(module)) if _may_be_a_norm(module) else None
+    return None if norm is None else replace(norm, settings=Settings.of(module))
 
-    def compute(x: Tensor) -> Tensor | None:
-        operands = norm.operands(module, x)
-        return None if operands is None else norm.compute(x, *operands)
 
-    if (weight is None or weight.dim() == 1) and not computes_the_same(module, norm, compute, width):
+def _torchs_own(module: Any) -> KernelNorm | None:
+    if len(module.normalized_shape) != 1:
         return None
-    return replace(norm, settings=Settings.of(module))
-
-
-def _find_norm(module: nn.Module) -> KernelNorm | None:
+    weight, bias = (None if getattr(module, name, None) is None else name for name in ("weight", "bias"))
     if type(module) is nn.RMSNorm:
-        if len(module.normalized_shape) != 1:
-            return None
-        return KernelRMSNorm(None if module.weight is None else "weight", module.eps, "none")
-    formula = formula_of(module)
-    return _norm_that_asks(module) if formula is None else _norm_of(formula)
+        return KernelRMSNorm(weight, module.eps, "none")
+    return KernelLayerNorm(weight, bias, module.eps, module.normalized_shape[0], is_functional=True)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+def _may_be_a_norm(module: nn.Module) -> bool:
+    """Whether it may be one, as far as can be told without looking at its forward."""
+    if any(module.children()) or any(True for _ in module.buffers()):
+        return False
+    return all(each.dim() <= 2 for each in module.parameters()) and takes_one_argument(module)
 
 
-def _norm_that_asks(module: nn.Module) -> KernelRMSNorm | None:
-    """The norm that ``module`` computes if it asks for the dtype of its weight or of its input, and both have one."""
-    if len(list(module.parameters())) != 1:
+class _Formulas:
+    """The formulas of a module in several dtypes, each looked for when it is first asked for."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self.parameters = len(list(module.parameters()))
+        own = next((each.dtype for each in module.parameters()), torch.float32)
+        self.own = own if own in _DTYPES else torch.float32
+        """The dtype of the module, as far as it is one of those that are looked at."""
+        self._known: dict[Conditions, Formula | None] = {}
+
+    def of(self, x: torch.dtype, weight: torch.dtype | None = None, **others: Any) -> Formula | None:
+        conditions = Conditions(dtype=x, parameters=x if weight is None else weight, **others)
+        if conditions not in self._known:
+            self._known[conditions] = formula_of(self._module, conditions)
+        return self._known[conditions]
+
+    def are_the_same_everywhere(self) -> bool:
+        """Whether the module computes the same of any rows, and in ``eval()`` of a single one."""
+        expected = self.of(self.own)
+        return self.of(self.own, rows=None) == expected == self.of(self.own, training=False, rows=(1, 1))
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those in which both input and weight are looked at; and then two of them, of which each cast tells its own."""
+
+
+def _norm_of(formulas: _Formulas) -> KernelNorm | None:
+    formula = formulas.of(formulas.own)
+    names = parameters_in(formula)
+    if formula is None or len(names) > 2 or any("." in name for name in names):
         return None
-    formulas = {dtype: formula_of(module, functools.partial(TracerInDtype, dtype)) for dtype in _DTYPES}
-    norms = {dtype: None if formula is None else _norm_of(formula) for dtype, formula in formulas.items()}
-    found = {
-        dtype: replace(norm, dtypes=None)
-        for dtype, norm in norms.items()
-        if isinstance(norm, KernelRMSNorm) and norm.weight is not None and norm.takes(dtype)
-    }
-    if len(set(found.values())) != 1:
-        return None
-    return replace(next(iter(found.values())), dtypes=frozenset(found))
+    found = _functional(formulas) or _layer_norm_written_out(formulas, names) or _rms_norm_written_out(formulas, names)
+    return found if found is not None and formulas.are_the_same_everywhere() else None
 
 
-def _norm_of(formula: Formula) -> KernelNorm | None:
-    if (found := _functional_layer_norm(formula) or _functional_rms_norm(formula)) is not None:
-        return found
-    for pattern, make_norm in _patterns():
-        if formula.tree == pattern.tree:
-            numbers = dict(zip(pattern.numbers, formula.numbers, strict=True))
-            eps = numbers.pop(_EPS)
-            if all(expected == found for expected, found in numbers.items()):
-                return make_norm(formula.names, eps)
+def _functional(formulas: _Formulas) -> KernelNorm | None:
+    """A call of a function of torch, or one of ``layer_norm`` on all in float32, whose result is cast back."""
+    alike = {formulas.of(dtype) for dtype in _DTYPES}
+    match formulas.of(torch.float32):
+        case ("rms_norm", ("input",), (float(),), None | ("parameter", str()) as weight, eps) if len(alike) == 1:
+            return KernelRMSNorm(weight and weight[1], eps, "none")
+        case (
+            "layer_norm",
+            ("input",),
+            (float(width),),
+            None | ("parameter", str()) as weight,
+            None | ("parameter", str()) as bias,
+            float(eps),
+        ):
+            names = weight and weight[1], bias and bias[1]
+            norm = KernelLayerNorm(*names, eps, int(width), is_functional=len(alike) == 1)
+            return norm if norm.is_functional or _matched(formulas, _in_float32, norm) is not None else None
     return None
 
 
-def _functional_layer_norm(formula: Formula) -> KernelLayerNorm | None:
-    """A call of ``torch.nn.functional.layer_norm``, or one on all in float32, whose result is cast back."""
-    x: Any = ("input", 0)
-    match formula.tree:
-        case ("layer_norm", given, shape, weight, bias, ("number", 0)) if given == x:
-            parameters, is_functional = (weight, bias), True
-        case ("to", ("layer_norm", ("to", given, torch.float32), shape, weight, bias, ("number", 0)), dtype) if (
-            given == x and dtype == ("dtype", x)
-        ):
-            parameters, is_functional = (weight, bias), False
-        case _:
-            return None
-    names: list[str | None] = []
-    for parameter in parameters:
-        match parameter:
-            case None:
-                names.append(None)
-            case ("attribute", int(index)) if is_functional:
-                names.append(formula.names[index])
-            case ("to", ("attribute", int(index)), torch.float32) if not is_functional:
-                names.append(formula.names[index])
-            case _:
-                return None
-    width: int | None = None
-    match shape:
-        case (int(width),):
-            pass
-        case ("getattr", ("attribute", int(index)), "shape") if formula.names[index] == names[0]:
-            pass
-        case _:
-            return None
-    return KernelLayerNorm(names[0], names[1], formula.numbers[0], width, is_functional)
+_EPS = math.nan
+"""Stands for any epsilon in a pattern."""
+Pattern = Callable[..., Formula]
+"""A formula of an input and parameters of given dtypes."""
 
 
-def _functional_rms_norm(formula: Formula) -> KernelRMSNorm | None:
-    """A call of ``torch.nn.functional.rms_norm`` over the last dimension."""
-    match formula.tree:
-        case ("rms_norm", ("input", 0), shape, weight, None | ("number", 0)):
-            eps = formula.numbers[0] if formula.numbers else None
-        case _:
-            return None
-    match weight:
-        case None:
-            name = None
-        case ("attribute", int(index)):
-            name = formula.names[index]
-        case _:
-            return None
-    of_input = ("getattr", ("input", 0), "shape")
-    match shape:
-        case (int(),) | (("size", ("input", 0), -1),):
-            pass
-        case (("getitem", given, -1),) | ("getitem", given, slice(start=-1, stop=None, step=None)) if given == of_input:
-            pass
-        case ("getattr", ("attribute", int(index)), "shape") if formula.names[index] == name:
-            pass
-        case _:
-            return None
-    return KernelRMSNorm(name, eps, "none")
+def _matched(formulas: _Formulas, pattern: Pattern, *given: Any) -> float | None:
+    """The epsilon with which a module computes what a pattern does, in whichever dtypes."""
+    found = {_epsilon(formulas.of(dtype), pattern(dtype, dtype, *given)) for dtype in _DTYPES}
+    mixed = torch.float16, torch.bfloat16
+    found.add(_epsilon(formulas.of(*mixed), pattern(*mixed, *given)))
+    return found.pop() if len(found) == 1 else None
 
 
-_EPS = 0.1234567  # stands for any epsilon in the patterns
+def _epsilon(formula: Formula, pattern: Formula) -> float | None:
+    """What a formula has in the place of a pattern's epsilon; None if it is another formula."""
+    if pattern is _EPS:
+        return formula if type(formula) is float else None
+    if not isinstance(pattern, tuple) or not isinstance(formula, tuple) or len(pattern) != len(formula):
+        return None
+    found = {_epsilon(one, other) for one, other in zip(formula, pattern, strict=True) if one != other}
+    return found.pop() if len(found) == 1 else None
 
 
-class _LlamaPattern(nn.Module):
-    def __init__(self, weight: bool = True, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1)) if weight else None
-        self.bias = nn.Parameter(torch.empty(1)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.to(torch.float32)
-        variance = hidden.pow(2).mean(-1, keepdim=True)
-        hidden = hidden * torch.rsqrt(variance + _EPS)
-        return hidden.to(x.dtype) if self.weight is None else self.weight * hidden.to(x.dtype)
+def _of(name: str, dtype: torch.dtype, to: torch.dtype) -> Formula:
+    return cast(("parameter", name), dtype, to)
 
 
-class _T5Pattern(_LlamaPattern):
-    """As T5's: what is normalized is not rounded, unless its dtype is narrower than that in which it was normalized."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-        assert self.weight is not None
-        return self.weight * (x * torch.rsqrt(variance + _EPS))
+def _in_float32(x: torch.dtype, weight: torch.dtype, norm: KernelLayerNorm) -> Formula:
+    parameters = (None if name is None else _of(name, weight, torch.float32) for name in (norm.weight, norm.bias))
+    wide = cast(INPUT, x, torch.float32)
+    return cast(("layer_norm", wide, (float(norm.width or 0),), *parameters, _EPS), torch.float32, x)
 
 
-class _LateCastPattern(_LlamaPattern):
-    """As CPM-Ant's: only the square is computed in a wider dtype by name, and the product because of that."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-        assert self.weight is not None
-        return self.weight * (x * torch.rsqrt(variance + _EPS)).to(x.dtype)
-
-
-class _NarrowT5Pattern(_LlamaPattern):
-    def forward(self, x: Tensor) -> Tensor:
-        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-        assert self.weight is not None
-        return self.weight * (x * torch.rsqrt(variance + _EPS)).to(self.weight.dtype)
+def _layer_norm_by(x: torch.dtype, parameters: torch.dtype, weight: str | None, bias: str | None) -> Formula:
+    """As Cohere writes it."""
+    wide = cast(INPUT, x, torch.float32)
+    centered = ("sub", wide, ("mean", wide))
+    normed = mul(centered, ("rsqrt", add(("mean", mul(centered, centered)), _EPS)))
+    normed = normed if weight is None else mul(normed, _of(weight, parameters, torch.float32))
+    normed = normed if bias is None else add(normed, _of(bias, parameters, torch.float32))
+    return cast(normed, torch.float32, x)
 
 
-class _GemmaPattern(_LlamaPattern):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.float()
-        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + _EPS)
-        return hidden.type_as(x) if self.weight is None else (hidden * (1.0 + self.weight.float())).type_as(x)
+def _layer_norm_written_out(formulas: _Formulas, names: list[str]) -> KernelLayerNorm | None:
+    for weight, bias in itertools.permutations([*names, None, None][:2]):
+        if (eps := _matched(formulas, _layer_norm_by, weight, bias)) is not None:
+            return KernelLayerNorm(weight, bias, eps, width=None, is_functional=False)
+    return None
 
 
-class _RoundedOncePattern(_LlamaPattern):
-    """As Olmo2RMSNorm: the weight scales before the result is rounded."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.to(torch.float32)
-        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + _EPS)
-        assert self.weight is not None
-        return (self.weight * hidden).to(x.dtype)
-
-
-class _HeliumPattern(_LlamaPattern):
-    """The same, in which the weight is cast by name. In a product with float32 it is cast anyway."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.to(torch.float32)
-        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + _EPS)
-        assert self.weight is not None
-        return (self.weight.to(torch.float32) * hidden).to(x.dtype)
+def _rms_norm_by(x: torch.dtype, parameter: torch.dtype, weight: str | None, casting: str) -> Formula:
+    """``llama`` rounds what is normalized, and then what the weight scales; the others round once."""
+    wide = cast(INPUT, x, torch.float32)
+    normed = mul(wide, ("rsqrt", add(("mean", mul(wide, wide)), _EPS)))
+    if weight is None:
+        return cast(normed, torch.float32, x)
+    if casting == "llama":
+        dtype = torch.promote_types(x, parameter)
+        return mul(_of(weight, parameter, dtype), cast(cast(normed, torch.float32, x), x, dtype))
+    gain = _of(weight, parameter, torch.float32)
+    return cast(mul(normed, add(1.0, gain) if casting == "gemma" else gain), torch.float32, x)
 
 
-class _Gemma4Pattern(_LlamaPattern):
-    """As Gemma 3n and Gemma 4 write it, with a power in the place of a root, and no 1 beside the weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.float()
-        hidden = hidden * torch.pow(hidden.pow(2).mean(-1, keepdim=True) + _EPS, -0.5)
-        return hidden.type_as(x) if self.weight is None else (hidden * self.weight.float()).type_as(x)
-
-
-class _CoherePattern(_LlamaPattern):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.float()
-        mean = hidden.mean(-1, keepdim=True)
-        variance = (hidden - mean).pow(2).mean(-1, keepdim=True)
-        hidden = (hidden - mean) * torch.rsqrt(variance + _EPS)
-        if self.weight is not None:
-            hidden = self.weight.float() * hidden
-        if self.bias is not None:
-            hidden = hidden + self.bias.float()
-        return hidden.type_as(x)
+def _rms_norm_written_out(formulas: _Formulas, names: list[str]) -> KernelRMSNorm | None:
+    if len(names) > 1:
+        return None
+    weight = names[0] if names else None
+    for casting in ("llama", "gemma", "none") if names else ("none",):
+        if (eps := _matched(formulas, _rms_norm_by, weight, casting)) is not None:
+            return KernelRMSNorm(weight, eps, casting)
+    return _norm_in_one_dtype(formulas, weight) if formulas.parameters == 1 else None
 
 
-@functools.cache
-def _patterns() -> tuple[tuple[Formula, Callable[[tuple[str, ...], float], KernelNorm]], ...]:
-    """Formulas, and what makes of the names of attributes and of an epsilon the norm that each computes."""
-
-    def rms_norm(casting: str, *dtypes: torch.dtype) -> Callable[[tuple[str, ...], float], KernelNorm]:
-        those = frozenset(dtypes) if dtypes else None
-        return lambda names, eps: KernelRMSNorm(names[0] if names else None, eps, casting, those)
-
-    def layer_norm(names: tuple[str, ...], eps: float) -> KernelNorm:
-        weight, bias = (*names, None, None)[:2]
-        return KernelLayerNorm(weight, bias, eps, width=None, is_functional=False)
-
-    modules = [
-        (_LlamaPattern(), rms_norm("llama")),
-        (_GemmaPattern(), rms_norm("gemma")),
-        (_LlamaPattern(weight=False), rms_norm("llama")),
-        (_LateCastPattern(), rms_norm("llama")),
-        (_T5Pattern(), rms_norm("llama", torch.float32, torch.float64)),
-        (_NarrowT5Pattern(), rms_norm("llama", *_DTYPES)),
-        (_RoundedOncePattern(), rms_norm("none")),
-        (_HeliumPattern(), rms_norm("none")),
-        (_Gemma4Pattern(), rms_norm("none")),
-        (_Gemma4Pattern(weight=False), rms_norm("none")),
-        (_CoherePattern(), layer_norm),
-        (_CoherePattern(bias=True), layer_norm),
-        (_CoherePattern(weight=False), layer_norm),
-    ]
-    return tuple((formula, make_norm) for module, make_norm in modules if (formula := formula_of(module)) is not None)
+def _norm_in_one_dtype(formulas: _Formulas, weight: str | None) -> KernelRMSNorm | None:
+    """The norm that a module computes where input and weight have one dtype, as T5's does, which asks for that."""
+    best: KernelRMSNorm | None = None
+    for casting in ("llama", "gemma", "none"):
+        found = {dtype: _epsilon(formulas.of(dtype), _rms_norm_by(dtype, dtype, weight, casting)) for dtype in _DTYPES}
+        eps = found[formulas.own]
+        dtypes = {dtype for dtype, each in found.items() if each is not None and each == eps}
+        dtypes |= {torch.float64} if torch.float32 in dtypes else set()
+        if eps is not None and len(dtypes) > len((best and best.dtypes) or ()):
+            best = KernelRMSNorm(weight, eps, casting, frozenset(dtypes))
+    return best
 
 
 @dataclass

@@ -30,7 +30,7 @@ class Settings:
         for part in (module._modules, module._parameters, module._buffers):
             own |= part
         found = {name: value for name, value in own.items() if _is_plain(value)}
-        names = _names_in(base_of(module))
+        names = names_in(base_of(module))
         for name in names:
             value = own[name] if name in own else inspect.getattr_static(base_of(module), name, _Missing)
             if _is_plain(value):
@@ -95,7 +95,7 @@ def _value(module: nn.Module, path: str) -> Any:
     return attrgetter(path)(module) if "." in path else getattr(module, path)
 
 
-def _names_in(cls: type[nn.Module]) -> set[str]:
+def names_in(cls: type[nn.Module]) -> set[str]:
     """The names that are in the code of a class's forward, and in that of the methods of the class that it names."""
     names: set[str] = set()
     pending, _ = taken_apart(cls.forward)

@@ -70,7 +70,7 @@ FOUND: dict[str, tuple[nn.Module, KernelLayerNorm]] = {
     ),
     "of its weight's shape": (
         WithForward(of_its_weights_shape),
-        KernelLayerNorm("weight", "bias", 1e-5, None, True),
+        KernelLayerNorm("weight", "bias", 1e-5, HIDDEN, True),
     ),
     "in float32": (WithForward(in_float32, eps=0.5), KernelLayerNorm("weight", "bias", 0.5, HIDDEN, False)),
     "in float32, no bias": (

@@ -31,7 +31,7 @@ import recompute
 from recompute.errors import PolicyWarning
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
-from recompute.substitution.feed_forward import Activation, GatedMLP, find_activation, find_gated_mlp, find_kernel_mlp
+from recompute.substitution.feed_forward import find_kernel_mlp
 from recompute.substitution.norm import KernelRMSNorm, find_norm
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 40
@@ -81,20 +81,23 @@ def test_finds_the_norms_there_are(cls: type[nn.Module], casting: str, eps: floa
 @pytest.mark.parametrize(("cls", "config"), MLPS)
 def test_finds_the_mlps_there_are(cls: type[nn.Module], config: type[Any]) -> None:
     mlp = cls(config(**SHAPE))
-    assert find_gated_mlp(mlp) == GatedMLP("gate_proj", "up_proj", "down_proj", Activation("act_fn"))
-    assert find_activation(mlp.act_fn) == ("gelu_tanh" if cls is gemma.GemmaMLP else "silu")
+    found = find_kernel_mlp(mlp)
+    assert found is not None
+    assert [linear.name for _, linear in found.linears] == ["gate_proj", "up_proj", "down_proj"]
+    assert found.activation == ("gelu_tanh" if cls is gemma.GemmaMLP else "silu")
 
 
 def test_finds_them_under_a_mode_too() -> None:
     with torch.device("cpu"):
         assert find_kernel_mlp(llama.LlamaMLP(transformers.LlamaConfig(**SHAPE))) is not None
         assert find_norm(make_norm(llama.LlamaRMSNorm)) is not None
-        assert find_activation(nn.SiLU()) == "silu"
 
 
 def test_finds_gate_and_up_in_one_linear() -> None:
     mlp = phi3.Phi3MLP(transformers.Phi3Config(**SHAPE, pad_token_id=0))
-    assert find_gated_mlp(mlp) == GatedMLP("gate_up_proj", None, "down_proj", Activation("activation_fn"))
+    found = find_kernel_mlp(mlp)
+    assert found is not None
+    assert {part: linear.name for part, linear in found.linears} == {"gate": "gate_up_proj", "down": "down_proj"}
 
 
 class HandWritten(nn.Module):
@@ -308,12 +311,14 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
     class Renamed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up_proj, self.gate_proj, self.w, self.nonlinearity = (*(nn.Linear(4, 4) for _ in range(3)), nn.Tanh())
+            self.up_proj, self.gate_proj, self.w, self.nonlinearity = (*(nn.Linear(4, 4) for _ in range(3)), nn.SiLU())
 
         def forward(self, x: Tensor) -> Tensor:
             return self.w(self.gate_proj(x) * self.nonlinearity(self.up_proj(x)))
 
-    assert find_gated_mlp(Renamed()) == GatedMLP("up_proj", "gate_proj", "w", Activation("nonlinearity"))
+    found = find_kernel_mlp(Renamed())
+    assert found is not None
+    assert {part: linear.name for part, linear in found.linears} == {"gate": "up_proj", "up": "gate_proj", "down": "w"}
 
 
 @pytest.mark.parametrize(
@@ -360,7 +365,8 @@ def test_finds_mlps_by_the_flow_of_data_and_not_by_names() -> None:
     ids=lambda value: repr(value) if isinstance(value, nn.Module) else "",
 )
 def test_an_activation_is_what_it_computes(activation: nn.Module, expected: str | None) -> None:
-    assert find_activation(activation) == expected
+    found = find_kernel_mlp(nn.Sequential(nn.Linear(8, HIDDEN), activation, nn.Linear(HIDDEN, 8)))
+    assert (None if found is None else found.activation) == expected
 
 
 class Busy(TinyRMSNorm):
@@ -380,7 +386,7 @@ class Busy(TinyRMSNorm):
         return super().forward(x) if noise < 2 else x
 
 
-@pytest.mark.parametrize("find", [find_norm, find_gated_mlp, find_activation])
+@pytest.mark.parametrize("find", [find_norm, find_kernel_mlp])
 def test_looking_at_a_module_changes_nothing(find: Callable[[nn.Module], Any]) -> None:
     module = Busy()
     names, parameters = list(vars(module)), [*module.parameters(), *module.buffers()]
@@ -406,7 +412,7 @@ class Constants(TinyRMSNorm):
 def test_constants_of_a_trace_do_not_stay_on_the_module() -> None:
     module = Constants(HIDDEN)
     before = vars(module).keys() | set()
-    for find in (find_norm, find_gated_mlp, find_activation):
+    for find in (find_norm, find_kernel_mlp):
         assert not find(module)
         assert vars(module).keys() == before
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import warnings
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from torch.nn import functional as F
 
 import recompute
 from recompute.errors import PolicyWarning
-from recompute.substitution.feed_forward import find_gated_mlp
+from recompute.substitution.feed_forward import find_kernel_mlp
 from recompute.substitution.norm import find_norm
 
 
@@ -161,16 +159,6 @@ def noting_its_variance(self: Any, x: Tensor) -> Tensor:
     return llama_like(self, x)
 
 
-class NotATensorError(Exception):
-    pass
-
-
-def checking_its_input(self: Any, x: Tensor) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise NotATensorError(type(x).__name__)
-    return llama_like(self, x)
-
-
 NOTED: list[Tensor] = []
 
 
@@ -219,7 +207,6 @@ def doubling_what_is_a_tensor(self: Any, x: Tensor) -> Tensor:
 
 
 def shifting_what_has_one_type(self: Any, x: Tensor) -> Tensor:
-    """A trace takes the other branch, and nobody tells it. A trial on values does."""
     return llama_like(self, x + 1 if type(x) is Tensor else x)
 
 
@@ -288,7 +275,6 @@ NO_NORMS = [
     with_a_residual,
     two_outputs,
     noting_its_variance,
-    checking_its_input,
     noting_its_output_elsewhere,
     clamped_in_place,
     without_gradient_of_the_root,
@@ -309,11 +295,6 @@ NO_NORMS = [
 def test_what_is_nearly_a_norm_is_none(forward: Callable[..., Any], training: bool) -> None:
     module = norm_of(forward, bias=nn.Parameter(torch.ones(HIDDEN))).train(training)
     assert find_norm(module) is None
-
-
-def test_a_question_about_a_type_is_refused_in_a_folder_whose_name_begins_like_torchs() -> None:
-    code = doubling_long_tensors.__code__.replace(co_filename=f"{os.path.dirname(torch.__file__)}vision/norm.py")
-    assert find_norm(norm_of(FunctionType(code, globals()))) is None
 
 
 @pytest.mark.parametrize(
@@ -373,10 +354,6 @@ def added(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
 
 
-def not_gated(self: Any, x: Tensor) -> Tensor:
-    return self.down_proj(self.act_fn(self.up_proj(x)))
-
-
 def twice_activated(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
 
@@ -429,7 +406,6 @@ NO_MLPS = [
     scaled_output,
     residual,
     added,
-    not_gated,
     twice_activated,
     product_activated,
     rounded,
@@ -441,7 +417,7 @@ NO_MLPS = [
 @pytest.mark.parametrize("training", [True, *slow(False)])
 @pytest.mark.parametrize("forward", one_in(2, {forward.__name__: forward for forward in NO_MLPS}))
 def test_what_is_nearly_a_gated_mlp_is_none(forward: Callable[..., Any], training: bool) -> None:
-    assert find_gated_mlp(mlp_of(forward, dropout=nn.Dropout(0.1)).train(training)) is None
+    assert find_kernel_mlp(mlp_of(forward, dropout=nn.Dropout(0.1)).train(training)) is None
 
 
 def with_another_argument(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -475,7 +451,7 @@ class Preset(nn.Module):
 @pytest.mark.parametrize("cls", [WithoutSignature, Preset])
 def test_a_forward_of_any_kind_can_be_looked_at(cls: type[nn.Module], via: str) -> None:
     assert find_norm(cls()) is None
-    assert find_gated_mlp(cls()) is None
+    assert find_kernel_mlp(cls()) is None
     module, x = cls(), torch.randn(5)
     recompute.apply(module, rules(rule(cls.__name__, "recompute", via=via)))
     torch.testing.assert_close(gradients(module, x), gradients(cls(), x))

@@ -104,8 +104,7 @@ def test_a_norm_that_is_cast_after_the_policy_keeps_its_kernel() -> None:
 class Asking(TinyRMSNorm):
     def __init__(self, compute: Callable[..., Any]):
         super().__init__()
-        self.compute, self.other = compute, nn.Linear(2, 2)
-        self.register_buffer("table", torch.ones(2))
+        self.compute = compute
 
     def forward(self, x: Tensor) -> Any:
         return self.compute(self, x)
@@ -128,8 +127,14 @@ def of_no_dtype(self: Any, x: Tensor) -> Tensor:
     return self.weight * normalized(self, x)
 
 
+def of_what_it_computes(self: Any, x: Tensor) -> Tensor:
+    h = normalized(self, x)
+    return self.weight * (h if h.dtype == self.weight.dtype else h.to(self.weight.dtype))
+
+
 FOUND: dict[str, tuple[Callable[..., Tensor], tuple[torch.dtype, ...]]] = {
     "of its input": (of_its_input, (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    "of what it computes": (of_what_it_computes, (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     "no question, and nothing rounded": (of_no_dtype, (torch.float32, torch.float64)),
 }
 
@@ -139,28 +144,13 @@ def test_a_question_counts_by_what_it_decides(question: str) -> None:
     """Not by how it is asked."""
     compute, dtypes = FOUND[question]
     module = Asking(compute)
-    del module.other
     assert find_norm(module) == KernelRMSNorm("weight", 1e-6, "llama", frozenset(dtypes))
 
 
 def test_it_has_a_kernel_in_the_dtypes_in_which_it_is_a_norm() -> None:
     module = Asking(in_bfloat16_alone)
-    del module.other
     assert find_norm(module) is None
     assert find_norm(module.to(torch.bfloat16)) == KernelRMSNorm("weight", 1e-6, "llama", frozenset([torch.bfloat16]))
-
-
-def of_what_it_computes(self: Any, x: Tensor) -> Tensor:
-    h = normalized(self, x)
-    return self.weight * (h if h.dtype == self.weight.dtype else h.to(self.weight.dtype))
-
-
-def of_a_buffer(self: Any, x: Tensor) -> Tensor:
-    return self.weight * (normalized(self, x) if self.table.dtype == torch.int8 else normalized(self, x).to(x.dtype))
-
-
-def of_a_device(self: Any, x: Tensor) -> Tensor:
-    return self.weight * (x if x.device == "meta" else normalized(self, x).to(x.dtype))
 
 
 def with_another_weight_in_half(self: Any, x: Tensor) -> Tensor:
@@ -172,13 +162,30 @@ def rounded_to_another(self: Any, x: Tensor) -> Tensor:
     return self.weight * (normalized(self, x).to(torch.float16) if self.weight.dtype == torch.bfloat16 else x)
 
 
-@pytest.mark.parametrize(
-    "compute", [of_what_it_computes, of_a_buffer, of_a_device, with_another_weight_in_half, rounded_to_another]
-)
-def test_what_cannot_be_told_apart_is_no_norm(compute: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("compute", [with_another_weight_in_half, rounded_to_another])
+def test_in_other_dtypes_than_its_own_it_need_be_no_norm(compute: Callable[..., Any]) -> None:
     module = Asking(compute)
-    del module.other
     assert all(find_norm(module.to(dtype)) is None for dtype in (torch.bfloat16, torch.float32))
+
+
+class OfADevice(TinyRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x if x.device.type == "meta" else normalized(self, x).to(x.dtype))
+
+
+class OfABuffer(TinyRMSNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = normalized(self, x)
+        return self.weight * (h if self.table.dtype == torch.int8 else h.to(x.dtype))
+
+
+@pytest.mark.parametrize("cls", [OfADevice, OfABuffer])
+def test_a_norm_that_asks_for_more_than_the_dtypes_of_input_and_weight_is_none(cls: type[nn.Module]) -> None:
+    assert find_norm(cls()) is None
 
 
 def test_where_what_is_normalized_is_rounded_to_the_inputs_dtype_the_weight_may_have_any() -> None:
@@ -191,7 +198,9 @@ def test_where_what_is_normalized_is_rounded_to_the_inputs_dtype_the_weight_may_
 
 def test_a_norm_beside_other_parameters_is_none() -> None:
     """Of their dtypes nothing is known."""
-    assert find_norm(Asking(of_its_input)) is None
+    module = Asking(of_its_input)
+    module.other = nn.Parameter(torch.ones(2))
+    assert find_norm(module) is None
 
 
 class T5Like(TinyRMSNorm):

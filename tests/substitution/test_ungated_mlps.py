@@ -26,7 +26,7 @@ from transformers.models.vit.modeling_vit import ViTMLP
 from transformers.pytorch_utils import Conv1D
 
 import recompute
-from recompute.substitution.feed_forward import Activation, UngatedMLP, find_gated_mlp, find_kernel_mlp, find_linear
+from recompute.substitution.feed_forward import find_kernel_mlp
 
 TOKENS = BATCH * LENGTH
 ROW = TOKENS * HIDDEN * 4
@@ -49,23 +49,23 @@ def of(cls: type[nn.Module], activation: str = "gelu") -> nn.Module:
     return cls(config)
 
 
-FOUND: dict[str, tuple[Callable[[], nn.Module], UngatedMLP, str]] = {
-    "GPT-2": (gpt2, UngatedMLP("c_fc", "c_proj", Activation("act")), "gelu_tanh"),
-    "GPT-NeoX": (lambda: of(GPTNeoXMLP), UngatedMLP("dense_h_to_4h", "dense_4h_to_h", Activation("act")), "gelu"),
-    "Phi": (lambda: of(PhiMLP, "gelu_new"), UngatedMLP("fc1", "fc2", Activation("activation_fn")), "gelu_tanh"),
-    "Starcoder 2": (starcoder2, UngatedMLP("c_fc", "c_proj", Activation("act")), "gelu_tanh"),
+FOUND: dict[str, tuple[Callable[[], nn.Module], tuple[str, str], str]] = {
+    "GPT-2": (gpt2, ("c_fc", "c_proj"), "gelu_tanh"),
+    "GPT-NeoX": (lambda: of(GPTNeoXMLP), ("dense_h_to_4h", "dense_4h_to_h"), "gelu"),
+    "Phi": (lambda: of(PhiMLP, "gelu_new"), ("fc1", "fc2"), "gelu_tanh"),
+    "Starcoder 2": (starcoder2, ("c_fc", "c_proj"), "gelu_tanh"),
     "Falcon": (
         lambda: FalconMLP(transformers.FalconConfig(**PLAIN, ffn_hidden_size=INTERMEDIATE, bias=True)),
-        UngatedMLP("dense_h_to_4h", "dense_4h_to_h", Activation("act")),
+        ("dense_h_to_4h", "dense_4h_to_h"),
         "gelu",
     ),
-    "Nemotron": (lambda: of(NemotronMLP, "relu2"), UngatedMLP("up_proj", "down_proj", Activation("act_fn")), "relu2"),
-    "Arcee": (lambda: of(ArceeMLP, "relu2"), UngatedMLP("up_proj", "down_proj", Activation("act_fn")), "relu2"),
-    "ViT": (lambda: of(ViTMLP), UngatedMLP("fc1", "fc2", Activation("activation_fn")), "gelu"),
-    "CLIP": (lambda: of(CLIPMLP, "quick_gelu"), UngatedMLP("fc1", "fc2", Activation("activation_fn")), "quick_gelu"),
+    "Nemotron": (lambda: of(NemotronMLP, "relu2"), ("up_proj", "down_proj"), "relu2"),
+    "Arcee": (lambda: of(ArceeMLP, "relu2"), ("up_proj", "down_proj"), "relu2"),
+    "ViT": (lambda: of(ViTMLP), ("fc1", "fc2"), "gelu"),
+    "CLIP": (lambda: of(CLIPMLP, "quick_gelu"), ("fc1", "fc2"), "quick_gelu"),
     "Sequential": (
         lambda: nn.Sequential(nn.Linear(HIDDEN, 40), nn.ReLU(), nn.Dropout(0.0), nn.Linear(40, HIDDEN)),
-        UngatedMLP("0", "3", Activation("1")),
+        ("0", "3"),
         "relu",
     ),
 }
@@ -98,13 +98,12 @@ def stood_in(module: nn.Module, **options: Any) -> nn.Module:
 
 
 @each_found
-def test_finds_the_mlps_there_are(build: Callable[[], nn.Module], parts: UngatedMLP, activation: str) -> None:
+def test_finds_the_mlps_there_are(build: Callable[[], nn.Module], parts: tuple[str, str], activation: str) -> None:
     module = build()
     found = find_kernel_mlp(module)
     assert found is not None
-    assert (found.parts, found.activation, found.is_gated) == (parts, activation, False)
-    assert find_gated_mlp(module) is None
-    for name, (weight, bias) in zip((parts.up, parts.down), _weights(found, module), strict=True):
+    assert (found.activation, found.is_gated) == (activation, False)
+    for name, (weight, bias) in zip(parts, _weights(found, module), strict=True):
         linear = module.get_submodule(name)
         transposed = isinstance(linear, Conv1D)
         assert torch.equal(weight, linear.weight.t() if transposed else linear.weight)
@@ -121,7 +120,7 @@ def _weights(found: Any, module: nn.Module) -> list[tuple[Tensor, Tensor | None]
 @each_found
 @pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
 def test_the_kernel_gives_what_the_mlp_gives(
-    build: Callable[[], nn.Module], parts: UngatedMLP, activation: str, dtype: torch.dtype
+    build: Callable[[], nn.Module], parts: tuple[str, str], activation: str, dtype: torch.dtype
 ) -> None:
     module = made(build)
     x = torch.randn(3, 40, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -307,21 +306,14 @@ class Narrow(Conv1D):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf, 1)
 
 
-def test_linears_are_found_by_their_formula() -> None:
-    for module, transposed in ((nn.Linear(3, 5), False), (FalconLinear(3, 5), False), (Conv1D(5, 3), True)):
-        found = find_linear(module)
-        assert found is not None
-        assert (found.cls, found.weight, found.bias, found.is_transposed) == (
-            type(module),
-            "weight",
-            "bias",
-            transposed,
-        )
-        weight, bias = found.operands(module)  # type: ignore[misc]
-        assert (tuple(weight.shape), bias) == ((5, 3), module.bias)
-    assert find_linear(FalconLinear(3, 5, bias=False)).bias is None  # type: ignore[union-attr]
-    for other in (Scaled(3, 5), Squared(3, 5), Narrow(5, 3), nn.Embedding(3, 5), nn.Tanh()):
-        assert find_linear(other) is None
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(nn.Linear(3, 5), Scaled(3, 5)), (FalconLinear(3, 5), Squared(3, 5)), (Conv1D(5, 3), Narrow(5, 3))],
+    ids=["Linear", "FalconLinear", "Conv1D"],
+)
+def test_what_is_nearly_a_linear_is_none(one: nn.Module, other: nn.Module) -> None:
+    assert find_kernel_mlp(nn.Sequential(one, nn.SiLU(), nn.Linear(5, 3))) is not None
+    assert find_kernel_mlp(nn.Sequential(other, nn.SiLU(), nn.Linear(5, 3))) is None
 
 
 def test_dropout_that_begins_after_the_policy_drops() -> None:

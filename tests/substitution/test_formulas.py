@@ -1,4 +1,4 @@
-"""Modules that are alike are traced once while a policy is applied, and those that compute something else are not."""
+"""Modules that are alike are looked at once while a policy is applied, and others by themselves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiers import by_default
 from torch import Tensor, nn
 
 import recompute
-from recompute.substitution import module_formula
-from recompute.substitution.module_formula import Formula, formula_of, tracing_once
+from recompute.substitution import formulas
+from recompute.substitution.formulas import Conditions, Formula, looking_once
 
 
 class Scale(nn.Module):
@@ -38,24 +38,28 @@ class Scale(nn.Module):
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The modules that are traced."""
+    """The modules that are looked at."""
     found: list[nn.Module] = []
-    real = module_formula._formula_of
+    real = formulas._formula_of
 
-    def counted(module: nn.Module, tracer: Any) -> Formula | None:
+    def counted(module: nn.Module, conditions: Conditions) -> Formula | None:
         found.append(module)
-        return real(module, tracer)
+        return real(module, conditions)
 
-    monkeypatch.setattr(module_formula, "_formula_of", counted)
+    monkeypatch.setattr(formulas, "_formula_of", counted)
     return found
 
 
-def test_modules_that_are_alike_are_traced_once(traces: list[nn.Module]) -> None:
-    with tracing_once():
-        formulas = [formula_of(Scale()) for _ in range(3)]
+def formula_of(module: nn.Module) -> Formula | None:
+    return formulas.formula_of(module, Conditions())
+
+
+def test_modules_that_are_alike_are_looked_at_once(traces: list[nn.Module]) -> None:
+    with looking_once():
+        found = [formula_of(Scale()) for _ in range(3)]
     assert len(traces) == 1
-    assert formulas[0] is not None
-    assert formulas == [formula_of(Scale())] * 3
+    assert found[0] is not None
+    assert found == [formula_of(Scale())] * 3
 
 
 @pytest.mark.parametrize(
@@ -78,9 +82,9 @@ def test_modules_that_are_alike_are_traced_once(traces: list[nn.Module]) -> None
         "a part",
     ),
 )
-def test_another_setting_is_traced_apart(change: Callable[[nn.Module], Any], traces: list[nn.Module]) -> None:
+def test_another_setting_is_looked_at_apart(change: Callable[[nn.Module], Any], traces: list[nn.Module]) -> None:
     module = Scale()
-    with tracing_once():
+    with looking_once():
         formula_of(Scale())
         change(module)
         found = formula_of(module)
@@ -90,19 +94,18 @@ def test_another_setting_is_traced_apart(change: Callable[[nn.Module], Any], tra
 
 def test_nothing_is_remembered_afterwards(traces: list[nn.Module]) -> None:
     module = Scale()
-    with tracing_once(), tracing_once():
+    with looking_once(), looking_once():
         before = formula_of(module)
-    module.in_float = True
+    module.factor = 3.0
     assert formula_of(module) != before
-    with tracing_once():
+    with looking_once():
         assert formula_of(module) != before
 
 
-def test_a_deeper_models_norms_and_mlps_are_traced_no_more_often(traces: list[nn.Module]) -> None:
+def test_a_deeper_models_norms_and_mlps_are_looked_at_no_more_often(traces: list[nn.Module]) -> None:
     def count(layers: int) -> int:
         traces.clear()
         recompute.apply(models.make("llama", num_hidden_layers=layers), "kernel").remove()
         return len(traces)
 
-    count(1)  # traces what the kernels know, too
     assert count(6) == count(2) > 0

@@ -1,15 +1,13 @@
-"""``apply`` runs nobody's Python with an effect: what a model has and reads is afterwards what it was."""
+"""``apply`` runs nobody's Python: what a model has and reads is afterwards what it was."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import importlib
 import inspect
 import io
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,7 +17,6 @@ from tiny import assert_same, rule, rules
 from torch import Tensor, nn
 
 import recompute
-from recompute.substitution.careful_calls import EffectRefused, careful
 
 CALLS: list[Any] = []
 COUNTS = {"calls": 0}
@@ -281,83 +278,3 @@ def test_later_steps_have_each_effect_once(effect: str) -> None:
         outcomes.append((gradients, repr(values)))
     assert_same(outcomes[0][0], outcomes[1][0])
     assert outcomes[0][1] == outcomes[1][1]
-
-
-class Base:
-    __private = 2
-
-    def value(self, x: int = 1, *, y: int = 10) -> int:
-        return self.__private * x + y
-
-
-class Derived(Base):
-    def value(self, x: int = 3, *others: int, y: int = 20, **more: int) -> int:
-        return super().value(x, y=y) + sum(others) + sum(more.values())
-
-
-_DERIVED = Derived()
-
-
-def _tower(x: Any, depth: int = 2) -> Any:
-    """Closures, comprehensions, unpacking, blocks, and a function that calls itself."""
-
-    def inside(y: Any, *, by: int = depth) -> Any:
-        return y * by if y is not None else None
-
-    (first, *_), named = [inside(each, by=index) for index, each in enumerate((x, x + 1), 1)], {"y": 3}
-    total = first
-    total += sum(each for each in range(depth))
-    with torch.no_grad():
-        total = total + _DERIVED.value(*range(2), **named, z=depth) if depth else total
-    return _tower(total, depth - 1) if depth > 0 else (lambda y: -y)(total) if x > 0 else f"{x:>{depth}}"
-
-
-class _Attends(nn.Module):
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(query=query, key=key, value=key)
-
-
-def _attention(x: Tensor) -> Tensor:
-    return _ATTENDS(query=x, key=torch.cat((x, x), dim=1))
-
-
-_ATTENDS = _Attends()
-
-
-def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) + 1
-
-    return wrapper
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda run: run(Derived().value)(1, 2, 3, y=4, z=5),
-        lambda run: run(Derived().value)(),
-        lambda run: run(_tower)(1),
-        lambda run: run(_tower)(-50),
-        lambda run: run(_wrapped(_tower))(2, depth=1),
-        lambda run: run(functools.partial(_tower, depth=1))(2),
-        lambda run: run(nn.functional.gelu)(torch.ones(3)).tolist(),
-        lambda run: run(_attention)(torch.ones(1, 2, 4)).tolist(),
-        lambda run: run(nn.ReLU6().forward)(torch.ones(3)).tolist(),
-    ],
-)
-def test_what_has_no_effect_gives_what_it_gives(call: Callable[[Any], Any]) -> None:
-    assert call(careful) == call(lambda function: function)
-
-
-def test_what_a_function_does_is_read_from_the_source_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "changing_source.py"
-    file.write_text("def double(x):\n    return 2 * x\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    changing = importlib.import_module("changing_source")
-    file.write_text("def double(x):\n    return 3 * x\n")
-    for function in (changing.double, eval("lambda x: 2 * x")):
-        with pytest.raises(EffectRefused):
-            careful(function)(2)

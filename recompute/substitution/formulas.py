@@ -1,0 +1,410 @@
+"""What a module computes, as a formula that is read off the graph which torch's frontend takes of its forward.
+
+The frontend interprets the bytecode of forward on tensors without values: none of the module's Python runs. A module
+has no formula if its forward would change anything but its own local variables, or depends on values or on how many
+rows it is given.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import logging
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
+
+from recompute.compiled.autocast_settings import Autocast
+from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, depends_on_sizes, has_effects
+from recompute.engine.checkpoint.module_state import RUNNER
+from recompute.engine.modes import under
+from recompute.engine.reachable_objects import base_of
+from recompute.engine.rng import RngState
+from recompute.substitution.settings import checkpoint_switch, names_in
+
+Formula = Any
+"""A result as nested tuples: ``("mul", ("input",), ("parameter", "weight"))``. Each cast is written out, also where
+torch promotes an operand. The operands of sums and products are in one order."""
+INPUT = ("input",)
+
+
+class Conditions(NamedTuple):
+    """Under which a forward is looked at."""
+
+    training: bool = True
+    """In training gradients are on and autocast is off, else the other way round: a forward may ask for either."""
+    rows: tuple[int, int] | None = (2, 3)
+    """The input is (*rows, width); None: of any rows."""
+    dtype: torch.dtype = torch.float32
+    """Of the input."""
+    parameters: torch.dtype = torch.float32
+
+
+def formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
+    """The formula of what ``module`` gives of its only argument; None if it has none.
+
+    Under ``looking_once`` modules that are alike are looked at once.
+    """
+    if is_decorated(module) and getattr(vars(module).get(RUNNER), "runner", module) is not None:
+        return None  # its forward runs a policy of its own
+    known = _known.get()
+    if known is None:
+        return _formula_of(module, conditions)
+    key = conditions, _likeness(module)
+    if key not in known:
+        known[key] = _formula_of(module, conditions), module  # which stays, so that nothing else gets the id of a part
+    return known[key][0]
+
+
+@contextmanager
+def looking_once() -> Iterator[None]:
+    """Inside, nothing changes what modules compute: ``formula_of`` may look at one for all that are alike."""
+    if _known.get() is not None:
+        yield
+        return
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+_known: ContextVar[dict[Hashable, tuple[Formula | None, nn.Module]] | None] = ContextVar("formulas", default=None)
+
+
+def is_decorated(module: nn.Module) -> bool:
+    """Whether the class of ``module`` is decorated with a policy."""
+    return hasattr(type(module), "_recompute_decorated")
+
+
+def _likeness(module: nn.Module) -> Hashable:
+    """Equal for modules that compute the same: they have a class and all settings in common, and parts that are alike.
+
+    Parameters and buffers are alike if their types, dtypes and shapes are. What is neither these nor a plain value has
+    to be one object.
+    """
+    given = {name: value for name, value in vars(module).items() if name not in _PARTS}
+    tensors = [
+        (name, each is None or (type(each), each.dtype, None if is_lazy(each) else each.shape))
+        for name, each in (*module._parameters.items(), *module._buffers.items())
+    ]
+    parts = [(name, None if part is None else _likeness(part)) for name, part in module._modules.items()]
+    return base_of(module), _value_likeness(given), tuple(tensors), tuple(parts)
+
+
+_PARTS = ("_parameters", "_buffers", "_modules")
+_PLAIN_VALUES = (bool, int, str, type(None), torch.dtype, torch.device)
+
+
+def _value_likeness(value: Any) -> Hashable:
+    if type(value) in _PLAIN_VALUES:
+        return type(value), value
+    if type(value) is float:
+        return float, repr(value)  # 0.0 equals -0.0
+    if type(value) in (list, tuple):
+        return type(value), tuple([_value_likeness(each) for each in value])
+    if type(value) is set:
+        return set, frozenset(map(_value_likeness, value))
+    if type(value) in (dict, OrderedDict):
+        return type(value), tuple([(_value_likeness(key), _value_likeness(each)) for key, each in value.items()])
+    return "one object", id(value)
+
+
+def takes_one_argument(module: nn.Module) -> bool:
+    """Whether forward takes one argument, and no others that have defaults."""
+    try:
+        return len(inspect.signature(base_of(module).forward).parameters) == 2
+    except ValueError:  # a builtin has no signature
+        return False
+
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor, DTensor)
+_ASK_FOR_DEVICE = {"device", "is_cuda", "is_cpu", "is_meta", "get_device"}
+"""Names by which a forward asks where a tensor is. It is looked at on a device on which nothing trains."""
+
+
+def _formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(is_lazy(each) or type(each) not in _PLAIN_TENSORS for each in tensors):
+        return None
+    if any(_ASK_FOR_DEVICE & names_in(base_of(part)) for part in module.modules()):
+        return None
+    with _looking(conditions.training):
+        stand_in = _without_values(module, conditions)
+        for width in _widths(module):
+            taken = _graph_of(stand_in, _input(conditions, width))
+            if taken is not None:
+                return None if taken.graph is None else _Writer(stand_in, taken.graph, taken.given).formula()
+    return None
+
+
+def _widths(module: nn.Module) -> list[int]:
+    """How wide the input may be, the likeliest first."""
+    of_parameters = [size for each in module.parameters() for size in each.shape[::-1]]
+    values = [size for value in vars(module).values() for size in (value if type(value) in (list, tuple) else (value,))]
+    settings = [size for size in values if type(size) is int and size > 1]
+    return list(dict.fromkeys([*of_parameters, *settings, 8]))[:3]
+
+
+def _input(conditions: Conditions, width: int) -> Tensor:
+    x = torch.empty(*conditions.rows or (2, 3), width, dtype=conditions.dtype, device="meta", requires_grad=True)
+    if conditions.rows is None:
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(x, dim)
+    return x
+
+
+def _without_values(module: nn.Module, conditions: Conditions) -> nn.Module:
+    """A module of the same class, with the same attributes, and parameters that have no memory.
+
+    Its forward is not checkpointed, as a policy is inside of checkpoints.
+    """
+    copy = object.__new__(base_of(module))
+    copy.__dict__.update(vars(module), training=conditions.training, **checkpoint_switch(module))
+    if not is_decorated(module):
+        copy.__dict__.pop(RUNNER, None)
+    copy.__dict__["_parameters"] = {
+        name: None if each is None else _parameter(each, conditions.parameters)
+        for name, each in module._parameters.items()
+    }
+    copy.__dict__["_buffers"] = {
+        name: None if each is None else torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for name, each in module._buffers.items()
+    }
+    copy.__dict__["_modules"] = {
+        name: None if each is None else _without_values(each, conditions) for name, each in module._modules.items()
+    }
+    return copy
+
+
+def _parameter(given: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    is_float = given.is_floating_point()
+    made = torch.empty(given.shape, dtype=dtype if is_float else given.dtype, device="meta")
+    return nn.Parameter(made, requires_grad=is_float)
+
+
+@contextmanager
+def _looking(training: bool) -> Iterator[None]:
+    """The span in which nothing of what is around has a say, and after which all is as before."""
+    before = Autocast()
+    with ExitStack() as stack:
+        stack.callback(before.put)
+        stack.enter_context(RngState().replayed())
+        stack.enter_context(under((), ()))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(training))
+        stack.enter_context(_silent(logging.getLogger("torch._subclasses.fake_tensor")))  # of widths that do not fit
+        for device in ("cpu", "cuda"):
+            torch.set_autocast_enabled(device, not training)
+        torch.set_autocast_cache_enabled(False)
+        yield
+
+
+@contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class _Taken(Exception):
+    """A graph, and the tensors that it is given. It goes no further than this module."""
+
+    def __init__(self, graph: fx.Graph | None, given: Sequence[Any]):
+        """graph: None if it does not tell all that forward does."""
+        self.graph, self.given = graph, given
+
+
+_MOST_GRAPHS = 64
+_calls: dict[Any, GuardedCalls] = {}
+"""For each forward, the graphs that were taken of it. Their guards tell whether one is that of another module, too."""
+_lock = threading.RLock()
+
+
+def _graph_of(module: nn.Module, x: Tensor) -> _Taken | None:
+    """What torch's frontend takes of a module's forward; None if it takes nothing.
+
+    No forward runs: what stands for the graph raises, before anything is changed.
+    """
+    forward = base_of(module).forward
+    call: tuple[Any, tuple, dict] = MethodType(forward, module), (x,), {}
+    with _lock:
+        calls = _calls.get(forward)
+        if calls is None or not calls.are_current:
+            calls = _calls[forward] = GuardedCalls(_compile)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, accumulated_recompile_limit=_MOST_GRAPHS):
+                if calls.run(*call) is MISSED:
+                    calls.trace(*call, (forward, *module.modules()))
+        except _Taken as taken:
+            return taken
+        except Exception:
+            # Any module's forward comes here, and the frontend may raise anything. Then it is not recognized.
+            return None
+    return None
+
+
+def _compile(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    tells_all = not (asks_about_tracing() or has_effects() or depends_on_sizes())
+    graph = module.graph if tells_all else None
+
+    def taken(*given: Any) -> Any:
+        raise _Taken(graph, given)
+
+    return taken
+
+
+_NAMES: dict[Any, str] = {
+    **{getattr(operator, name): name for name in ("add", "mul", "sub", "matmul", "getitem", "truediv", "pow")},
+    **{getattr(torch, name): name for name in ("add", "mul", "sub", "matmul", "pow", "mean", "rsqrt", "square")},
+    **{getattr(torch, name): name for name in ("sigmoid", "tanh", "erf", "relu", "addmm", "rms_norm")},
+    torch.ops.aten.numpy_T: "t",
+    **{getattr(F, name): name for name in ("relu", "silu", "gelu", "linear", "dropout", "layer_norm", "rms_norm")},
+}
+"""The ops of the formulas that we look for. Any other function stands in a formula as itself, and matches nothing."""
+_METHODS = {"add", "mul", "sub", "matmul", "pow", "mean", "rsqrt", "square", "sigmoid", "tanh", "relu", "chunk", "view"}
+_METHODS |= {"t", "addmm"}
+_CASTS = {"to", "float", "half", "bfloat16", "double", "type_as"}
+_PARAMETERS = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+    "linear": ("input", "weight", "bias"),
+    "dropout": ("input", "p", "training", "inplace"),
+    "gelu": ("input", "approximate"),
+    "silu": ("input", "inplace"),
+    "relu": ("input", "inplace"),
+    "mean": ("input", "dim", "keepdim"),
+    "pow": ("input", "exponent"),
+    "chunk": ("input", "chunks", "dim"),
+    "sub": ("input", "other"),
+    "to": ("input", "dtype"),
+}
+"""The parameters of ops that may be given by name, in order."""
+
+
+def cast(formula: Formula, dtype: torch.dtype, to: torch.dtype) -> Formula:
+    return formula if dtype is to else ("to", formula, to)
+
+
+def add(left: Formula, right: Formula) -> Formula:
+    return ("add", *sorted((left, right), key=repr))
+
+
+def mul(left: Formula, right: Formula) -> Formula:
+    return ("square", left) if left == right else ("mul", *sorted((left, right), key=repr))
+
+
+def parameters_in(formula: Formula) -> list[str]:
+    """The paths of the parameters in a formula, each once."""
+    if not isinstance(formula, tuple):
+        return []
+    if formula[:1] == ("parameter",):
+        return [formula[1]]
+    return list(dict.fromkeys(name for part in formula for name in parameters_in(part)))
+
+
+class _Writer:
+    """Writes the formula of a graph. The tensors that it is given are the module's own, or else its input."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph, given: Sequence[Any]):
+        self._graph = graph
+        self._names = {id(each): ("parameter", name) for name, each in module.named_parameters()}
+        self._names |= {id(each): ("buffer", name) for name, each in module.named_buffers()}
+        self._given = iter(given)
+        self._rows: tuple[str, ...] = ()
+        """The input's shape, but for its width."""
+        self._formulas: dict[fx.Node, Formula] = {}
+        self._read: set[fx.Node] = set()
+
+    def formula(self) -> Formula | None:
+        """None if it gives anything but one tensor, or computes what nobody reads, which may be for an effect."""
+        for node in self._graph.nodes:
+            if node.op == "output":
+                result = node.args[0]
+                is_one = isinstance(result, tuple) and len(result) == 1 and isinstance(result[0], fx.Node)
+                computed = {each for each in self._formulas if each.op != "placeholder"} - self._read
+                return self._formulas[result[0]] if is_one and computed <= {result[0]} else None
+            self._read |= set(node.all_input_nodes)
+            self._formulas[node] = self._of(node)
+        return None
+
+    def _of(self, node: fx.Node) -> Formula:
+        if node.op == "placeholder":
+            value = next(self._given)
+            if not isinstance(value, Tensor) or id(value) in self._names:
+                return self._names.get(id(value))
+            self._rows = _shape(node)[:-1]
+            return INPUT
+        if node.op == "call_method":
+            name = node.target if node.target in _METHODS | _CASTS else operator.methodcaller(str(node.target))
+        else:
+            name = _NAMES.get(node.target, node.target)  # type: ignore[arg-type]
+        args = _in_order(name, list(node.args), dict(node.kwargs))
+        if name in _CASTS:
+            is_cast = len(args) == 1 + (name in ("to", "type_as"))
+            if is_cast and (name != "to" or isinstance(args[1], (torch.dtype, fx.Node))):
+                return cast(self._value(args[0]), _dtype(args[0]), _dtype(node))
+        if name in ("add", "mul", "sub", "truediv") and len(args) == 2:
+            left, right = (self._promoted(each, _dtype(node)) for each in args)
+            return {"add": add, "mul": mul}[name](left, right) if name in ("add", "mul") else (name, left, right)
+        values = [self._value(each) for each in args]
+        match name, values:
+            case builtins.getattr, [value, "T"]:
+                return ("t", value)
+            case "pow", [value, -0.5]:
+                return ("rsqrt", value)
+            case "pow", [value, 2.0]:
+                return ("square", value)
+            case "mean", [value, -1.0 | (-1.0,), True]:
+                return ("mean", value)
+            case "view", [value, *_]:
+                shape, before = _shape(node), _shape(node.args[0])
+                if shape[:-1] == self._rows:
+                    return ("unflatten", value)
+                return ("flatten", value) if len(shape) == 2 and shape[-1] == before[-1] else None
+            case (("silu" | "relu"), [value, False]):
+                return (name, value)
+            case "dropout", [value, p, bool(training)] | [value, p, bool(training), False]:
+                return ("dropout", value, p) if training and p else value
+        return (name, *values)
+
+    def _promoted(self, value: Any, dtype: torch.dtype) -> Formula:
+        is_tensor = isinstance(value, fx.Node) and isinstance(value.meta.get("example_value"), Tensor)
+        return cast(self._value(value), _dtype(value), dtype) if is_tensor else self._value(value)
+
+    def _value(self, value: Any) -> Formula:
+        if isinstance(value, fx.Node):
+            return self._formulas[value]
+        if isinstance(value, (list, tuple)):
+            return tuple([self._value(each) for each in value])
+        return float(value) if type(value) is int else value
+
+
+def _dtype(node: Any) -> torch.dtype:
+    return node.meta["example_value"].dtype
+
+
+def _shape(node: Any) -> tuple[str, ...]:
+    return tuple(map(str, node.meta["example_value"].shape))
+
+
+def _in_order(name: Any, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
+    """The arguments of an op by position. Those that stay keywords match nothing."""
+    order = _PARAMETERS.get(name, ())[len(args) :][: len(keywords)] if isinstance(name, str) else ()
+    if keywords.keys() == set(order):
+        return [*args, *(keywords[each] for each in order)]
+    return [*args, *(("keyword", *item) for item in keywords.items())]
