@@ -266,12 +266,17 @@ def test_cut_cross_entropy_takes_the_decoders_output(own: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("peer", "packages"), [("cut-cross-entropy", "cut-cross-entropy"), ("torchtune-offload", "torchtune torchao")]
+    ("peer", "packages"),
+    [
+        ("cut-cross-entropy", "cut-cross-entropy"),
+        ("torchtune-offload", "torchtune torchao"),
+        ("torch-remat", "torch-remat"),
+    ],
 )
 def test_a_peer_that_is_not_installed_says_what_to_install(
     peer: str, packages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("cut_cross_entropy", "torchtune"):
+    for name in ("cut_cross_entropy", "torchtune", "torch_remat"):
         monkeypatch.setitem(sys.modules, name, None)
     error = f"the peer {peer} needs the package {packages.split()[0]}: pip install {packages}"
     with pytest.raises(AblationError, match=error), under(peer, nn.Linear(2, 2)):
