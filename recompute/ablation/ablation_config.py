@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -21,18 +20,13 @@ from pydantic import (
     model_validator,
 )
 
+from recompute.ablation.longest_sequence import DEVICE, LongestSequence, SequenceLength
 from recompute.ablation.peers import BASELINE, Peer, treatments
 from recompute.counters import resolve_device
-from recompute.errors import AblationError, BudgetError
+from recompute.errors import AblationError
 from recompute.estimation.check_paths import names_factory
 from recompute.estimation.llama import ModelShape
-from recompute.policy.document import with_unit
-from recompute.units import parse_budget
 
-DEVICE = "device"
-"""The budget of ``longest_sequence`` that is all memory of the device: whatever runs fits."""
-
-SequenceLength = Annotated[int, Field(ge=2)]
 Dtype = Literal["float32", "bfloat16", "autocast"]
 
 
@@ -59,34 +53,6 @@ ModelSource = Annotated[
 ]
 """A byte-level Llama's shape; fields of a Hugging Face configuration; or the name of either a Hugging Face model, its
 folder or its ``config.json``, or of a ``package.module:factory``."""
-
-
-class LongestSequence(BaseModel):
-    """How to search, for each policy and peer, for the longest sequence whose whole training step fits a budget.
-
-    budget: bytes ("139GiB"), a share of the device ("80%"), or "device": whatever runs without an error fits.
-    start: the first length that is tried. It is doubled until one does not fit.
-    multiple: the answer is a multiple of it.
-    most: no longer one is tried.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    budget: Annotated[str | PositiveInt, BeforeValidator(with_unit)]
-    start: SequenceLength = 1024
-    multiple: PositiveInt = 256
-    most: SequenceLength = 1 << 20
-
-    @model_validator(mode="after")
-    def _can_be_searched(self) -> LongestSequence:
-        if self.budget != DEVICE:
-            try:
-                parse_budget(self.budget, capacity_nbytes=1 << 40)
-            except BudgetError as error:
-                raise ValueError(f"budget: {error}, or '{DEVICE}'") from error
-        if self.start > self.most:
-            raise ValueError(f"expected start to be at most most = {self.most}")
-        return self
 
 
 _ONE_AND_SEVERAL = {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}

@@ -162,9 +162,10 @@ def _remat(peer: str) -> Iterator[Wrap]:
 
     def wrapped(layer: Any) -> Callable[..., Any]:
         forward = layer.forward
-        for linear in layer.modules() if peer == "torch-remat" else ():
-            if isinstance(linear, nn.Linear):
-                linear.forward = saved(linear.forward)
+        modules: Iterable[Any] = layer.modules() if peer == "torch-remat" else ()
+        for module in modules:
+            if isinstance(module, nn.Linear):
+                vars(module)["forward"] = saved(module.forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal numbers

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import recompute
 from recompute.ablation import trials
 from recompute.ablation.ablate import Ablation
-from recompute.ablation.trials import AblationRow
+from recompute.ablation.results import AblationRow
 from recompute.cli import app
 from recompute.errors import AblationError, ModelError, PolicyError, RecomputeError
 

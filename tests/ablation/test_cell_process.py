@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +19,75 @@ import pytest
 
 from recompute.ablation import run_ablation
 from recompute.ablation.ablation_config import AblationConfig
-from recompute.ablation.cell_process import IsolatedExperiment, run_job
+from recompute.ablation.cell_process import IsolatedExperiment
+from recompute.ablation.own_process import run_apart
 from recompute.estimation.llama import ModelShape
 
-ANSWER = "import sys; open(sys.argv[1] + '/answer.json', 'w').write('{}')"
 FAILURES = [
-    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"ProcessEnded: signal SIGSEGV$"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"ProcessEnded: signal SIGKILL$"),
-    ("import sys; sys.exit(3)", r"ProcessEnded: exit code 3$"),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", r"ProcessEnded: signal SIGSEGV$"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", r"ProcessEnded: signal SIGKILL$"),
+    ("sys.exit(3)", r"ProcessEnded: exit code 3$"),
     ("raise MemoryError('no room')", r"exit code 1; it printed last: .*MemoryError: no room$"),
-    ("pass", r"ProcessEnded: exit code 0$"),
+    ("os._exit(0)", r"ProcessEnded: exit code 0$"),
 ]
+WORK = """
+import os, signal, subprocess, sys, time
+
+def run(code, progress):
+    found = {"progress": progress, **globals()}
+    exec(code, found)
+    return found.get("answer")
+"""
 
 
-def job(script: str, folder: Path, seen: list[Any] | None = None, timeout_seconds: float | None = None) -> str | None:
-    progress = (lambda *_: None) if seen is None else (lambda *step: seen.append(step))
-    return run_job([sys.executable, "-c", script, str(folder)], folder, progress, timeout_seconds)
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Runs code in a process of its own, which imports next to nothing, and returns its ``answer``, or an error."""
+    (tmp_path / "the_work.py").write_text(WORK, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    work = importlib.import_module("the_work").run
+
+    def apart(code: str, progress: Callable[..., None] = lambda *_: None, timeout: float | None = None) -> Any:
+        return run_apart(partial(work, code), tmp_path, progress, timeout)
+
+    yield apart
+    del sys.modules["the_work"]
 
 
-@pytest.mark.parametrize(("script", "error"), FAILURES, ids=lambda text: str(text)[-12:])
-def test_what_ends_a_process_is_told(tmp_path: Path, script: str, error: str) -> None:
-    assert re.search(error, job(script, tmp_path) or "")
+@pytest.mark.parametrize(("code", "error"), FAILURES, ids=lambda text: str(text)[-12:])
+def test_what_ends_a_process_is_told(apart: Any, code: str, error: str) -> None:
+    answer, told = apart(code)
+    assert answer is None
+    assert re.search(error, told or "")
 
 
-def test_an_answer_counts_whatever_came_after_it(tmp_path: Path) -> None:
-    assert job(ANSWER, tmp_path) is None
-    assert job(f"{ANSWER}; sys.exit(1)", tmp_path) is None
+def test_an_answer_counts_whatever_comes_after_it(apart: Any) -> None:
+    assert apart("import atexit; atexit.register(os._exit, 3); answer = [1, 2]") == ([1, 2], None)
 
 
-def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    """The child's child holds the pipe open, too: the call returns only because both are ended."""
-    script = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])"
-    error = job(f"{script}; time.sleep(3600)", tmp_path, timeout_seconds=1.5)
-    assert error == "TimeoutError: it took longer than cell_timeout_seconds: 1.5"
+def test_a_process_that_takes_too_long_is_ended_with_its_children(apart: Any, tmp_path: Path) -> None:
+    child = f"import time; time.sleep(4); open({str(tmp_path / 'alive')!r}, 'w')"
+    told = apart(f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(3600)", timeout=2.5)
+    assert told == (None, "TimeoutError: it took longer than cell_timeout_seconds: 2.5")
+    time.sleep(2)
+    assert not (tmp_path / "alive").exists()
 
 
-def test_progress_comes_through_the_pipe(tmp_path: Path) -> None:
+def test_progress_comes_through_the_pipe(apart: Any) -> None:
     seen: list[Any] = []
-    assert job(f"print('[\"none\", 1, 2]'); {ANSWER}", tmp_path, seen) is None
-    assert seen == [("none", 1, 2)]
+    apart("progress('none', 1, 2); progress('none', 2, 2)", lambda *step: seen.append(step))
+    assert seen == [("none", 1, 2), ("none", 2, 2)]
 
 
-def test_ctrl_c_ends_the_process(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_process(apart: Any) -> None:
     pids: list[int] = []
 
-    def interrupt(pid: int, done: int, total: int) -> None:
+    def interrupt(pid: int) -> None:
         pids.append(pid)
         raise KeyboardInterrupt
 
-    script = "import os, time; print([os.getpid(), 1, 2], flush=True); time.sleep(3600)"
     with pytest.raises(KeyboardInterrupt):
-        run_job([sys.executable, "-c", script], tmp_path, interrupt)  # type: ignore[arg-type]
+        apart("progress(os.getpid()); time.sleep(3600)", interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from recompute.ablation.compare_results import compare
+from recompute.ablation.results import compare
 from recompute.cli import app
 from recompute.errors import AblationError
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recompute.ablation import run_ablation
-from recompute.ablation.ablation_config import AblationConfig, LongestSequence
-from recompute.ablation.longest_sequence import budget_nbytes, find_longest, is_out_of_memory
+from recompute.ablation.ablation_config import AblationConfig
+from recompute.ablation.longest_sequence import LongestSequence, is_out_of_memory
 from recompute.ablation.subjects import experiment_of
 from recompute.errors import AblationError
 from recompute.estimation.llama import ModelShape
@@ -32,7 +32,7 @@ def test_it_is_the_longest_of_all_multiples(limit: int, start: int, multiple: in
         tried.append(length)
         return length <= limit
 
-    found = find_longest(fits, asked(start=start, multiple=multiple))
+    found = asked(start=start, multiple=multiple).longest(fits, 10**6)
     lengths = range(0, 4096 + 1, multiple)
     assert found == max((length for length in lengths if length <= limit), default=0)
     assert len(tried) == len({*tried}) <= 2 * (4096 // multiple).bit_length() + 2
@@ -42,7 +42,7 @@ def test_it_is_the_longest_of_all_multiples(limit: int, start: int, multiple: in
 
 def test_it_doubles_and_then_halves_the_range() -> None:
     tried: list[int] = []
-    find_longest(lambda length: tried.append(length) or length <= 1100, asked())
+    asked().longest(lambda length: tried.append(length) or length <= 1100, 10**6)
     assert tried == [256, 512, 1024, 2048, 1536, 1280, 1152, 1088]
 
 
@@ -66,20 +66,20 @@ def test_an_error_is_of_memory_or_not(error: str, is_memory: bool) -> None:
 
 
 def test_a_budget_is_bytes_and_on_the_cpu_nothing_else() -> None:
-    assert budget_nbytes(asked(budget="2GiB"), CPU) == 2 << 30
-    assert budget_nbytes(asked(budget=4096), CPU) == 4096
+    assert asked(budget="2GiB").budget_nbytes(CPU) == 2 << 30
+    assert asked(budget=4096).budget_nbytes(CPU) == 4096
     for budget, message in (("device", "expected a size such as '4GiB' on cpu"), ("80%", "capacity of the device")):
         with pytest.raises(AblationError, match=f"longest_sequence.budget: .*{message}"):
-            budget_nbytes(asked(budget=budget), CPU)
+            asked(budget=budget).budget_nbytes(CPU)
 
 
 def test_only_a_share_of_a_gpu_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: looked.append(device) or (1, 1000))
     cuda = torch.device("cuda")
-    assert [budget_nbytes(asked(budget=budget), cuda) for budget in ("2GiB", 4096, "device")] == [2 << 30, 4096, None]
+    assert [asked(budget=budget).budget_nbytes(cuda) for budget in ("2GiB", 4096, "device")] == [2 << 30, 4096, None]
     assert looked == []
-    assert budget_nbytes(asked(budget="80%"), cuda) == 800
+    assert asked(budget="80%").budget_nbytes(cuda) == 800
 
 
 SHAPE = ModelShape(hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1)

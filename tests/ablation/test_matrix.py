@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recompute.ablation import run_ablation
 from recompute.ablation.ablation_config import AblationConfig
 from recompute.ablation.peers import under
+from recompute.ablation.results import AblationRow
 from recompute.ablation.subjects import experiment_of
-from recompute.ablation.trials import AblationRow
 from recompute.errors import AblationError, ModelError, PolicyError
 from recompute.estimation.llama import ModelShape
 from recompute.estimation.static_memory import DTYPE_RECIPES, OPTIMIZERS, ParameterShape, static_nbytes

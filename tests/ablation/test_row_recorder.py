@@ -11,9 +11,8 @@ import pytest
 
 from recompute.ablation import run_ablation
 from recompute.ablation.ablation_config import AblationConfig
-from recompute.ablation.results_file import row_from
-from recompute.ablation.row_recorder import RowRecorder
-from recompute.ablation.trials import AblationRow, Timings
+from recompute.ablation.results import AblationRow, Timings, row_from
+from recompute.ablation.run_ablation import RowRecorder
 from recompute.errors import AblationError
 from recompute.estimation.llama import ModelShape
 
@@ -139,7 +138,7 @@ class _Of:
 
 def test_what_is_left_is_told_by_the_mean_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0, 10.0, 40.0, 40.0, 60.0])
-    monkeypatch.setattr("recompute.counters.host_seconds", lambda: next(clock))
+    monkeypatch.setattr(run_ablation, "host_seconds", lambda: next(clock))
     told: list[tuple[int, int, float | None]] = []
     recorder = recorded(total=6, tell_left=lambda *left: told.append(left))
     list(recorder.train(Trainer(), ("none", "a", "b"), FACTS))

@@ -20,7 +20,8 @@ from transformers.models.llama import modeling_llama
 
 from recompute.ablation import ablation_config, peers, run_ablation, subjects
 from recompute.ablation.ablation_config import AblationConfig
-from recompute.ablation.trials import AblationRow, Progress
+from recompute.ablation.results import AblationRow
+from recompute.ablation.trials import Progress
 from recompute.diagnostics.comparing_runs import Widened
 from recompute.errors import AblationError, PolicyError
 from recompute.estimation.llama import ModelShape
