@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,7 @@ from pydantic import (
 
 from recompute.ablation.longest_sequence import DEVICE, LongestSequence, SequenceLength
 from recompute.ablation.peers import BASELINE, Peer, treatments
+from recompute.ablation.results import AXES
 from recompute.counters import resolve_device
 from recompute.errors import AblationError
 from recompute.estimation.check_paths import names_factory
@@ -138,18 +139,14 @@ class AblationConfig(BaseModel):
     def comparisons(self) -> tuple[Comparison, ...]:
         """One for each model, batch size, dtype and sequence length, in this order."""
         sources: Mapping[str, ModelSource] = self.models or {"llama": self.model}
-        return tuple(
-            Comparison(self, name, source, length, batch_size, dtype)
-            for name, source in sources.items()
-            for batch_size, dtype, length in self._sizes(source)
-        )
-
-    def _sizes(self, source: ModelSource) -> Sequence[tuple[int | None, Dtype, int | None]]:
-        """The sizes of a factory's model and batch are its own."""
-        is_factory = _is_factory(source)
-        batch_sizes = (None,) if is_factory else self.batch_sizes or (self.batch_size,)
-        lengths = (None,) if is_factory else self.sequence_lengths
-        return list(product(batch_sizes, self.dtypes or (self.dtype,), lengths))
+        batch_sizes, dtypes = self.batch_sizes or (self.batch_size,), self.dtypes or (self.dtype,)
+        found: list[Comparison] = []
+        for name, source in sources.items():
+            sizes: Any = (batch_sizes, dtypes, self.sequence_lengths)
+            if _is_factory(source):  # whose sizes are its own
+                sizes = ((None,), dtypes, (None,))
+            found += [Comparison(self, name, source, length, *others) for *others, length in product(*sizes)]
+        return tuple(found)
 
 
 def _is_factory(source: ModelSource) -> bool:
@@ -172,12 +169,7 @@ class Comparison:
     @property
     def facts(self) -> dict[str, Any]:
         """What tells the rows of this comparison from those of others."""
-        return {
-            "model": self.model,
-            "sequence_length": self.sequence_length,
-            "batch_size": self.batch_size,
-            "dtype": self.dtype,
-        }
+        return {axis: getattr(self, axis) for axis in AXES}
 
 
 LLAMA_1B = AblationConfig(

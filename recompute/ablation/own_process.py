@@ -29,9 +29,11 @@ def run_apart(
 
     folder: takes a log of what is printed. The new process removes it once this one is gone.
     """
+    log = folder / _LOG
+    log.write_text("", encoding="utf-8")  # what a process of before printed is none of this one's
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(there, work, folder))
+    process = context.Process(target=_run, args=(there, work, log))
     last_second = time.monotonic() + (timeout_seconds or 0)
     try:
         process.start()
@@ -44,16 +46,15 @@ def run_apart(
         return None, f"TimeoutError: it took longer than cell_timeout_seconds: {timeout_seconds:g}"
     except EOFError:  # it has ended
         process.join()
-        return None, f"ProcessEnded: {_ending(process.exitcode or 0, folder)}"
+        return None, f"ProcessEnded: {_ending(process.exitcode or 0, log)}"
     finally:
         here.close()
         _end(process)
 
 
-def _ending(code: int, folder: Path) -> str:
+def _ending(code: int, log: Path) -> str:
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    log = folder / _LOG
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     last = [line for line in lines if line.strip()][-_LAST_LINES:]
     return f"{how}; it printed last: {' | '.join(last)}" if last else how
 
@@ -67,14 +68,13 @@ def _end(process: SpawnProcess) -> None:
         process.join()
 
 
-def _run(channel: Connection, work: Work, folder: Path) -> None:
+def _run(channel: Connection, work: Work, log: Path) -> None:
     os.setsid()  # its own children, such as compilers, end with it
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    log = os.open(folder / _LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    threading.Thread(target=_end_with_parent, args=(log.parent,), daemon=True).start()
+    written = os.open(log, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(log, stream)
-    answer = work(lambda *step: channel.send((False, step)))
-    channel.send((True, answer))
+        os.dup2(written, stream)
+    channel.send((True, work(lambda *step: channel.send((False, step)))))
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -210,15 +210,12 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
     tolerance = 0.0 if exact else experiment.grad_tolerance if baseline else None
     if tolerance is not None and compresses:
         tolerance = max(tolerance, COMPRESSION_TOLERANCE)
-    looks: tuple[Look, ...] = (
-        ()
-        if baseline is None
-        else tuple(partial(_compare, expected=each) for each in (baseline.first_gradient, baseline.last_gradient))
-    )
+    gradients = () if baseline is None else (baseline.first_gradient, baseline.last_gradient)
+    compared: list[Look] = [partial(_compare, expected=each) for each in gradients]
     with experiment.model_under(policy) as (model, optimizer, handle):
         with deterministic(device.type == "cuda"):
-            seen = (_copied, _copied) if policy == BASELINE else looks
-            trained = _train(experiment, model, optimizer, policy, seen)
+            looks = (_copied, _copied) if policy == BASELINE else compared
+            trained = _train(experiment, model, optimizer, policy, looks)
         timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
         with seeded(experiment.seed, device):
             forward = partial(experiment.forward, model, experiment.batches[-1])
@@ -228,13 +225,9 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
     if policy == BASELINE:
         experiment.baseline = Baseline(trained.losses, *trained.looks)
         trained = replace(trained, looks=((True, 0.0), (True, 0.0)))
-    held, elements, after_decoder = (
-        memory.activation_bytes_held,
-        experiment.token_elements,
-        memory.bytes_held_after_inner,
-    )
-    if experiment.autocast is not None:
-        after_decoder = None  # its copies of the weights live until forward has ended, not until the decoder has
+    held, elements = memory.activation_bytes_held, experiment.token_elements
+    # Autocast's copies of the weights live until forward has ended, not until the decoder has.
+    after_decoder = None if experiment.autocast else memory.bytes_held_after_inner
     row = AblationRow(
         policy,
         **experiment.facts,
