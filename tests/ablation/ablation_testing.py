@@ -51,6 +51,7 @@ def crashing():
     os.kill(os.getpid(), signal.SIGSEGV)
 
 def hanging():
+    open("it hangs", "w").close()
     time.sleep(3600)
 
 number = 3

@@ -148,7 +148,7 @@ def test_a_process_whose_parent_is_killed_removes_what_was_handed_on_and_ends(
     parent = subprocess.Popen([sys.executable, "-c", ABANDONED], stdout=subprocess.PIPE, text=True, cwd=own)
     assert parent.stdout is not None
     folder = Path(parent.stdout.readline().strip())
-    wait_until((folder / "log.txt").exists)  # the child has been started
+    wait_until((own / "it hangs").exists)
     parent.kill()
     parent.wait()
     parent.stdout.close()

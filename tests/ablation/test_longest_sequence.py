@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,10 @@ SEARCHED = LEAST.model_copy(
 
 
 @pytest.mark.slow
-def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(tmp_path: Path) -> None:
+def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
     found = run(tmp_path, SEARCHED, policies=("none", "full"), peers=("liger",), sequence_lengths=(16, 32))
     rows = {(row.policy, row.sequence_length): row for row in found}
     none, full = (rows[policy, 16].longest_sequence or 0 for policy in ("none", "full"))
