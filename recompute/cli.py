@@ -180,7 +180,7 @@ def ablate(
     Writes results.json, and tables, plots and a page of it. Exits with 1 if a policy failed or does not match.
     """
     if compare is not None:
-        from recompute.ablation.compare_results import compare as compare_results
+        from recompute.ablation.results import compare as compare_results
 
         typer.echo(compare_results(*compare))
         return

@@ -12,7 +12,7 @@ import pytest
 from test_cli import recompute
 
 from recompute import files, load_policy
-from recompute.ablation import results_file
+from recompute.ablation import results
 from recompute.ablation.subjects import load_text
 from recompute.errors import PlanError, PolicyError, WriteError
 from recompute.files import check_new, check_writable, user_path, write_file
@@ -34,7 +34,7 @@ def test_a_tilde_is_the_users_home_wherever_a_path_is_read(home: Path) -> None:
     (home / "results.json").write_text('{"rows": []}', encoding="utf-8")
     assert load_policy("~/mine.yaml").rules[0].action == "checkpoint"
     assert load_text(Path("~/mine.yaml"))[1] == POLICY.encode()
-    assert results_file.load(Path("~")) == {"rows": []}
+    assert results.load(Path("~")) == {"rows": []}
     offloading = meaning_of(Rule(type="block", action="offload", to="disk", path="~/scratch")).offloading
     assert offloading is not None
     assert offloading.directory == str(home / "scratch")

@@ -1,11 +1,11 @@
-"""Budgets are read as people write them, and what is no budget is told."""
+"""Budgets are read as people write them, what is no budget is told, and bytes are shown."""
 
 from __future__ import annotations
 
 import pytest
 
 from recompute.errors import BudgetError, RecomputeError
-from recompute.units import parse_budget
+from recompute.units import humanize, parse_budget
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,21 @@ def test_what_is_no_budget_is_told(budget: object, capacity: int | None, message
         parse_budget(budget, capacity)  # type: ignore[arg-type]
     assert message in str(caught.value)
     assert isinstance(caught.value, RecomputeError)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 << 20, "3.0 MiB"),
+        ((1 << 30) - 1, "1024.0 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (2**52, "4096.00 TiB"),
+        (-58_653_184, "-55.9 MiB"),
+        (-1, "-1 B"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_unit_that_they_fill(nbytes: int, text: str) -> None:
+    assert humanize(nbytes) == text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,14 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from recompute import counters
-from recompute.ablation import ablation_plots, ablation_report, results_file
+from recompute.ablation import ablation_plots, ablation_report, results
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, treatments
-from recompute.ablation.row_recorder import AblationRun, RowRecorder
+from recompute.ablation.results import AblationRow
+from recompute.ablation.run_ablation import RowRecorder
 from recompute.ablation.subjects import FactorySubject
-from recompute.ablation.trials import AblationRow, Experiment, Progress
+from recompute.ablation.trials import Experiment, Progress
 from recompute.attach.apply import PolicyLike
-from recompute.counters import resolve_device
+from recompute.counters import describe_machine, resolve_device
 from recompute.errors import AblationError, WriteError
 from recompute.estimation.factories import Factory
 from recompute.files import user_path
@@ -45,8 +45,7 @@ class Ablation:
 
     def row(self, policy: str) -> AblationRow:
         """That of a policy or peer. Raises ``KeyError`` if there is none."""
-        found = {row.policy: row for row in self.rows}
-        return found[policy]
+        return {row.policy: row for row in self.rows}[policy]
 
     def table(self) -> str:
         """The rows as text: bytes held and at the peak, milliseconds, and whether losses and gradients match."""
@@ -67,9 +66,8 @@ class Ablation:
 
         They take the places of those that are there. Raises ``WriteError`` where one cannot be written.
         """
-        path = user_path(folder)
-        results_file.save(self.results, path)
-        ablation_report.write(self.results, path)
+        results.save(self.results, user_path(folder))
+        ablation_report.write(self.results, user_path(folder))
 
 
 def ablate(
@@ -122,27 +120,18 @@ def ablate(
     Raises before anything is trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no
     model, ``PolicyError`` for a bad policy, ``WriteError`` where ``out`` cannot be written.
     """
-    run = prepare(
-        model_factory,
-        batch,
-        policies,
-        peers=peers,
-        layers=layers,
-        compile=compile,
-        loss=loss,
-        optimizer=optimizer,
-        steps=steps,
-        warmup=warmup,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        out=out,
-        progress=progress,
+    _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
+    named = policies_by_name(policies)
+    place = resolve_device(device) if isinstance(device, str) else device
+    subject = FactorySubject(model_factory, batch, steps, seed, dtype, place, loss)
+    experiment = subject.experiment(
+        optimizer=optimizer or partial(AdamW, lr=1e-3), progress=progress, warmup=warmup, policies=named, layers=layers
     )
-    for row in run:
+    recorder = record(experiment, subject.description, treatments(named, peers, compiled=compile), out)
+    for row in recorder:
         if on_row is not None:
             on_row(row)
-    found = Ablation(run.recorder.rows, run.recorder.results)
+    found = Ablation(recorder.rows, recorder.results)
     if out is not None:
         try:
             found.save(out)
@@ -151,54 +140,16 @@ def ablate(
     return found
 
 
-def prepare(
-    model_factory: Factory,
-    batch: Any,
-    policies: Sequence[PolicyLike] | Mapping[str, PolicyLike],
-    *,
-    peers: Sequence[str],
-    layers: str | Sequence[str] | None = None,
-    compile: bool = False,
-    loss: Callable[[Any], Tensor] | None = None,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-    steps: int,
-    warmup: int = WARMUP,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device,
-    out: str | Path | None,
-    progress: Progress | None,
-) -> AblationRun:
-    """What ``ablate`` is asked for, checked, before anything is trained. Raises what ``ablate`` does."""
-    _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
-    named = _named(policies)
-    place = resolve_device(device) if isinstance(device, str) else device
-    subject = FactorySubject(model_factory, batch, steps, seed, dtype, place, loss)
-    experiment = Experiment(
-        make=subject.model,
-        loss=subject.loss,
-        batches=subject.batches,
-        optimizer=optimizer or partial(AdamW, lr=1e-3),
-        device=place,
-        progress=progress or (lambda what, done, total: None),
-        wider=subject.wider,
-        warmup=warmup,
-        seed=seed,
-        policies=named,
-        layers=layers,
-    )
-    results = {
+def record(experiment: Experiment, model: str, names: Sequence[str], out: str | Path | None) -> RowRecorder:
+    """To iterate over it is to train under each of the names. model: its description."""
+    config = {"steps": len(experiment.batches), "warmup": experiment.warmup, "seed": experiment.seed}
+    head = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": counters.describe_machine(place) | {"recompute": results_file.package_version()},
-        "config": {"model": subject.description, "steps": steps, "warmup": warmup, "seed": seed},
+        "machine": describe_machine(experiment.device) | {"recompute": results.package_version()},
+        "config": {"model": model, **config},
     }
-    recorder = RowRecorder(results, None if out is None else user_path(out))
-    return AblationRun(recorder, _train(experiment, treatments(named, peers, compiled=compile), recorder))
-
-
-def _train(experiment: Experiment, names: Sequence[str], recorder: RowRecorder) -> Iterator[AblationRow]:
-    yield from recorder.train(experiment, names, experiment.facts)
-    recorder.finish()
+    work = partial(RowRecorder.train, trainer=experiment, names=names, facts=experiment.facts)
+    return RowRecorder(head, None if out is None else user_path(out), work=work)
 
 
 def _check(numbers: Mapping[str, tuple[Any, int]], dtype: Any, peers: Any) -> None:
@@ -212,7 +163,7 @@ def _check(numbers: Mapping[str, tuple[Any, int]], dtype: Any, peers: Any) -> No
             raise AblationError(f"peers: expected a list of names such as {PEERS[0]!r}; found {peer!r}")
 
 
-def _named(policies: Any) -> dict[str, PolicyLike]:
+def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
     """The policies, loaded, by the names of their rows, without the baseline."""
     if isinstance(policies, str):
         raise AblationError(f"policies: expected several, as in [{policies!r}]; found one name")

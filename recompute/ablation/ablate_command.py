@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from torch.optim import AdamW
 
-from recompute.ablation import ablation_report, results_file
-from recompute.ablation.ablate import PEERS, POLICIES, STEPS, prepare
+from recompute.ablation import ablation_report, results
+from recompute.ablation.ablate import PEERS, POLICIES, STEPS, WARMUP, policies_by_name, record
 from recompute.ablation.ablation_config import AblationConfig, default_config
-from recompute.ablation.row_places import varied
-from recompute.ablation.row_recorder import AblationRun, TellLeft
-from recompute.ablation.run_ablation import run
+from recompute.ablation.peers import treatments
+from recompute.ablation.run_ablation import RowRecorder, TellLeft, run
+from recompute.ablation.subjects import FactorySubject
 from recompute.ablation.trials import Progress
+from recompute.counters import resolve_device
 from recompute.errors import AblationError, WriteError
 from recompute.estimation.factories import load_factory
 from recompute.files import check_new
@@ -26,19 +29,27 @@ from recompute.policy.loading import load_policy
 
 @dataclass(frozen=True)
 class AblationOutcome:
-    """What an ablation found, for a terminal."""
+    """What an ablation found, for a terminal.
+
+    problems: a line for each policy that failed or does not match the baseline, and one if rows are missing.
+    files: the names of what was written.
+    """
 
     table: Table
     problems: list[str]
-    """A line for each policy that failed or does not match the baseline, and one if rows are missing."""
     is_interrupted: bool
     files: list[str]
-    """The names of what was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AblateRequest:
-    """The ablation of a configuration's models, or of ``model``. What is None or empty is as the configuration says."""
+    """The ablation of a configuration's models, or of ``model``. What is None or empty is as the configuration says.
+
+    model: ``package.module:factory``, in the place of a configuration and a text.
+    out: the folder to write to.
+    resume: whether to go on with the rows that are there.
+    overwrite: whether to replace what is there.
+    """
 
     config: Path | None
     policies: Sequence[str] | None
@@ -47,13 +58,9 @@ class AblateRequest:
     device: str | None
     steps: int | None
     model: str | None
-    """``package.module:factory``, in the place of a configuration and a text."""
     out: Path
-    """The folder to write to."""
     resume: bool = False
-    """Whether to go on with the rows that are there."""
     overwrite: bool = False
-    """Whether to replace what is there."""
 
     def settings(self) -> AblationConfig:
         """The configuration, changed as the request says.
@@ -69,16 +76,10 @@ class AblateRequest:
         if self.config:
             base = load_document(AblationConfig, self.config, kind="configuration")
         else:
-            base = default_config(self._where)
-        given = {
-            "policies": self.policies,
-            "peers": self.peers,
-            "text": self.text,
-            "device": self.device,
-            "steps": self.steps,
-        }
-        changes = {key: value for key, value in given.items() if value}
-        settings = validate(AblationConfig, {**base.as_given(), **changes}, label="command line")
+            base = default_config(self.device or "auto")
+        changes = {key: getattr(self, key) for key in ("policies", "peers", "text", "device", "steps")}
+        given = {key: value for key, value in changes.items() if value}
+        settings = validate(AblationConfig, {**base.as_given(), **given}, label="command line")
         for policy in settings.policies:
             load_policy(policy)  # a typing mistake is told now, and not after other policies were trained
         return settings
@@ -93,17 +94,16 @@ class AblateRequest:
         """
         settings = self.settings()
         self._check_new()
-        axes = varied(each.facts for each in settings.comparisons())
+        axes = results.varied(each.facts for each in settings.comparisons())
         if self.model is not None:
-            started = self._of_model(self.model, progress)
+            recorder = self._of_model(self.model, progress)
         else:
             options: dict[str, Any] = {"progress": progress, "tell_left": tell_left, "resume": self.resume}
-            started = run(settings, self.out, command=command, **options)
-        recorder = started.recorder
+            recorder = run(settings, self.out, command=command, **options)
         is_interrupted, told = False, False
         try:
-            for row in started:
-                tell(ablation_report.line(asdict(row), axes))
+            for row in recorder:
+                tell(ablation_report.line(vars(row), axes))
                 if recorder.problem is not None and not told:
                     tell(f"{recorder.problem}. The training goes on")
                 told = recorder.problem is not None
@@ -113,7 +113,7 @@ class AblateRequest:
         try:
             if recorder.problem is not None:
                 raise recorder.problem
-            files = [results_file.NAME]
+            files = [results.NAME]
             files += ablation_report.write(recorder.results, self.out)
         except WriteError as error:
             problems.append(str(error))
@@ -123,12 +123,12 @@ class AblateRequest:
 
     def _check_new(self) -> None:
         """Raise ``AblationError`` where results are there that are neither to be gone on with nor to be replaced."""
-        if not self.overwrite and not (self.resume and (self.out / results_file.NAME).is_file()):
-            names = (results_file.NAME, *ablation_report.FILES)
-            others = "--overwrite replaces what is there, and --out names another folder"
-            if self.model is None:
-                others = f"--resume goes on with these results, {others}"
-            check_new([self.out / name for name in names], error=AblationError, others=others)
+        if self.overwrite or (self.resume and (self.out / results.NAME).is_file()):
+            return
+        going_on = "--resume goes on with these results, " if self.model is None else ""
+        others = f"{going_on}--overwrite replaces what is there, and --out names another folder"
+        names = (results.NAME, *ablation_report.FILES)
+        check_new([self.out / name for name in names], error=AblationError, others=others)
 
     def _how_to_go_on(self, command: str) -> str:
         if self.model is not None:
@@ -136,18 +136,11 @@ class AblateRequest:
         words = [word for word in shlex.split(command) if word not in ("--overwrite", "--resume")]
         return f"to go on: {shlex.join([*words, '--resume'])}"
 
-    @property
-    def _where(self) -> str:
-        return self.device or "auto"
-
-    def _of_model(self, model: str, progress: Progress) -> AblationRun:
-        return prepare(
-            load_factory(model),
-            None,
-            self.policies or POLICIES,
-            peers=self.peers or PEERS,
-            steps=self.steps or STEPS,
-            device=self._where,
-            out=self.out,
-            progress=progress,
-        )
+    def _of_model(self, model: str, progress: Progress) -> RowRecorder:
+        named = policies_by_name(self.policies or POLICIES)
+        device = resolve_device(self.device or "auto")
+        subject = FactorySubject(load_factory(model), None, self.steps or STEPS, 0, None, device)
+        optimizer = partial(AdamW, lr=1e-3)
+        experiment = subject.experiment(optimizer=optimizer, progress=progress, warmup=WARMUP, policies=named)
+        names = treatments(named, self.peers or PEERS, compiled=False)
+        return record(experiment, subject.description, names, self.out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -21,18 +20,14 @@ from pydantic import (
     model_validator,
 )
 
+from recompute.ablation.longest_sequence import DEVICE, LongestSequence, SequenceLength
 from recompute.ablation.peers import BASELINE, Peer, treatments
+from recompute.ablation.results import AXES
 from recompute.counters import resolve_device
-from recompute.errors import AblationError, BudgetError
+from recompute.errors import AblationError
 from recompute.estimation.check_paths import names_factory
 from recompute.estimation.llama import ModelShape
-from recompute.policy.document import with_unit
-from recompute.units import parse_budget
 
-DEVICE = "device"
-"""The budget of ``longest_sequence`` that is all memory of the device: whatever runs fits."""
-
-SequenceLength = Annotated[int, Field(ge=2)]
 Dtype = Literal["float32", "bfloat16", "autocast"]
 
 
@@ -59,34 +54,6 @@ ModelSource = Annotated[
 ]
 """A byte-level Llama's shape; fields of a Hugging Face configuration; or the name of either a Hugging Face model, its
 folder or its ``config.json``, or of a ``package.module:factory``."""
-
-
-class LongestSequence(BaseModel):
-    """How to search, for each policy and peer, for the longest sequence whose whole training step fits a budget.
-
-    budget: bytes ("139GiB"), a share of the device ("80%"), or "device": whatever runs without an error fits.
-    start: the first length that is tried. It is doubled until one does not fit.
-    multiple: the answer is a multiple of it.
-    most: no longer one is tried.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    budget: Annotated[str | PositiveInt, BeforeValidator(with_unit)]
-    start: SequenceLength = 1024
-    multiple: PositiveInt = 256
-    most: SequenceLength = 1 << 20
-
-    @model_validator(mode="after")
-    def _can_be_searched(self) -> LongestSequence:
-        if self.budget != DEVICE:
-            try:
-                parse_budget(self.budget, capacity_nbytes=1 << 40)
-            except BudgetError as error:
-                raise ValueError(f"budget: {error}, or '{DEVICE}'") from error
-        if self.start > self.most:
-            raise ValueError(f"expected start to be at most most = {self.most}")
-        return self
 
 
 _ONE_AND_SEVERAL = {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}
@@ -172,18 +139,14 @@ class AblationConfig(BaseModel):
     def comparisons(self) -> tuple[Comparison, ...]:
         """One for each model, batch size, dtype and sequence length, in this order."""
         sources: Mapping[str, ModelSource] = self.models or {"llama": self.model}
-        return tuple(
-            Comparison(self, name, source, length, batch_size, dtype)
-            for name, source in sources.items()
-            for batch_size, dtype, length in self._sizes(source)
-        )
-
-    def _sizes(self, source: ModelSource) -> Sequence[tuple[int | None, Dtype, int | None]]:
-        """The sizes of a factory's model and batch are its own."""
-        is_factory = _is_factory(source)
-        batch_sizes = (None,) if is_factory else self.batch_sizes or (self.batch_size,)
-        lengths = (None,) if is_factory else self.sequence_lengths
-        return list(product(batch_sizes, self.dtypes or (self.dtype,), lengths))
+        batch_sizes, dtypes = self.batch_sizes or (self.batch_size,), self.dtypes or (self.dtype,)
+        found: list[Comparison] = []
+        for name, source in sources.items():
+            sizes: Any = (batch_sizes, dtypes, self.sequence_lengths)
+            if _is_factory(source):  # whose sizes are its own
+                sizes = ((None,), dtypes, (None,))
+            found += [Comparison(self, name, source, length, *others) for *others, length in product(*sizes)]
+        return tuple(found)
 
 
 def _is_factory(source: ModelSource) -> bool:
@@ -206,12 +169,7 @@ class Comparison:
     @property
     def facts(self) -> dict[str, Any]:
         """What tells the rows of this comparison from those of others."""
-        return {
-            "model": self.model,
-            "sequence_length": self.sequence_length,
-            "batch_size": self.batch_size,
-            "dtype": self.dtype,
-        }
+        return {axis: getattr(self, axis) for axis in AXES}
 
 
 LLAMA_1B = AblationConfig(

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.transforms import BboxBase
 
 from recompute.ablation.peers import BASELINE
-from recompute.ablation.row_places import AXES, place, place_of, varied
+from recompute.ablation.results import AXES, RowDict, place, place_of, varied
 from recompute.files import png_of
-
-RowDict = Mapping[str, Any]
 
 NAMES = ("results.png", "memory.png", "times.png", "longest.png")
 """The files, in order. Only the first is drawn of every run."""
-
 
 _CROWDED = 12
 """Points in one frame whose names can still be read."""
@@ -34,12 +30,21 @@ def pictures(rows: Sequence[RowDict]) -> dict[str, bytes]:
     figures = {"results.png": memory_against_time(rows)}
     measured = [row for row in rows if row["error"] is None]
     if any(row.get("parameter_bytes") is not None for row in measured):
-        figures["memory.png"] = _bars(measured, _memory_parts, *_unit_of_memory(measured))
+        most = max(sum(_memory_parts(row, {}).values()) for row in measured)
+        figures["memory.png"] = _bars(measured, _memory_parts, *_unit(most))
     if any(row.get("backward_seconds") is not None for row in measured):
         figures["times.png"] = _bars(measured, _time_parts, "milliseconds a step", 1e-3)
     if any(row.get("longest_sequence") is not None for row in rows):
-        figures["longest.png"] = _bars(_without_lengths(rows), _length_parts, "tokens of the longest sequence", 1)
+        without_lengths = {
+            (place(one), one["policy"]): one for one in ({**row, "sequence_length": None} for row in rows)
+        }
+        parts = lambda row, base: {"tokens": row.get("longest_sequence") or 0}  # noqa: E731
+        figures["longest.png"] = _bars([*without_lengths.values()], parts, "tokens of the longest sequence", 1)
     return {name: png_of(figure) for name, figure in figures.items()}
+
+
+def _unit(most_nbytes: float) -> tuple[str, float]:
+    return ("GiB", 2**30) if most_nbytes >= 2**30 else ("MiB", 2**20)
 
 
 def memory_against_time(rows: Sequence[RowDict]) -> Figure:
@@ -58,17 +63,14 @@ def memory_against_time(rows: Sequence[RowDict]) -> Figure:
     labels = [_draw_points(axes, title, group) for axes, (title, group) in zip(frames, groups, strict=True)]
     figure.canvas.draw()
     for axes, named in zip(frames, labels, strict=True):
-        taken: list[BboxBase] = [
-            artist.get_window_extent() for artist in (axes.get_legend(), *axes.lines) if artist is not None
-        ]
-        _spread(named, axes.bbox, taken)
+        drawn = [axes.get_legend(), *(line for line in axes.lines if line.get_drawstyle() == "default")]
+        _spread(named, axes.bbox, [artist.get_window_extent() for artist in drawn if artist is not None])
     return figure
 
 
 def _draw_points(axes: Axes, title: str, rows: Sequence[RowDict]) -> list[Annotation]:
     """Draw rows that differ in policy and sequence length alone; return the labels of their points."""
-    large = any(row["peak_bytes"] >= 2**30 for row in rows)
-    unit, unit_nbytes = ("GiB", 2**30) if large else ("MiB", 2**20)
+    unit, unit_nbytes = _unit(max((row["peak_bytes"] for row in rows), default=0))
     axes.set(xlabel="milliseconds a step", ylabel=f"{unit} above static memory", title=title)
     lengths = sorted({row["sequence_length"] for row in rows})
     labels = []
@@ -82,9 +84,9 @@ def _draw_points(axes: Axes, title: str, rows: Sequence[RowDict]) -> list[Annota
         axes.plot(milliseconds, peak, marker, color=color)
         labels.append(axes.annotate(row["policy"], (milliseconds, peak), (0, 0), textcoords="offset points"))
     for number, length in enumerate(lengths):
-        of_length = [row for row in rows if row["sequence_length"] == length]
-        best = [(row["step_seconds"] * 1e3, row["peak_bytes"] / unit_nbytes) for row in frontier(of_length)]
-        axes.add_collection(LineCollection([_stairs(best)], colors=f"C{number}", alpha=0.4, linestyles="dashed"))
+        best = frontier(row for row in rows if row["sequence_length"] == length)
+        corners = [(row["step_seconds"] * 1e3, row["peak_bytes"] / unit_nbytes) for row in best]
+        axes.step(*zip(*corners, strict=True), f"C{number}--", where="post", alpha=0.4)
     axes.set_ylim(0, 1.06 * max([row["peak_bytes"] / unit_nbytes for row in rows], default=1))
     axes.margins(x=0.2)
     axes.grid(alpha=0.3)
@@ -101,23 +103,14 @@ def frontier(rows: Iterable[RowDict]) -> list[RowDict]:
     return best
 
 
-def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The border of what the points beat: from each to the right, and then down to the next."""
-    corners = [(after[0], before[1]) for before, after in pairwise(points)]
-    return [each for pair in zip(points, [*corners, points[-1]], strict=True) for each in pair]
-
-
-def _groups(rows: Iterable[RowDict], axes: Sequence[str]) -> list[tuple[str, list[RowDict]]]:
+def _groups(rows: Sequence[RowDict], axes: Sequence[str]) -> list[tuple[str, list[RowDict]]]:
     """The rows that are equal on these axes, with what tells them from others."""
-    rows = list(rows)
     shown = varied(rows) & {*axes}
     found: dict[tuple[Any, ...], list[RowDict]] = {}
     for row in rows:
         found.setdefault(tuple(row.get(axis) for axis in axes), []).append(row)
-    return [
-        (place_of({axis: group[0].get(axis) for axis in shown}, shown).removeprefix(", "), group)
-        for group in found.values()
-    ]
+    titles = [place_of({axis: group[0].get(axis) for axis in shown}, shown) for group in found.values()]
+    return [(title.removeprefix(", "), group) for title, group in zip(titles, found.values(), strict=True)]
 
 
 def _frames(count: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
@@ -128,21 +121,20 @@ def _frames(count: int, *, width: float, height: float) -> tuple[Figure, list[Ax
     return figure, [figure.add_subplot(lines, columns, number + 1) for number in range(count)]
 
 
-Parts = Mapping[str, float]
-"""The lengths of a bar's parts, by what they are."""
+Parts = Callable[[RowDict, RowDict], Mapping[str, float]]
+"""The lengths of a bar's parts, by what they are, from its row and the baseline's."""
 
 
-def _bars(rows: Sequence[RowDict], parts: Callable[[RowDict, RowDict], Parts], label: str, unit: float) -> Figure:
+def _bars(rows: Sequence[RowDict], parts: Parts, label: str, unit: float) -> Figure:
     """A bar for each row, put together from its parts. Each comparison has axes of its own."""
     groups = _groups(rows, AXES)
-    most = max(len(group) for _, group in groups)
-    figure, frames = _frames(len(groups), width=7, height=1.2 + 0.35 * most)
+    figure, frames = _frames(len(groups), width=7, height=1.2 + 0.35 * max(len(group) for _, group in groups))
     for axes, (title, group) in zip(frames, groups, strict=True):
         base = next((row for row in group if row["policy"] == BASELINE), {})
         drawn = [parts(row, base) for row in group]
         left = [0.0] * len(group)
-        for name in dict.fromkeys(name for each in drawn for name in each):
-            lengths = [each.get(name, 0.0) / unit for each in drawn]
+        for name in drawn[0]:
+            lengths = [each[name] / unit for each in drawn]
             axes.barh(range(len(group)), lengths, left=left, label=name)
             left = [a + b for a, b in zip(left, lengths, strict=True)]
         axes.set_yticks(range(len(group)), [row["policy"] for row in group])
@@ -154,22 +146,19 @@ def _bars(rows: Sequence[RowDict], parts: Callable[[RowDict, RowDict], Parts], l
     return figure
 
 
-def _unit_of_memory(rows: Sequence[RowDict]) -> tuple[str, float]:
-    large = any(sum(_memory_parts(row, {}).values()) >= 2**30 for row in rows)
-    return ("GiB", 2**30) if large else ("MiB", 2**20)
-
-
-def _memory_parts(row: RowDict, base: RowDict) -> Parts:
+def _memory_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:
     """Bytes between forward and backward; the optimizer's states are there from the second step on."""
-    held, logits = row["activation_bytes_held"], max(0, row.get("logits_bytes_held") or 0)
-    static = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
-    return {name: row.get(key) or 0 for name, key in static.items()} | {
-        "activations": held - logits,
+    logits = max(0, row.get("logits_bytes_held") or 0)
+    return {
+        "parameters": row.get("parameter_bytes") or 0,
+        "gradients": row.get("gradient_bytes") or 0,
+        "optimizer": row.get("optimizer_bytes") or 0,
+        "activations": row["activation_bytes_held"] - logits,
         "head and loss": logits,
     }
 
 
-def _time_parts(row: RowDict, base: RowDict) -> Parts:
+def _time_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:
     """Seconds. Where the time of regenerating is not known, what backward takes longer than the baseline's is shown."""
     backward, plain = row.get("backward_seconds") or 0.0, base.get("backward_seconds") or math.inf
     regenerating = row.get("regenerating_seconds")
@@ -184,28 +173,14 @@ def _time_parts(row: RowDict, base: RowDict) -> Parts:
     }
 
 
-def _length_parts(row: RowDict, base: RowDict) -> Parts:
-    return {"tokens": row.get("longest_sequence") or 0}
-
-
-def _without_lengths(rows: Iterable[RowDict]) -> list[RowDict]:
-    """One row for all sequence lengths, which share the longest that fits."""
-    found: dict[tuple[Any, ...], RowDict] = {}
-    for row in rows:
-        one = {**row, "sequence_length": None}
-        found.setdefault((place(one), row["policy"]), one)
-    return list(found.values())
-
-
 def _legend(lengths: Sequence[int]) -> list[Line2D]:
-    kinds = [("peak", "black"), ("held after forward", "white")]
     markers = [
         Line2D([], [], color="black", marker="o", linestyle="", markerfacecolor=face, label=label)
-        for label, face in kinds
+        for label, face in (("peak", "black"), ("held after forward", "white"))
     ]
     markers.append(Line2D([], [], color="gray", linestyle="dashed", label="Pareto frontier"))
-    named = [(i, length) for i, length in enumerate(lengths) if length is not None]
-    return markers + [Line2D([], [], color=f"C{i}", label=f"sequence {length}") for i, length in named]
+    named = [(number, length) for number, length in enumerate(lengths) if length is not None]
+    return markers + [Line2D([], [], color=f"C{number}", label=f"sequence {length}") for number, length in named]
 
 
 def _spread(labels: Sequence[Annotation], frame: BboxBase, taken: list[Any]) -> None:

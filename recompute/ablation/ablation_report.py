@@ -2,86 +2,99 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from markdown_it import MarkdownIt
 from rich.table import Table
 from tabulate import tabulate
 
 from recompute.ablation import ablation_plots
-from recompute.ablation.html_report import Section, page
 from recompute.ablation.peers import BASELINE
-from recompute.ablation.row_places import AXES, place, place_of, varied
+from recompute.ablation.results import AXES, RowDict, place, place_of, varied
 from recompute.estimation.check_paths import names_factory
 from recompute.files import write_file
 from recompute.units import humanize
 
-RowDict = Mapping[str, Any]
-"""One of the ``rows`` of `results.json`; `recompute.ablation.trials.AblationRow` documents the keys.
-
-Results from before a key was known lack it."""
-
-_NOTHING = "-"
-_TITLES = {"model": "model", "batch_size": "batch", "dtype": "dtype", "sequence_length": "sequence"}
-_NOT_IN_CSV = ("losses", "timings")
-
-
 FILES = ("results.md", "results.csv", *ablation_plots.NAMES, "report.html")
 """What ``write`` may write."""
+
+_NOTHING = "-"
+_NOT_IN_CSV = ("losses", "timings")
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>Policies compared</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }}
+table {{ display: block; overflow-x: auto; border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ border-bottom: 1px solid #ddd; padding: 0.2em 0.8em; white-space: nowrap; }}
+pre {{ background: #f4f4f4; padding: 1em; overflow-x: auto; }}
+img {{ max-width: 100%; }}
+</style>
+</head>
+<body>
+{body}</body>
+</html>
+"""
 
 
 def write(results: Mapping[str, Any], out: Path) -> list[str]:
     """Write all that is made of ``results.json`` into the folder `out`. Returns the names of the files.
 
     These are ``results.md``, ``results.csv``, plots (``results.png`` and others, as far as there are numbers for them)
-    and ``report.html``, a page with all of it. Raises ``WriteError``.
+    and ``report.html``, a page with all of it, which opens without a network. Raises ``WriteError``.
     """
-    write_file(out / "results.md", markdown(results))
-    write_file(out / "results.csv", _csv(results["rows"]))
     drawn = ablation_plots.pictures(results["rows"])
-    for name in ablation_plots.NAMES:
-        if name in drawn:
-            write_file(out / name, drawn[name])
-        else:
-            (out / name).unlink(missing_ok=True)  # of an earlier run
-    sections = [Section(title, cells) for title, cells in tables(results["rows"])]
-    text = page(results, describe(results), failures(results), sections, drawn)
-    write_file(out / "report.html", text)
-    return ["results.md", "results.csv", *drawn, "report.html"]
+    for name in set(ablation_plots.NAMES) - drawn.keys():
+        (out / name).unlink(missing_ok=True)  # of an earlier run
+    files: dict[str, str | bytes] = {"results.md": markdown(results), "results.csv": _csv(results["rows"])}
+    files |= drawn | {"report.html": _page(results, drawn)}
+    for name, content in files.items():
+        write_file(out / name, content)
+    return list(files)
+
+
+def _page(results: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+    """The Markdown with its plots, the configuration and the machine, as HTML."""
+    images = [f"![{name}](data:image/png;base64,{base64.b64encode(data).decode()})" for name, data in pictures.items()]
+    details = [f"## {name}\n\n```json\n{json.dumps(results[name], indent=2)}\n```" for name in ("config", "machine")]
+    text = "\n\n".join(["# Policies compared", markdown(results), *images, *details])
+    return _PAGE.format(body=MarkdownIt("commonmark", {"html": False}).enable("table").render(text))
 
 
 def _csv(rows: Sequence[RowDict]) -> str:
     """One line for each row; a pair of quartiles takes two columns."""
-    flat = [_flat(row) for row in rows]
-    columns = list(dict.fromkeys(key for row in flat for key in row))
+    flat: list[dict[str, Any]] = [{} for _ in rows]
+    for row, found in zip(rows, flat, strict=True):
+        for key, value in row.items():
+            if key.endswith("_quartiles"):
+                first, third = value or (None, None)
+                name = key.removesuffix("quartiles")
+                found |= {f"{name}first_quartile": first, f"{name}third_quartile": third}
+            elif key not in _NOT_IN_CSV:
+                found[key] = value
     stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, columns)
+    writer = csv.DictWriter(stream, list(dict.fromkeys(key for found in flat for key in found)))
     writer.writeheader()
     writer.writerows(flat)
     return stream.getvalue()
 
 
-def _flat(row: RowDict) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in row.items():
-        if key.endswith("_quartiles"):
-            names = (key.replace("quartiles", "first_quartile"), key.replace("quartiles", "third_quartile"))
-            found |= zip(names, value or (None, None), strict=True)
-        elif key not in _NOT_IN_CSV:
-            found[key] = value
-    return found
-
-
 def table(rows: Sequence[RowDict]) -> Table:
     """The rows for a terminal."""
-    columns, *lines = _cells(rows)
+    (first, *others), *lines = _cells(rows)
     result = Table()
-    for column in columns:
-        first = column == columns[0]
-        result.add_column(column, justify="left" if first else "right", no_wrap=first)
+    result.add_column(first, no_wrap=True)
+    for column in others:
+        result.add_column(column, justify="right")
     for line in lines:
         result.add_row(*line)
     return result
@@ -89,26 +102,23 @@ def table(rows: Sequence[RowDict]) -> Table:
 
 def text(rows: Sequence[RowDict]) -> str:
     """The rows as plain text, with what failed below."""
-    columns, *lines = _cells(rows)
-    align = ["left", *["right"] * (len(columns) - 1)]
-    block = tabulate(lines, columns, colalign=align, disable_numparse=True)
-    return "\n".join([block, *(line(row, varied(rows)) for row in rows if _problem(row))])
+    axes = varied(rows)
+    return "\n".join([_tabulated(_cells(rows), "simple"), *(line(row, axes) for row in rows if _problem(row))])
 
 
 def markdown(results: Mapping[str, Any]) -> str:
     """The rows as GitHub tables, and below them what failed, what was run, where, and by which command."""
     (_, first), *others = tables(results["rows"])
-    blocks = [_github(first)]
-    if problems := failures(results):
-        blocks.append("\n".join(f"- {problem}" for problem in problems))
-    blocks += [f"{title}:\n\n{_github(cells)}" for title, cells in others]
+    problems = "\n".join(f"- {problem}" for problem in failures(results))
+    blocks = [_tabulated(first, "github"), *([problems] if problems else [])]
+    blocks += [f"{title}:\n\n{_tabulated(cells, 'github')}" for title, cells in others]
     blocks += [describe(results), f"`{results['command']}`"]
     return "\n\n".join(blocks) + "\n"
 
 
-def _github(cells: Sequence[Sequence[str]]) -> str:
+def _tabulated(cells: Sequence[Sequence[str]], style: str) -> str:
     align = ["left", *["right"] * (len(cells[0]) - 1)]
-    return tabulate(cells, "firstrow", "github", colalign=align, disable_numparse=True)
+    return str(tabulate(cells, "firstrow", style, colalign=align, disable_numparse=True))
 
 
 def failures(results: Mapping[str, Any]) -> list[str]:
@@ -135,19 +145,18 @@ def describe(results: Mapping[str, Any]) -> str:
     hardware = machine["gpu"] or f"{machine['cpu']} ({machine['threads']} threads)"
     versions = f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}"
     where = f"{hardware}, {versions}, {machine['date'][:10]}."
-    shape = config["model"]
-    if isinstance(shape, str):  # of the caller's own
-        return f"{shape}; {config['steps']} steps. {where}"
+    if isinstance(config["model"], str):  # of the caller's own
+        return f"{config['model']}; {config['steps']} steps. {where}"
     of_layers = " of all but head, loss and optimizer" if config.get("step") == "layers" else ""
     repeats = f", each {config['repeats']} times" if config.get("repeats", 1) > 1 else ""
-    models = config.get("models") or {}
-    if models and all(isinstance(source, str) and names_factory(source) for source in models.values()):
-        return f"{describe_models(config)}; {_listed(config, 'dtype')}, {config['steps']} steps{repeats}. {where}"
-    return (
-        f"{describe_models(config)}; batch {_listed(config, 'batch_size')}, "
-        f"sequence {', '.join(map(str, config['sequence_lengths']))}, {_listed(config, 'dtype')}, {config['steps']} "
-        f"steps{of_layers} on bytes of: {results['text']['source']}{repeats}. {where}"
-    )
+    sources = (config.get("models") or {"": config["model"]}).values()
+    sizes, bytes_of = "", ""
+    if not all(isinstance(source, str) and names_factory(source) for source in sources):
+        lengths = ", ".join(map(str, config["sequence_lengths"]))
+        sizes = f"batch {_listed(config, 'batch_size')}, sequence {lengths}, "
+        bytes_of = f"{of_layers} on bytes of: {results['text']['source']}"
+    steps = f"{config['steps']} steps{bytes_of}{repeats}"
+    return f"{describe_models(config)}; {sizes}{_listed(config, 'dtype')}, {steps}. {where}"
 
 
 def describe_models(config: Mapping[str, Any]) -> str:
@@ -173,67 +182,50 @@ def _listed(config: Mapping[str, Any], key: str) -> str:
     return ", ".join(map(str, config.get(f"{key}s") or [config[key]]))
 
 
-Cell = Callable[[RowDict, RowDict], str]
-"""The text of a cell, from its row and the baseline's of the same comparison."""
-
-
 def tables(rows: Sequence[RowDict]) -> list[tuple[str, list[list[str]]]]:
     """Titles and tables: what every row has; then what times and memory are made of, where that was measured."""
     found = [("Memory, time, losses and gradients", _cells(rows))]
-    if any(row.get("backward_seconds") is not None for row in rows):
-        times = _without(_TIMES, {"of that regenerating": "regenerating_seconds"}, rows)
-        found.append(("Milliseconds of a step, by part: the median, and both quartiles", _filled(rows, times)))
-    if any(row.get("parameter_bytes") is not None for row in rows):
+    if not _is_unknown("backward_seconds", rows):
+        found.append(("Milliseconds of a step, by part: the median, and both quartiles", _filled(rows, _TIMES)))
+    if not _is_unknown("parameter_bytes", rows):
         found.append(("Bytes between forward and backward, by what they are", _filled(rows, _MEMORY)))
     return found
 
 
 def _cells(rows: Sequence[RowDict]) -> list[list[str]]:
     """The names of the columns, then the texts of each row."""
-    columns: dict[str, Cell] = {
-        "held after forward": _measure("activation_bytes_held", humanize),
-        "peak": _measure("peak_bytes", humanize),
-        "ms a step": _measure("step_seconds", _milliseconds),
-        "CPU ms a forward": _measure("forward_cpu_seconds", _milliseconds),
-        "longest sequence": _measure("longest_sequence", lambda length: f"{length:,}"),
-        "losses": _losses,
-        "gradients": _gradients,
-    }
-    keys = {"CPU ms a forward": "forward_cpu_seconds", "longest sequence": "longest_sequence"}
-    return _filled(rows, _without(columns, keys, rows))
+    return _filled(rows, _FIRST)
 
 
-def _without(columns: Mapping[str, Cell], keys: Mapping[str, str], rows: Sequence[RowDict]) -> dict[str, Cell]:
-    """The columns but for those of ``keys`` for which no row has a number. keys: that of the number, by column."""
-    unknown = {column for column, key in keys.items() if all(row.get(key) is None for row in rows)}
-    return {column: cell for column, cell in columns.items() if column not in unknown}
+def _is_unknown(key: str, rows: Sequence[RowDict]) -> bool:
+    return all(row.get(key) is None for row in rows)
+
+
+Cell = Callable[[RowDict, RowDict], str]
+"""The text of a cell, from its row and the baseline's of the same comparison."""
 
 
 def _filled(rows: Sequence[RowDict], columns: Mapping[str, Cell]) -> list[list[str]]:
-    """The table of these columns, behind those that tell the rows apart."""
+    """The table of these columns, behind those that tell the rows apart. A column of ``_OPTIONAL`` has a number."""
     axes = varied(rows)
-    named: dict[str, Cell] = {"policy": lambda row, _: row["policy"]}
-    named |= {_TITLES[axis]: _axis(axis) for axis in AXES if axis in axes}
-    columns = {**named, **columns}
+    named = {"policy": _number("policy", str)}
+    named |= {axis.partition("_")[0]: _number(axis, str) for axis in AXES if axis in axes}
+    shown = named | {
+        name: cell for name, cell in columns.items() if not _is_unknown(_OPTIONAL.get(name, "policy"), rows)
+    }
     baselines = {place(row): row for row in rows if row["policy"] == BASELINE}
-    lines = [[cell(row, baselines.get(place(row), _NO_ROW)) for cell in columns.values()] for row in rows]
-    return [list(columns), *lines]
+    lines = [[cell(row, baselines.get(place(row), {})) for cell in shown.values()] for row in rows]
+    return [list(shown), *lines]
 
 
-_NO_ROW: RowDict = {"policy": BASELINE}
-
-
-def _axis(key: str) -> Cell:
-    return lambda row, _: _NOTHING if row.get(key) is None else str(row[key])
-
-
-def _measure(key: str, show: Callable[[Any], str]) -> Cell:
+def _number(key: str, show: Callable[[Any], str], *, has_ratio: bool = False, has_quartiles: bool = False) -> Cell:
     def cell(row: RowDict, baseline: RowDict) -> str:
         if (value := row.get(key)) is None:
             return _NOTHING
-        if row is baseline or not baseline.get(key):
-            return show(value)
-        return f"{show(value)} ({value / baseline[key]:.2f}x)"
+        if has_quartiles:
+            return f"{show(value)} ({' to '.join(map(show, row[f'{key}_quartiles']))})"
+        has_other = has_ratio and row is not baseline and baseline.get(key)
+        return f"{show(value)} ({value / baseline[key]:.2f}x)" if has_other else show(value)
 
     return cell
 
@@ -242,43 +234,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def _with_quartiles(key: str) -> Cell:
-    def cell(row: RowDict, _: RowDict) -> str:
-        if row.get(key) is None:
-            return _NOTHING
-        first, third = map(_milliseconds, row[f"{key}_quartiles"])
-        return f"{_milliseconds(row[key])} ({first} to {third})"
-
-    return cell
-
-
-def _plain(key: str, show: Callable[[Any], str]) -> Cell:
-    return lambda row, _: _NOTHING if row.get(key) is None else show(row[key])
-
-
-_TIMES: Mapping[str, Cell] = {
-    "step": _with_quartiles("step_seconds"),
-    "forward": _with_quartiles("forward_seconds"),
-    "backward": _with_quartiles("backward_seconds"),
-    "of that regenerating": _with_quartiles("regenerating_seconds"),
-    "added to backward": _plain("backward_added_seconds", lambda seconds: f"{seconds * 1e3:+.1f}"),
-    "optimizer": _with_quartiles("optimizer_seconds"),
-}
-_MEMORY: Mapping[str, Cell] = {
-    "parameters": _plain("parameter_bytes", humanize),
-    "gradients": _plain("gradient_bytes", humanize),
-    "optimizer": _plain("optimizer_bytes", humanize),
-    "activations": _plain("activation_bytes_held", humanize),
-    "of these by head and loss": _plain("logits_bytes_held", humanize),
-}
-
-
 def _losses(row: RowDict, baseline: RowDict) -> str:
     if row["losses_match"] is None:
         return _NOTHING
-    if row["losses_match"]:
-        return "✓ bitwise"
-    return f"{'✗ ' if row['exact'] else ''}{row['loss_error']:.1e}"
+    return "✓ bitwise" if row["losses_match"] else f"{'✗ ' if row['exact'] else ''}{row['loss_error']:.1e}"
 
 
 def _gradients(row: RowDict, baseline: RowDict) -> str:
@@ -295,9 +254,41 @@ def _grad_error(row: RowDict) -> float:
     return max(row["grad_error"], row["grad_error_last"]) if row["exact"] else row["grad_error"]
 
 
+_FIRST: Mapping[str, Cell] = {
+    "held after forward": _number("activation_bytes_held", humanize, has_ratio=True),
+    "peak": _number("peak_bytes", humanize, has_ratio=True),
+    "ms a step": _number("step_seconds", _milliseconds, has_ratio=True),
+    "CPU ms a forward": _number("forward_cpu_seconds", _milliseconds, has_ratio=True),
+    "longest sequence": _number("longest_sequence", "{:,}".format, has_ratio=True),
+    "losses": _losses,
+    "gradients": _gradients,
+}
+_TIMES: Mapping[str, Cell] = {
+    "step": _number("step_seconds", _milliseconds, has_quartiles=True),
+    "forward": _number("forward_seconds", _milliseconds, has_quartiles=True),
+    "backward": _number("backward_seconds", _milliseconds, has_quartiles=True),
+    "of that regenerating": _number("regenerating_seconds", _milliseconds, has_quartiles=True),
+    "added to backward": _number("backward_added_seconds", lambda seconds: f"{seconds * 1e3:+.1f}"),
+    "optimizer": _number("optimizer_seconds", _milliseconds, has_quartiles=True),
+}
+_MEMORY: Mapping[str, Cell] = {
+    "parameters": _number("parameter_bytes", humanize),
+    "gradients": _number("gradient_bytes", humanize),
+    "optimizer": _number("optimizer_bytes", humanize),
+    "activations": _number("activation_bytes_held", humanize),
+    "of these by head and loss": _number("logits_bytes_held", humanize),
+}
+_OPTIONAL = {
+    "CPU ms a forward": "forward_cpu_seconds",
+    "longest sequence": "longest_sequence",
+    "of that regenerating": "regenerating_seconds",
+}
+"""The columns that are left out where no row has a number, and the keys of these."""
+
+
 def _problem(row: RowDict) -> str | None:
     if row["error"] is not None:
-        return row["error"].partition("\n")[0]
+        return str(row["error"]).partition("\n")[0]
     if row["grads_match"] is False:
         return f"relative error {_grad_error(row):.1e} of the gradients, above {row['grad_tolerance']:.1e}"
     if row["exact"] and row["losses_match"] is False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
@@ -33,7 +35,9 @@ BASELINE = "none"
 COMPILED = "+compile"
 """Follows a policy's name where every layer is compiled, too."""
 
-EXACT_PEERS = ("torch-checkpoint", "torch-selective", "torch-save-on-cpu", "torchtune-offload")
+EXACT_PEERS = (
+    "torch-checkpoint", "torch-selective", "torch-save-on-cpu", "torch-remat", "torch-remat-full", "torchtune-offload",
+)  # fmt: skip
 """Those that promise the baseline's bits. The others round in their own ways."""
 
 _PEERS = (*EXACT_PEERS, "torch-compile", "torch-compile-selective", "liger", "liger-loss", "cut-cross-entropy")
@@ -65,6 +69,7 @@ Peer = Annotated[str, AfterValidator(_known_peer)]
 """The name of what another library offers, each for every decoder layer of the model.
 
 - torch-checkpoint: torch's checkpoint. torch-selective: the same, with matmuls and attention kept.
+- torch-remat: Meta's torch_remat, with Linears and attention as save regions. torch-remat-full: without save regions.
 - torch-save-on-cpu: torch's save_on_cpu, with pinned memory where there is CUDA.
 - torch-compile: torch.compile. torch-compile-selective: the same on top of torch-selective.
 - torch-budget-0.5: torch.compile, which may save this share of what it would save otherwise (its memory budget).
@@ -81,7 +86,7 @@ def under(
     policies: Mapping[str, PolicyLike] = MappingProxyType({}),
     match: str | Sequence[str] | None = None,
 ) -> Iterator[AppliedPolicy | None]:
-    """Put the model under a policy or a peer. It stays so after the block, except that Liger's changes are undone.
+    """Put the model under a policy or a peer. It stays so after the block, except for what a peer changes elsewhere.
 
     The block gets the handle of a policy of ours in eager code; None of what else there is.
 
@@ -97,52 +102,104 @@ def under(
     elif policy in policies or not is_peer(policy):
         is_plain = policy == BASELINE and policy not in policies
         yield None if is_plain else apply(model, load_policy(policies.get(policy, policy)))
+    elif policy == "cut-cross-entropy":
+        _cut_cross_entropy(model)
+        yield None
     elif policy in ("liger", "liger-loss"):
         with _liger(policy, model):
             yield None
     elif policy.startswith(("torch-compile", "torch-budget")):
-        budget = _MEMORY_BUDGET.fullmatch(policy)
-        with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
-            for path, layer in find_regions(model, match).items():
-                if policy == "torch-compile-selective":  # a checkpoint as a replaced forward would run uncompiled
-                    layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
-                    model.set_submodule(path, layer)
-                layer.compile()
+        with _compiled(policy, model, find_regions(model, match)):
             yield None
         torch.compiler.reset()
-    elif policy == "cut-cross-entropy":
-        _cut_cross_entropy(model)
-        yield None
-    elif policy in ("torch-save-on-cpu", "torchtune-offload"):
-        offloading = _torchtune_offload() if policy == "torchtune-offload" else _save_on_cpu
-        for layer in find_regions(model, match).values():
-            layer.forward = partial(_run_inside, offloading, layer.forward)
-        yield None
     else:
-        options: dict[str, Any] = {"context_fn": _SELECTIVE} if policy == "torch-selective" else {}
-        for layer in find_regions(model, match).values():
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-        yield None
+        with _LAYER_PEERS[policy](policy) as wrapped:
+            for layer in find_regions(model, match).values():
+                layer.forward = wrapped(layer)
+            yield None
 
 
-def _run_inside(
-    context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    with context():
-        return forward(*args, **kwargs)
+Wrap = Callable[[Any], Callable[..., Any]]
+"""Makes a layer's new forward of the layer."""
 
 
-def _save_on_cpu() -> AbstractContextManager[Any]:
-    return save_on_cpu(pin_memory=torch.cuda.is_available())
+@contextmanager
+def _checkpointed(peer: str) -> Iterator[Wrap]:
+    options: dict[str, Any] = {"context_fn": _SELECTIVE} if peer == "torch-selective" else {}
+    yield lambda layer: partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
-def _torchtune_offload() -> Callable[[], AbstractContextManager[Any]]:
-    """One manager for all layers and steps: it counts what it offloads from forward to backward."""
-    training = _imported("torchtune-offload", "torchtune.training", "torchtune torchao")
-    if not torch.cuda.is_available():
-        raise AblationError("the peer torchtune-offload needs a CUDA device; torch finds none")
-    manager = training.OffloadActivations()
-    return lambda: manager
+@contextmanager
+def _offloaded(peer: str) -> Iterator[Wrap]:
+    offloading: Callable[[], AbstractContextManager[Any]] = partial(save_on_cpu, torch.cuda.is_available())
+    if peer == "torchtune-offload":
+        training = _imported(peer, "torchtune.training", "torchtune torchao")
+        if not torch.cuda.is_available():
+            raise AblationError(f"the peer {peer} needs a CUDA device; torch finds none")
+        manager = training.OffloadActivations()  # one for all layers and steps: it counts from forward to backward
+        offloading = lambda: manager  # noqa: E731
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with offloading():
+            return forward(*args, **kwargs)
+
+    yield lambda layer: partial(run, layer.forward)
+
+
+@contextmanager
+def _remat(peer: str) -> Iterator[Wrap]:
+    """torch_remat puts no random state back: where what runs again draws, it computes other gradients."""
+    library = _imported(peer, "torch_remat", "torch-remat")
+    numbers = itertools.count()  # a region's name is its number in a run of the layer: equal when it runs again
+
+    def saved(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = library.region(function, f"region {next(numbers)}", recompute=False)(*args, **kwargs)
+            library.recompute_needs_tensor(output)
+            return output
+
+        return run
+
+    def wrapped(layer: Any) -> Callable[..., Any]:
+        forward = layer.forward
+        modules: Iterable[Any] = layer.modules() if peer == "torch-remat" else ()
+        for module in modules:
+            if isinstance(module, nn.Linear):
+                vars(module)["forward"] = saved(module.forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal numbers
+            numbers = itertools.count()
+            return forward(*args, **kwargs)
+
+        return library.checkpoint()(run)
+
+    attention = F.scaled_dot_product_attention
+    try:
+        if peer == "torch-remat":
+            F.scaled_dot_product_attention = saved(attention)
+        yield wrapped
+    finally:
+        F.scaled_dot_product_attention = attention
+
+
+_LAYER_PEERS: dict[str, Callable[[str], AbstractContextManager[Wrap]]] = {
+    **dict.fromkeys(("torch-checkpoint", "torch-selective"), _checkpointed),
+    **dict.fromkeys(("torch-save-on-cpu", "torchtune-offload"), _offloaded),
+    **dict.fromkeys(("torch-remat", "torch-remat-full"), _remat),
+}
+
+
+@contextmanager
+def _compiled(peer: str, model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    budget = _MEMORY_BUDGET.fullmatch(peer)
+    with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
+        for path, layer in layers.items():
+            if peer == "torch-compile-selective":  # a checkpoint as a replaced forward would run uncompiled
+                layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
+                model.set_submodule(path, layer)
+            layer.compile()
+        yield
 
 
 def _cut_cross_entropy(model: Any) -> None:
@@ -171,10 +228,8 @@ def _imported(peer: str, module: str, packages: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            needed = f"needs the package {packages.split()[0]}"
-        else:
-            needed = f"cannot import {module} ({error})"
+        is_absent = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        needed = f"needs the package {packages.split()[0]}" if is_absent else f"cannot import {module} ({error})"
         raise AblationError(f"the peer {peer} {needed}: pip install {packages}") from error
 
 
@@ -186,8 +241,8 @@ def _liger(peer: str, model: nn.Module) -> Iterator[None]:
     liger = _imported(peer, "liger_kernel.transformers", "liger-kernel")
     before = dict(vars(modeling_llama))
     loss = {"cross_entropy": False, "fused_linear_cross_entropy": peer == "liger-loss"}
-    liger.apply_liger_kernel_to_llama(**loss, model=model)
     try:
+        liger.apply_liger_kernel_to_llama(**loss, model=model)
         yield
     finally:
         vars(modeling_llama).update(before)

@@ -1,28 +1,181 @@
-"""Runs a configuration: every model, size and dtype under every policy and peer, in turn, as often as it says."""
+"""Trains every model of a configuration under every policy and peer, in turn, and keeps what they gave, row by row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from recompute import counters
-from recompute.ablation import results_file
+from recompute.ablation import results
 from recompute.ablation.ablation_config import AblationConfig, Comparison, HuggingFaceFields
-from recompute.ablation.cell_process import IsolatedExperiment
-from recompute.ablation.longest_sequence import budget_nbytes, find_longest, is_out_of_memory
-from recompute.ablation.row_recorder import AblationRun, RowRecorder, TellLeft, Trainer
+from recompute.ablation.cell_process import IsolatedExperiment, machine_of
+from recompute.ablation.longest_sequence import is_out_of_memory
+from recompute.ablation.peers import BASELINE
+from recompute.ablation.results import AblationRow, Timings, place
 from recompute.ablation.subjects import experiment_of, hugging_face_source, load_text
-from recompute.ablation.trials import AblationRow, Progress, attempted
-from recompute.counters import resolve_device
-from recompute.errors import AblationError
+from recompute.ablation.trials import Progress, attempted
+from recompute.counters import host_seconds, resolve_device
+from recompute.errors import AblationError, WriteError
 from recompute.estimation.check_paths import names_factory
 from recompute.estimation.factories import load_factory
 from recompute.files import check_writable
+
+TellLeft = Callable[[int, int, float | None], None]
+"""Called with how many cells are done, how many there are, and the seconds that the rest may take (None: not known)."""
+
+
+class Trainer(Protocol):
+    """Trains the model of one comparison: an ``Experiment``, or one whose trainings have processes of their own."""
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the baseline has been trained, so that others can be compared with it."""
+
+    def row(self, policy: str) -> AblationRow: ...
+
+    def timings(self, policy: str) -> tuple[Timings | None, str | None]: ...
+
+    def step_peak(self, policy: str) -> tuple[int | None, str | None]: ...
+
+
+class RowRecorder:
+    """The rows so far, by what they are of, and the file that holds them. To iterate over it is to train.
+
+    results: what the file holds beside the rows. The key ``rows`` is set, and ``complete``, which is false until all
+        rows are there.
+    out: the folder of the file; None to write none. Raises ``WriteError`` where it cannot be written to begin with.
+    earlier: rows that are there before anything runs.
+    work: calls ``train`` and ``search``, and yields each row that has changed.
+    total: how many cells there are. A cell is one training, or one search.
+    """
+
+    def __init__(
+        self,
+        results: dict[str, Any],
+        out: Path | None,
+        earlier: Iterable[AblationRow] = (),
+        *,
+        work: Callable[[RowRecorder], Iterator[AblationRow]] = lambda recorder: iter(()),
+        total: int = 0,
+        tell_left: TellLeft = lambda done, total, seconds: None,
+    ):
+        self.results, self._out, self._work, self._tell_left = results, out, work, tell_left
+        self._rows = {self._key(vars(row), row.policy): row for row in earlier}
+        self._done, self._total = 0, total
+        self._spent: list[float] = []
+        self.problem: WriteError | None = None
+        """Why the file lacks the latest rows; None if it has all of them. They are written with the next row."""
+        self._write(is_complete=False)
+        if self.problem is not None:  # nothing was trained yet
+            raise self.problem
+
+    def __iter__(self) -> Iterator[AblationRow]:
+        yield from self._work(self)
+        self._write(is_complete=True)
+
+    @property
+    def rows(self) -> tuple[AblationRow, ...]:
+        return tuple(self._rows.values())
+
+    def train(
+        self, trainer: Trainer, names: Sequence[str], facts: Mapping[str, Any], *, repeats: int = 1
+    ) -> Iterator[AblationRow]:
+        """Train under each name, the baseline first; then, for each further repeat, under each of them once more.
+
+        What has a row without an error, and as many timings, is not trained again. Yields each row that has changed.
+        """
+        failed_now: set[str] = set()
+        for repeat in range(repeats):
+            for name in names:
+                row = self._rows.get(self._key(facts, name))
+                is_new = row is None or (row.error is not None and name not in failed_now)
+                if row is not None and not is_new and (row.error is not None or len(row.timings) > repeat):
+                    self._done += 1
+                    continue
+                with self._cell():
+                    row = self._first(trainer, name, facts) if is_new or row is None else self._again(trainer, row)
+                if row.error is not None:
+                    failed_now.add(name)
+                yield self._put(row)
+
+    def search(
+        self,
+        longest: Callable[[str], tuple[int | None, str | None]],
+        names: Sequence[str],
+        facts: Mapping[str, Any],
+    ) -> Iterator[AblationRow]:
+        """Find the longest sequence under each name, and write it into the rows of all lengths.
+
+        longest: returns it, or an error. facts: of any of these rows.
+        """
+        for name in names:
+            lengths = dict.fromkeys(row.sequence_length for row in self.rows)
+            keys = [self._key({**facts, "sequence_length": length}, name) for length in lengths]
+            rows = [self._rows[key] for key in keys if key in self._rows]
+            if all(row.longest_sequence is not None for row in rows):
+                self._done += 1
+                continue
+            with self._cell():
+                length, error = longest(name)
+            for row in rows:
+                yield self._put(replace(row, longest_sequence=length, error=row.error or error))
+
+    def _first(self, trainer: Trainer, name: str, facts: Mapping[str, Any]) -> AblationRow:
+        baseline = self._rows.get(self._key(facts, BASELINE))
+        if name != BASELINE and not trainer.has_baseline and baseline is not None and baseline.error is None:
+            trainer.row(BASELINE)  # of a run before: its row stays, but its gradients are gone
+        return trainer.row(name)
+
+    def _again(self, trainer: Trainer, row: AblationRow) -> AblationRow:
+        timings, error = trainer.timings(row.policy)
+        if timings is None:
+            return replace(row, error=f"repeat {len(row.timings) + 1}: {error}")
+        return row.timed([*row.timings, timings])
+
+    @contextmanager
+    def _cell(self) -> Iterator[None]:
+        if not self._spent:
+            self._tell_left(self._done, self._total, None)
+        start = host_seconds()
+        yield
+        self._spent.append(host_seconds() - start)
+        self._done += 1
+        mean = sum(self._spent) / len(self._spent)
+        self._tell_left(self._done, self._total, mean * (self._total - self._done))
+
+    def _put(self, row: AblationRow) -> AblationRow:
+        key = self._key(vars(row), row.policy)
+        self._rows[key] = row
+        base = self._rows.get((key[0], BASELINE))
+        for at, each in self._rows.items():
+            if at[0] == key[0] and base is not None:
+                self._rows[at] = replace(each, backward_added_seconds=_difference(each, base))
+        self._write(is_complete=False)
+        return self._rows[key]
+
+    def _key(self, facts: Mapping[str, Any], policy: str) -> tuple[tuple[Any, ...], str]:
+        return place(facts), policy
+
+    def _write(self, *, is_complete: bool) -> None:
+        self.results |= {"complete": is_complete, "rows": [dict(vars(row)) for row in self.rows]}
+        if self._out is None:
+            return
+        try:
+            results.save(self.results, self._out)
+            self.problem = None
+        except WriteError as error:  # training goes on: its rows are still told
+            self.problem = error
+
+
+def _difference(row: AblationRow, baseline: AblationRow) -> float | None:
+    if row.backward_seconds is None or baseline.backward_seconds is None:
+        return None
+    return row.backward_seconds - baseline.backward_seconds
 
 
 def run(
@@ -33,7 +186,7 @@ def run(
     progress: Progress,
     resume: bool = False,
     tell_left: TellLeft = lambda done, total, seconds: None,
-) -> AblationRun:
+) -> RowRecorder:
     """Train, as the rows are iterated over, under each policy in each comparison; ``out/results.json`` holds each row.
 
     A row is yielded again after each repeat. Beside ``rows`` that file has ``machine``, ``config``, ``text`` and the
@@ -51,49 +204,37 @@ def run(
     source, text = load_text(config.text)
     if len(text) < (longest := max(config.sequence_lengths)):
         raise AblationError(f"{source}: expected a text of at least {longest} bytes; found {len(text)}")
-    if config.longest_sequence is not None:
-        budget_nbytes(config.longest_sequence, device)
+    search = config.longest_sequence
+    budget = None if search is None else search.budget_nbytes(device)
     for comparison in config.comparisons():
         _check_model(comparison)
     check_writable(out, error=AblationError, is_folder=True)
-    results: dict[str, Any] = {
+    found: dict[str, Any] = {
         "command": command,
         "complete": False,
-        "machine": _machine(config, device) | {"recompute": results_file.package_version()},
+        "machine": machine_of(config, device) | {"recompute": results.package_version()},
         "config": config.model_dump(mode="json"),
         "text": {"source": source, "nbytes": len(text)},
     }
     earlier: list[AblationRow] = []
-    if resume and (out / results_file.NAME).exists():
-        found = results_file.load(out)
-        earlier = results_file.rows_to_resume(found, results, out / results_file.NAME)
-        results = {**found, "complete": False, "resumed": [*found.get("resumed", ()), results["machine"]["date"]]}
-    names, asked = config.treatments(), config.longest_sequence
-    searches = len(_without_lengths(config.comparisons())) * len(names) if asked else 0
-    total = len(config.comparisons()) * len(names) * config.repeats + searches
-    recorder = RowRecorder(results, out, earlier, total=total, tell_left=tell_left)
-    return AblationRun(recorder, _train(config, text, device, progress, recorder))
+    if resume and (out / results.NAME).exists():
+        before = results.load(out)
+        earlier = results.rows_to_resume(before, found, out / results.NAME)
+        found = {**before, "complete": False, "resumed": [*before.get("resumed", ()), found["machine"]["date"]]}
+    names, comparisons = config.treatments(), config.comparisons()
+    searched = _without_lengths(comparisons) if search else []
+    trainer = partial(_trainer, text=text, device=device, progress=progress)
 
+    def train(recorder: RowRecorder) -> Iterator[AblationRow]:
+        for comparison in comparisons:
+            with trainer(comparison) as one:
+                yield from recorder.train(one, names, comparison.facts, repeats=config.repeats)
+        for comparison in searched:
+            longest = partial(_longest, comparison, trainer, budget, len(text))
+            yield from recorder.search(longest, names, comparison.facts)
 
-def _train(
-    config: AblationConfig, text: bytes, device: torch.device, progress: Progress, recorder: RowRecorder
-) -> Iterator[AblationRow]:
-    names = config.treatments()
-    for comparison in config.comparisons():
-        with _trainer(comparison, text, device, progress) as trainer:
-            yield from recorder.train(trainer, names, comparison.facts, repeats=config.repeats)
-    for comparison in _without_lengths(config.comparisons()) if config.longest_sequence else ():
-        search = _Search(comparison, text, device, progress)
-        yield from recorder.search(search.longest, names, comparison.facts)
-    recorder.finish()
-
-
-def _machine(config: AblationConfig, device: torch.device) -> dict[str, Any]:
-    """With processes of their own, trainings have the whole device: this process does not even look at it."""
-    if not (config.isolate and device.type == "cuda"):
-        return dict(counters.describe_machine(device))
-    with IsolatedExperiment(config.comparisons()[0], lambda what, done, total: None) as isolated:
-        return isolated.machine()
+    total = len(names) * (len(comparisons) * config.repeats + len(searched))
+    return RowRecorder(found, out, earlier, work=train, total=total, tell_left=tell_left)
 
 
 def _check_model(comparison: Comparison) -> None:
@@ -137,37 +278,23 @@ class _Failed:
     def timings(self, policy: str) -> tuple[None, str | None]:
         return None, self.error
 
+    step_peak = timings
 
-@dataclass(frozen=True)
-class _Search:
-    """The search for the longest sequence of a model at one batch size and dtype."""
 
-    comparison: Comparison
-    text: bytes
-    device: torch.device
-    progress: Progress
+def _longest(
+    comparison: Comparison, trainer: Any, budget_nbytes: int | None, most: int, policy: str
+) -> tuple[int | None, str | None]:
+    """The longest sequence whose step fits under a policy or peer, or why none can be found. most: of the text."""
+    asked = comparison.config.longest_sequence
+    assert asked is not None, "nothing is searched for that is not asked for"
+    failures = []
 
-    def longest(self, policy: str) -> tuple[int | None, str | None]:
-        """The longest sequence that fits under a policy or peer, or why none can be found."""
-        asked = self.comparison.config.longest_sequence
-        assert asked is not None, "nothing is searched for that is not asked for"
-        budget = budget_nbytes(asked, self.device)
-        failures = []
+    def fits(length: int) -> bool:
+        with trainer(replace(comparison, sequence_length=length)) as one:
+            peak, error = one.step_peak(policy)
+        if error is not None and not is_out_of_memory(error):
+            failures.append(error)
+        return peak is not None and (budget_nbytes is None or peak <= budget_nbytes)
 
-        def fits(length: int) -> bool:
-            peak, error = self._peak(policy, length)
-            if error is not None and not is_out_of_memory(error):
-                failures.append(error)
-            return peak is not None and (budget is None or peak <= budget)
-
-        reachable = asked.model_copy(update={"most": min(asked.most, len(self.text))})
-        found = find_longest(fits, reachable)
-        return (None, failures[0]) if failures else (found, None)
-
-    def _peak(self, policy: str, length: int) -> tuple[int | None, str | None]:
-        if self.comparison.config.isolate:
-            with IsolatedExperiment(self.comparison, self.progress) as isolated:
-                return isolated.step_peak(policy, length)
-        comparison = replace(self.comparison, sequence_length=length)
-        experiment, error = attempted(lambda: experiment_of(comparison, self.text, self.device, self.progress))
-        return experiment.step_peak(policy) if experiment else (None, error)
+    found = asked.longest(fits, most)
+    return (None, failures[0]) if failures else (found, None)

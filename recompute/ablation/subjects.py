@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig
 
 from recompute.ablation.ablation_config import AblationConfig, Comparison, HuggingFaceFields
-from recompute.ablation.row_places import place_of, varied
+from recompute.ablation.results import place_of, varied
 from recompute.ablation.trials import Experiment, Progress, seeded
+from recompute.diagnostics.comparing_runs import wider_dtype
 from recompute.errors import AblationError, ModelError
 from recompute.estimation.build_model import build, refusals_named
-from recompute.estimation.check_paths import check_source, names_factory
+from recompute.estimation.check_paths import check_source
 from recompute.estimation.factories import (
     Factory,
     call,
@@ -48,7 +49,6 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
     config, source = comparison.config, comparison.source
     common: dict[str, Any] = {
         "optimizer": partial(AdamW, lr=config.learning_rate, fused=True),
-        "device": device,
         "progress": progress,
         "wider": torch.float64 if comparison.dtype == "float32" else torch.float32,
         "autocast": torch.bfloat16 if comparison.dtype == "autocast" else None,
@@ -58,50 +58,32 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
         "facts": comparison.facts,
         "place": place_of(comparison.facts, varied(each.facts for each in config.comparisons())),
     }
-    if isinstance(source, str) and names_factory(source):
-        dtype = _dtype_of(comparison.dtype)
-        own = FactorySubject(load_factory(source), None, config.steps, config.seed, dtype, device)
-        return Experiment(make=own.model, loss=own.loss, batches=own.batches, **common)
+    dtype, length, batch_size = _dtype_of(comparison.dtype), comparison.sequence_length, comparison.batch_size
+    if length is None or batch_size is None:
+        own = FactorySubject(load_factory(str(source)), None, config.steps, config.seed, dtype, device)
+        return own.experiment(**common)
+    config = config.model_copy(update={"batch_size": batch_size, "sequence_lengths": (length,)})
+    make: Callable[[], nn.Module]
+    layers: int | None
+    hidden: int | None
     if isinstance(source, ModelShape):
-        return _of_llama(comparison, source, text, common)
-    return _of_hugging_face(comparison, text, common)
-
-
-def _of_llama(comparison: Comparison, shape: ModelShape, text: bytes, common: dict[str, Any]) -> Experiment:
-    length, batch_size, device = comparison.sequence_length, comparison.batch_size, common["device"]
-    assert length is not None, "only a factory has sizes of its own"
-    sizes = {"model": shape, "batch_size": batch_size, "dtype": comparison.dtype, "sequence_lengths": (length,)}
-    config = comparison.config.model_copy(update=sizes)
+        config = config.model_copy(update={"model": source, "dtype": comparison.dtype})
+        make, layers, hidden = partial(build_model, config, device), source.layers, source.hidden_size
+        batches = [{"input_ids": ids, "labels": ids} for ids in sample_batches(config, text, length).to(device)]
+    else:
+        read = hugging_face_source(comparison)
+        sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
+        model: Any
+        model, shapes = build(read, device=torch.device("meta"), seed=config.seed, **sizes)
+        fields = model.config.get_text_config()
+        layers, hidden = getattr(fields, "num_hidden_layers", None), getattr(fields, "hidden_size", None)
+        make = lambda: build(read, device=device, seed=config.seed, **sizes)[0]  # noqa: E731
+        ids = sample_batches(config, text, length) if "input_ids" in shapes else [None] * config.steps
+        with seeded(config.seed, device):
+            batches = [_batch_like(shapes, each, fields, device) for each in ids]
+    elements = batch_size * length * layers * hidden if layers and hidden else None
     return Experiment(
-        make=lambda: build_model(config, device),
-        loss=_LOSSES[config.step],
-        batches=[{"input_ids": ids, "labels": ids} for ids in sample_batches(config, text, length).to(device)],
-        token_elements=config.batch_size * length * shape.layers * shape.hidden_size,
-        **common,
-    )
-
-
-def _of_hugging_face(comparison: Comparison, text: bytes, common: dict[str, Any]) -> Experiment:
-    length, batch_size, device = comparison.sequence_length, comparison.batch_size, common["device"]
-    assert length is not None, "only a factory has sizes of its own"
-    assert batch_size is not None, "only a factory has sizes of its own"
-    config = comparison.config.model_copy(update={"batch_size": batch_size})
-    source = hugging_face_source(comparison)
-    sizes = {"sequence_length": length, "batch_size": batch_size, "dtype": _dtype_of(comparison.dtype)}
-    options: dict[str, Any] = {**sizes, "seed": config.seed}
-    made, shapes = build(source, device=torch.device("meta"), **options)
-    model: Any = made
-    read = model.config.get_text_config()
-    ids = sample_batches(config, text, length) if "input_ids" in shapes else [None] * config.steps
-    layers, hidden = getattr(read, "num_hidden_layers", None), getattr(read, "hidden_size", None)
-    with seeded(config.seed, device):
-        batches = [_batch_like(shapes, each, read, device) for each in ids]
-    return Experiment(
-        make=lambda: build(source, device=device, **options)[0],
-        loss=_LOSSES[config.step],
-        batches=batches,
-        token_elements=batch_size * length * layers * hidden if layers and hidden else None,
-        **common,
+        make=make, loss=_LOSSES[config.step], batches=batches, device=device, token_elements=elements, **common
     )
 
 
@@ -130,15 +112,13 @@ def _configuration(fields: dict[str, Any], where: str) -> PretrainedConfig:
     return found
 
 
-def _batch_like(
-    shapes: Mapping[str, Tensor], ids: Tensor | None, read: PretrainedConfig, device: torch.device
-) -> dict[str, Tensor]:
+def _batch_like(shapes: Any, ids: Tensor | None, fields: Any, device: torch.device) -> dict[str, Tensor]:
     """A batch of these keys and shapes: token ids are the text's bytes, and numbers are random."""
 
     def values(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() or ids is None:
             return torch.rand(tensor.shape, dtype=tensor.dtype, device=device)
-        return ids.remainder(read.vocab_size).to(device)
+        return ids.remainder(fields.vocab_size).to(device)
 
     return tree_map_only(Tensor, values, dict(shapes))
 
@@ -217,8 +197,13 @@ class FactorySubject:
         found = _batches(own, batch, steps, seed, device, self.name)
         self.batches = [placed(each, dtype=dtype, device=device) for each in found]
         self.description = describe(model, self.batches[0])
-        halves = {torch.float16, torch.bfloat16}.intersection(each.dtype for each in model.parameters())
-        self.wider = torch.float32 if halves else torch.float64
+        self._wider = wider_dtype(model)
+
+    def experiment(self, *, progress: Progress | None, **options: Any) -> Experiment:
+        """What trains the model. options: further ones of an ``Experiment``."""
+        own = {"make": self.model, "loss": self.loss, "batches": self.batches, "device": self._device}
+        known: dict[str, Any] = {"wider": self._wider, "seed": self._seed, **own, **options}
+        return Experiment(progress=progress or (lambda what, done, total: None), **known)
 
     def _make(self) -> tuple[nn.Module, Any]:
         with seeded(self._seed, self._device):

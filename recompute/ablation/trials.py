@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from recompute import counters
 from recompute.ablation.longest_sequence import is_out_of_memory
 from recompute.ablation.peers import BASELINE, COMPILED, EXACT_PEERS, is_peer, under
+from recompute.ablation.results import TIMED, AblationRow, Timings
 from recompute.attach.apply import AppliedPolicy, PolicyLike
 from recompute.diagnostics.comparing_runs import (
     COMPRESSION_TOLERANCE,
@@ -32,105 +32,17 @@ from recompute.diagnostics.comparing_runs import (
     relative_error,
     same_bits,
 )
+from recompute.estimation.factories import placed
 from recompute.policy.loading import load_policy
-from recompute.policy.meaning import Meaning, meaning_of
+from recompute.policy.meaning import meaning_of
 
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
 
-
-Timings = dict[str, tuple[float, ...]]
-"""The seconds of each timed step, by what they are of: ``TIMED``."""
-
 _PIECE = 1 << 26  # elements of a gradient that are compared at once
-TIMED = ("step", "forward", "backward", "optimizer", "forward_cpu", "regenerating")
 _REGENERATING_STEPS = 3
 """Steps in which regenerating is timed by itself. They come after the others, as on CUDA each of its parts costs two
 events."""
-
-
-@dataclass(frozen=True)
-class AblationRow:
-    """What training under one policy, or peer, took and gave. If it failed, ``error`` says how.
-
-    What was not measured is None. ``sequence_length``, ``batch_size`` and ``model`` are None for a model of the
-    caller's own.
-
-    Bytes are those of tensors. ``activation_bytes_held`` are alive between forward and backward, and
-    ``logits_bytes_held`` is by how many these are more than when the decoder returned: what head and loss hold, less
-    the decoder's output where a policy drops it. It is not known under autocast. ``peak_bytes`` is the most alive at
-    once in forward and backward. None of these count what is alive before the step: ``parameter_bytes``,
-    ``gradient_bytes`` and ``optimizer_bytes``, its states.
-
-    Times are medians over the timed steps of all repeats; their ``_quartiles`` are the first and the third. On CUDA
-    ``step_seconds`` ends when the device has finished, and its parts are by the device's clock. ``forward_cpu_seconds``
-    is the time that launching forward takes the CPU; it is None where the model itself runs on the CPU.
-    ``backward_added_seconds`` is the backward's time minus that of the baseline's. That is what regenerating adds, less
-    what the policy makes faster. ``regenerating_seconds`` is the part of backward in which it runs again what the
-    policy has dropped; what a kernel regenerates in registers takes no time of its own. It is known of our policies in
-    eager code alone. ``timings`` has the seconds of each timed step, for each repeat.
-
-    ``longest_sequence`` is the longest of those that were tried whose whole step fits the budget; 0 if none does.
-
-    The other fields compare with the baseline, and are None where the baseline failed. ``loss_error`` is the largest
-    relative error of a step's loss. The error of a gradient g is ‖g - r‖ / ‖r‖, with the baseline's gradient r, over
-    all parameters together. ``grad_error`` is that of the first step, in which the weights are still equal, and
-    ``grad_error_last`` that of the last step.
-
-    ``grads_match`` means one of two things. An ``exact`` policy promises the baseline's bits: then it says whether the
-    gradients of the first and of the last step have them. Any other policy rounds in its own way: then it says whether
-    ``grad_error`` is at most ``grad_tolerance``. That is twice the error of the baseline's own gradient, as compared
-    with the same model's in float64 (float32 for a bfloat16 model), because the policy may be that far from it in one
-    direction and the baseline in the other. Of a policy that compresses it is ``COMPRESSION_TOLERANCE``, if that is
-    more. Where there is no memory for the model in the wider dtype, neither is known.
-    """
-
-    policy: str
-    sequence_length: int | None = None
-    model: str | None = None
-    batch_size: int | None = None
-    dtype: str | None = None
-    exact: bool | None = None
-    activation_bytes_held: int | None = None
-    logits_bytes_held: int | None = None
-    peak_bytes: int | None = None
-    parameter_bytes: int | None = None
-    gradient_bytes: int | None = None
-    optimizer_bytes: int | None = None
-    bytes_per_token_layer_hidden: float | None = None
-    step_seconds: float | None = None
-    step_seconds_quartiles: tuple[float, float] | None = None
-    forward_seconds: float | None = None
-    forward_seconds_quartiles: tuple[float, float] | None = None
-    backward_seconds: float | None = None
-    backward_seconds_quartiles: tuple[float, float] | None = None
-    optimizer_seconds: float | None = None
-    optimizer_seconds_quartiles: tuple[float, float] | None = None
-    forward_cpu_seconds: float | None = None
-    forward_cpu_seconds_quartiles: tuple[float, float] | None = None
-    backward_added_seconds: float | None = None
-    regenerating_seconds: float | None = None
-    regenerating_seconds_quartiles: tuple[float, float] | None = None
-    losses: tuple[float, ...] | None = None
-    losses_match: bool | None = None
-    loss_error: float | None = None
-    grads_match: bool | None = None
-    grad_error: float | None = None
-    grad_error_last: float | None = None
-    grad_tolerance: float | None = None
-    longest_sequence: int | None = None
-    timings: tuple[Timings, ...] = ()
-    error: str | None = None
-
-    def timed(self, timings: Iterable[Timings]) -> AblationRow:
-        """The same row with these timings, and the medians and quartiles over all of them."""
-        repeats = tuple(timings)
-        found: dict[str, Any] = {"timings": repeats}
-        for name in TIMED:
-            seconds = [each for repeat in repeats for each in repeat.get(name, ())]
-            found[f"{name}_seconds"] = statistics.median(seconds) if seconds else None
-            found[f"{name}_seconds_quartiles"] = tuple(np.percentile(seconds, (25, 75)).tolist()) if seconds else None
-        return replace(self, **found)
 
 
 @dataclass(frozen=True)
@@ -165,6 +77,16 @@ class Experiment:
     loss: computes a scalar from a model and a batch.
     batches: one for each step; tensors of floats in them have the model's dtype.
     optimizer: makes one of the parameters.
+    wider: a dtype in which gradients are exact enough to judge the model's own by.
+    autocast: the dtype that forward runs in by ``torch.autocast``; None to leave it as it is.
+    warmup: how many of the first steps are not timed.
+    updates: whether the optimizer takes its step.
+    seed: of the random numbers that training draws.
+    policies: by names of their own. Other names are those of peers, presets or files.
+    layers: globs over the paths of the modules that peers take for layers; None: by the names of their classes.
+    facts: the fields of a row that say what is trained, and at which sizes.
+    place: what follows the policy's name where progress is told.
+    token_elements: tokens times layers times the hidden size of a step, for bytes by these.
     """
 
     make: Callable[[], nn.Module]
@@ -174,28 +96,18 @@ class Experiment:
     device: torch.device
     progress: Progress
     wider: torch.dtype
-    """A dtype in which gradients are exact enough to judge the model's own by."""
     autocast: torch.dtype | None = None
-    """The dtype that forward runs in by ``torch.autocast``; None to leave it as it is."""
     warmup: int = 0
-    """How many of the first steps are not timed."""
     updates: bool = True
-    """Whether the optimizer takes its step."""
     seed: int = 0
-    """The seed of the random numbers that training draws."""
     policies: Mapping[str, PolicyLike] = field(default_factory=dict)
-    """Policies by names of their own. Other names are those of peers, presets or files."""
     layers: str | Sequence[str] | None = None
-    """Globs over the paths of the modules that peers take for layers; None: by the names of their classes."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of a row that say what is trained, and at which sizes."""
     place: str = ""
-    """What follows the policy's name where progress is told."""
     token_elements: int | None = None
-    """Tokens times layers times the hidden size of a step, for bytes by these."""
     baseline: Baseline | None = None
-    known_tolerance: float | None = None
-    has_sought_tolerance: bool = False
+    known_tolerance: tuple[float | None] | None = None
+    """The ``grad_tolerance`` once it has been sought."""
 
     @property
     def grad_tolerance(self) -> float | None:
@@ -203,25 +115,17 @@ class Experiment:
 
         None if there is no room for that. It takes twice the memory, and more where attention has no kernel for it.
         """
-        if not self.has_sought_tolerance:
-            gc.collect()
-            try:
-                self.known_tolerance = self._grad_tolerance()
-            except Exception as error:
-                if not is_out_of_memory(f"{type(error).__name__}: {error}"):
-                    raise
-            self.has_sought_tolerance = True
-        return self.known_tolerance
+        if self.known_tolerance is None:
+            found, error = attempted(self._grad_tolerance, only=is_out_of_memory)
+            self.known_tolerance = (None if error else found,)
+        return self.known_tolerance[0]
 
     def _grad_tolerance(self) -> float:
         assert self.baseline is not None, "a tolerance is earned by the baseline's error"
-        wider = self.wider
         model = self.make()
-        nn.Module.to(model, wider)
-        batch = tree_map_only(
-            Tensor, lambda each: each.to(wider) if each.is_floating_point() else each, self.batches[0]
-        )
-        with Widened(wider), seeded(self.seed, self.device):
+        nn.Module.to(model, self.wider)
+        batch = placed(self.batches[0], dtype=self.wider, device=self.device)
+        with Widened(self.wider), seeded(self.seed, self.device):
             self.loss(model, batch).backward()
         return 2 * relative_error(*_in_pieces(self.baseline.first_gradient, _gradients(model)))
 
@@ -238,10 +142,8 @@ class Experiment:
         """Train under a policy or peer once more, for the time that it takes. Returns that, or an error."""
 
         def train() -> Timings:
-            model = self.make()
-            with under(policy, model, self.policies, self.layers) as handle:
-                timings = _train(self, model, self.optimizer(model.parameters()), policy).timings
-                return timings | _regenerating(self, model, handle)
+            with self.model_under(policy) as (model, optimizer, handle):
+                return _train(self, model, optimizer, policy).timings | _regenerating(self, model, handle)
 
         return attempted(train)
 
@@ -260,19 +162,31 @@ class Experiment:
         with torch.autocast(self.device.type, dtype=self.autocast):
             return self.loss(model, batch)
 
+    @contextmanager
+    def model_under(self, policy: str) -> Iterator[tuple[nn.Module, Optimizer, AppliedPolicy | None]]:
+        """A new model under a policy or peer, its optimizer, and the policy's handle."""
+        model = self.make()
+        with under(policy, model, self.policies, self.layers) as handle:
+            yield model, self.optimizer(model.parameters()), handle
+
 
 Result = TypeVar("Result")
 
 
-def attempted(work: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """What ``work`` returns, or the error that it raises."""
+def attempted(
+    work: Callable[[], Result], only: Callable[[str], bool] = lambda error: True
+) -> tuple[Result | None, str | None]:
+    """What ``work`` returns, or the error that it raises. only: which errors are returned; the others are raised."""
     gc.collect()  # Hugging Face modules form reference cycles, and no model may outlive its row
     try:
         return work(), None
     except Exception as error:
         # What fails may be the user's policy file, our code, Triton or memory. Whatever it is belongs in the row
         # of its policy, because the others still deserve theirs. Ctrl-C is not an Exception: it ends the run.
-        return None, f"{type(error).__name__}: {error}"
+        told = f"{type(error).__name__}: {error}"
+        if not only(told):
+            raise
+        return None, told
 
 
 @contextmanager
@@ -291,16 +205,17 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _measure(experiment: Experiment, policy: str) -> AblationRow:
-    device = experiment.device
-    exact = _is_exact(policy, experiment.policies)
-    tolerance = 0.0 if exact else experiment.grad_tolerance if experiment.baseline else None
-    if tolerance is not None and _compresses(policy, experiment.policies):
+    device, baseline = experiment.device, experiment.baseline
+    exact, compresses = _promises(policy, experiment.policies)
+    tolerance = 0.0 if exact else experiment.grad_tolerance if baseline else None
+    if tolerance is not None and compresses:
         tolerance = max(tolerance, COMPRESSION_TOLERANCE)
-    model = experiment.make()
-    with under(policy, model, experiment.policies, experiment.layers) as handle:
-        optimizer = experiment.optimizer(model.parameters())
+    gradients = () if baseline is None else (baseline.first_gradient, baseline.last_gradient)
+    compared: list[Look] = [partial(_compare, expected=each) for each in gradients]
+    with experiment.model_under(policy) as (model, optimizer, handle):
         with deterministic(device.type == "cuda"):
-            trained = _train(experiment, model, optimizer, policy, _looks(experiment.baseline, policy))
+            looks = (_copied, _copied) if policy == BASELINE else compared
+            trained = _train(experiment, model, optimizer, policy, looks)
         timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
         with seeded(experiment.seed, device):
             forward = partial(experiment.forward, model, experiment.batches[-1])
@@ -309,13 +224,16 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
         timings = timed.timings | _regenerating(experiment, model, handle)
     if policy == BASELINE:
         experiment.baseline = Baseline(trained.losses, *trained.looks)
+        trained = replace(trained, looks=((True, 0.0), (True, 0.0)))
     held, elements = memory.activation_bytes_held, experiment.token_elements
+    # Autocast's copies of the weights live until forward has ended, not until the decoder has.
+    after_decoder = None if experiment.autocast else memory.bytes_held_after_inner
     row = AblationRow(
         policy,
         **experiment.facts,
         exact=exact,
         activation_bytes_held=held,
-        logits_bytes_held=_after_decoder(experiment, memory),
+        logits_bytes_held=None if after_decoder is None else held - after_decoder,
         peak_bytes=memory.peak_bytes,
         **static_bytes,
         bytes_per_token_layer_hidden=None if elements is None else held / elements,
@@ -324,33 +242,16 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
     return _compared(row, trained, experiment.baseline, tolerance) if experiment.baseline else row
 
 
-def _looks(baseline: Baseline | None, policy: str) -> tuple[Look, ...]:
-    """What to see of the gradients in the first step and in the last. The baseline's are copied for the others."""
-    if policy == BASELINE:
-        return _copied, _copied
-    if baseline is None:
-        return ()
-    return partial(_compare, expected=baseline.first_gradient), partial(_compare, expected=baseline.last_gradient)
-
-
 def _step_peak(experiment: Experiment, policy: str) -> int:
     device = experiment.device
-    model = experiment.make()
-    with under(policy, model, experiment.policies, experiment.layers):
-        optimizer = experiment.optimizer(model.parameters())
+    with experiment.model_under(policy) as (model, optimizer, _):
         _train(experiment, model, optimizer, policy)
         counters.start_peak(device)
         _train(experiment, model, optimizer, policy)
         if (counted := counters.allocated_nbytes(device)) is not None:
             return counted[1]
         memory = counters.step_memory(partial(experiment.forward, model, experiment.batches[0]), device)
-    return memory.peak_bytes + sum(_static_bytes(model, optimizer).values())
-
-
-def _after_decoder(experiment: Experiment, memory: counters.StepMemory) -> int | None:
-    if memory.bytes_held_after_inner is None or experiment.autocast is not None:
-        return None  # autocast's copies of the weights live until forward has ended, not until the decoder has
-    return memory.activation_bytes_held - memory.bytes_held_after_inner
+        return memory.peak_bytes + sum(_static_bytes(model, optimizer).values())
 
 
 def _decoder_in(model: nn.Module) -> nn.Module | None:
@@ -371,17 +272,13 @@ def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _compared(row: AblationRow, trained: Training, baseline: Baseline, tolerance: float | None) -> AblationRow:
-    (first_matches, first_error), (last_matches, last_error) = (
-        ((True, 0.0), (True, 0.0)) if row.policy == BASELINE else trained.looks
-    )
-    matches: bool | None = first_matches and last_matches
-    if not row.exact:
-        matches = None if tolerance is None else first_error <= tolerance
+    (first_matches, first_error), (last_matches, last_error) = trained.looks
+    within = None if tolerance is None else first_error <= tolerance
     return replace(
         row,
         losses_match=trained.losses == baseline.losses,
         loss_error=max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(trained.losses, baseline.losses, strict=True)),
-        grads_match=matches,
+        grads_match=first_matches and last_matches if row.exact else within,
         grad_error=first_error,
         grad_error_last=last_error,
         grad_tolerance=tolerance,
@@ -417,11 +314,8 @@ def _train(
     if device.type != "cuda":
         del seconds["forward_cpu"]
     warmup = min(experiment.warmup, steps - 1)
-    return Training(
-        losses=tuple(losses),
-        looks=tuple(seen),
-        timings={name: tuple(each[warmup:]) for name, each in seconds.items() if each},
-    )
+    timings = {name: tuple(each[warmup:]) for name, each in seconds.items() if each}
+    return Training(losses=tuple(losses), looks=tuple(seen), timings=timings)
 
 
 def _regenerating(experiment: Experiment, model: nn.Module, handle: AppliedPolicy | None) -> Timings:
@@ -441,24 +335,17 @@ def _regenerating(experiment: Experiment, model: nn.Module, handle: AppliedPolic
     return {"regenerating": tuple(seconds)}
 
 
-def _is_exact(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
-    """Whether the policy promises the baseline's bits. Kernels that stand in, and compilers, round in other ways."""
-    if policy.endswith(COMPILED):
-        return False
+def _promises(policy: str, policies: Mapping[str, PolicyLike]) -> tuple[bool, bool]:
+    """Whether it promises the baseline's bits, and whether it compresses.
+
+    Kernels that stand in, and compilers, round in other ways.
+    """
     if policy not in policies and is_peer(policy):
-        return policy in EXACT_PEERS
-    return all(meaning.is_exact for meaning in _meanings(policy, policies))
-
-
-def _compresses(policy: str, policies: Mapping[str, PolicyLike]) -> bool:
-    return any(meaning.compresses for meaning in _meanings(policy.removesuffix(COMPILED), policies))
-
-
-def _meanings(policy: str, policies: Mapping[str, PolicyLike]) -> list[Meaning]:
-    """Those of the policy's rules; a peer has none."""
-    if policy not in policies and is_peer(policy):
-        return []
-    return [meaning_of(rule) for rule in load_policy(policies.get(policy, policy)).rules]
+        return policy in EXACT_PEERS, False
+    name = policy.removesuffix(COMPILED)
+    meanings = [meaning_of(rule) for rule in load_policy(policies.get(name, name)).rules]
+    is_exact = name == policy and all(meaning.is_exact for meaning in meanings)
+    return is_exact, any(meaning.compresses for meaning in meanings)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:

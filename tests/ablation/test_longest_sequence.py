@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ablation_testing import LEAST, quiet, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recompute.ablation import run_ablation
-from recompute.ablation.ablation_config import AblationConfig, LongestSequence
-from recompute.ablation.longest_sequence import budget_nbytes, find_longest, is_out_of_memory
+from recompute.ablation.longest_sequence import LongestSequence, is_out_of_memory
 from recompute.ablation.subjects import experiment_of
+from recompute.ablation.trials import Experiment
 from recompute.errors import AblationError
-from recompute.estimation.llama import ModelShape
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def asked(**changes: Any) -> LongestSequence:
     return LongestSequence(**{"budget": "1GiB", "start": 256, "multiple": 64, "most": 4096, **changes})
 
 
-@given(limit=st.integers(0, 6000), start=st.integers(2, 4096), multiple=st.integers(1, 300))
-def test_it_is_the_longest_of_all_multiples(limit: int, start: int, multiple: int) -> None:
+@given(limit=st.integers(0, 6000), start=st.integers(2, 4096), multiple=st.integers(1, 300), text=st.integers(1, 6000))
+def test_it_is_the_longest_of_all_multiples(limit: int, start: int, multiple: int, text: int) -> None:
     tried: list[int] = []
 
     def fits(length: int) -> bool:
         tried.append(length)
         return length <= limit
 
-    found = find_longest(fits, asked(start=start, multiple=multiple))
-    lengths = range(0, 4096 + 1, multiple)
-    assert found == max((length for length in lengths if length <= limit), default=0)
-    assert len(tried) == len({*tried}) <= 2 * (4096 // multiple).bit_length() + 2
-    assert all(0 < length <= 4096 for length in tried)
+    most = min(4096, text)
+    found = asked(start=start, multiple=multiple).longest(fits, text)
+    assert found == max(length for length in range(0, most + 1, multiple) if length <= limit)
+    assert len(tried) == len({*tried}) <= 2 * (most // multiple).bit_length() + 2
+    assert all(0 < length <= most for length in tried)
     assert found == 0 or found in tried, "what is answered has been seen to fit"
 
 
 def test_it_doubles_and_then_halves_the_range() -> None:
     tried: list[int] = []
-    find_longest(lambda length: tried.append(length) or length <= 1100, asked())
+    asked().longest(lambda length: tried.append(length) or length <= 1100, 10**6)
     assert tried == [256, 512, 1024, 2048, 1536, 1280, 1152, 1088]
 
 
@@ -65,34 +65,31 @@ def test_an_error_is_of_memory_or_not(error: str, is_memory: bool) -> None:
     assert is_out_of_memory(error) is is_memory
 
 
-def test_a_budget_is_bytes_and_on_the_cpu_nothing_else() -> None:
-    assert budget_nbytes(asked(budget="2GiB"), CPU) == 2 << 30
-    assert budget_nbytes(asked(budget=4096), CPU) == 4096
-    for budget, message in (("device", "expected a size such as '4GiB' on cpu"), ("80%", "capacity of the device")):
-        with pytest.raises(AblationError, match=f"longest_sequence.budget: .*{message}"):
-            budget_nbytes(asked(budget=budget), CPU)
-
-
-def test_only_a_share_of_a_gpu_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_share_of_a_gpu_looks_at_it_and_the_cpu_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: looked.append(device) or (1, 1000))
-    cuda = torch.device("cuda")
-    assert [budget_nbytes(asked(budget=budget), cuda) for budget in ("2GiB", 4096, "device")] == [2 << 30, 4096, None]
+    for budget, nbytes in (("2GiB", 2 << 30), (4096, 4096)):
+        assert [asked(budget=budget).budget_nbytes(device) for device in (CPU, CUDA)] == [nbytes, nbytes]
+    assert asked(budget="device").budget_nbytes(CUDA) is None
     assert looked == []
-    assert budget_nbytes(asked(budget="80%"), cuda) == 800
+    assert asked(budget="80%").budget_nbytes(CUDA) == 800
+    for budget, message in (("device", "expected a size such as '4GiB' on cpu"), ("80%", "capacity of the device")):
+        with pytest.raises(AblationError, match=f"longest_sequence.budget: .*{message}"):
+            asked(budget=budget).budget_nbytes(CPU)
 
 
-SHAPE = ModelShape(hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1)
-CONFIG = AblationConfig(
-    model=SHAPE, policies=("none", "full"), peers=("liger",), sequence_lengths=(16, 32), batch_size=2, steps=1,
-    device="cpu", longest_sequence=asked(budget="1MiB", start=64, multiple=16),
-)  # fmt: skip
+SEARCHED = LEAST.model_copy(
+    update={"steps": 1, "batch_size": 2, "longest_sequence": asked(budget="1MiB", start=64, multiple=16)}
+)
 
 
 @pytest.mark.slow
-def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(tmp_path: Path) -> None:
-    quiet: Any = {"progress": lambda *_: None, "command": "recompute ablate"}
-    rows = {(row.policy, row.sequence_length): row for row in run_ablation.run(CONFIG, tmp_path, **quiet)}
+def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    found = run(tmp_path, SEARCHED, policies=("none", "full"), peers=("liger",), sequence_lengths=(16, 32))
+    rows = {(row.policy, row.sequence_length): row for row in found}
     none, full = (rows[policy, 16].longest_sequence or 0 for policy in ("none", "full"))
     assert 0 < none < full
     for policy, longest in (("none", none), ("full", full), ("liger", None)):
@@ -103,21 +100,34 @@ def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(tmp_path: Pat
 
 def peak(length: int) -> int:
     """The bytes of a whole step without a policy."""
-    config = CONFIG.model_copy(update={"sequence_lengths": (length,)})
-    experiment = experiment_of(config.comparisons()[0], bytes(4096), CPU, lambda *_: None)
+    config = SEARCHED.model_copy(update={"sequence_lengths": (length,)})
+    experiment = experiment_of(config.comparisons()[0], bytes(4096), CPU, quiet)
     found, error = experiment.step_peak("none")
     assert error is None
     row = experiment.row("none")
-    static = (row.parameter_bytes or 0) + (row.gradient_bytes or 0) + (row.optimizer_bytes or 0)
-    assert found == static + (row.peak_bytes or 0)
+    assert found == sum(
+        each or 0 for each in (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.peak_bytes)
+    )
     return found or 0
 
 
 def test_no_length_is_tried_that_the_text_is_too_short_for(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be" * 3)
-    search = asked(start=16, multiple=16)
-    config = CONFIG.model_copy(update={"text": text, "policies": (), "peers": (), "longest_sequence": search})
-    quiet: Any = {"progress": lambda *_: None, "command": "recompute ablate"}
-    *_, row = run_ablation.run(config, tmp_path, **quiet)
+    (row,) = run(tmp_path, SEARCHED, text=text, longest_sequence=asked(start=16, multiple=16))
     assert row.longest_sequence == 48
+
+
+@pytest.mark.parametrize(
+    ("failure", "longest", "error"),
+    [("OutOfMemoryError: no room", 96, None), ("ValueError: a mistake", None, "ValueError: a mistake")],
+)
+def test_what_has_no_room_is_too_long_and_any_other_failure_is_the_rows(
+    failure: str, longest: int | None, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step_peak(self: Experiment, policy: str) -> tuple[int | None, str | None]:
+        return (None, failure) if self.batches[0]["input_ids"].shape[-1] > 100 else (1, None)
+
+    monkeypatch.setattr(Experiment, "step_peak", step_peak)
+    (row,) = run(tmp_path, SEARCHED)
+    assert (row.longest_sequence, row.error) == (longest, error)

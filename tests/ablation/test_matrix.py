@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from ablation_testing import TINY, quiet, run
+from transformers import LlamaConfig
 
-from recompute.ablation import run_ablation
 from recompute.ablation.ablation_config import AblationConfig
-from recompute.ablation.peers import under
 from recompute.ablation.subjects import experiment_of
-from recompute.ablation.trials import AblationRow
 from recompute.errors import AblationError, ModelError, PolicyError
-from recompute.estimation.llama import ModelShape
 from recompute.estimation.static_memory import DTYPE_RECIPES, OPTIMIZERS, ParameterShape, static_nbytes
 from recompute.policy.document import parse_document
 
-TINY = {"hidden_size": 64, "intermediate_size": 172, "layers": 2, "heads": 4, "kv_heads": 2}
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 300, "n_positions": 8}
 MATRIX = """
 models:
   tiny: {hidden_size: 64, intermediate_size: 172, layers: 2, heads: 4, kv_heads: 2}
   gpt2: {model_type: gpt2, n_layer: 1, n_embd: 32, n_head: 2, vocab_size: 300, n_positions: 8}
-  own: its_model:make
+  own: its_own_model:make
 policies: [none, elementwise]
 peers: []
 sequence_lengths: [16, 8]
@@ -41,41 +32,10 @@ steps: 2
 warmup: 0
 device: cpu
 """
-OWN = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-    def forward(self, x):
-        return x + nn.functional.gelu(self.linear(self.norm(x)))
-
-def make():
-    return nn.Sequential(Block(), Block()), torch.randn(64, 8)
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "its_model.py").write_text(OWN, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    sys.modules.pop("its_model", None)
 
 
 def configured(text: str = MATRIX, **changes: Any) -> AblationConfig:
     return parse_document(AblationConfig, text, label="c.yaml").model_copy(update=changes)
-
-
-def run(config: AblationConfig, out: Path, **options: Any) -> list[AblationRow]:
-    """The rows, each as it was last yielded."""
-    rows: dict[Any, AblationRow] = {}
-    for row in run_ablation.run(config, out, command="recompute ablate", progress=lambda *_: None, **options):
-        rows[row.policy, row.model, row.sequence_length, row.batch_size, row.dtype] = row
-    return list(rows.values())
 
 
 def test_each_model_meets_each_size_and_a_factory_has_its_own() -> None:
@@ -100,7 +60,7 @@ def test_a_script_for_one_model_refuses_several(key: str) -> None:
 
 
 def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(own: Path) -> None:
-    rows = run(configured(sequence_lengths=(16,), batch_sizes=(2,)), own / "out")
+    rows = run(own / "out", configured(sequence_lengths=(16,), batch_sizes=(2,)))
     assert [(row.model, row.dtype, row.policy) for row in rows] == [
         (model, dtype, policy)
         for model in ("tiny", "gpt2", "own")
@@ -124,23 +84,19 @@ def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(
 
 def test_autocast_is_judged_by_float32(own: Path) -> None:
     """The tolerance is earned by what bfloat16 products do to the baseline's gradient."""
-    config = configured(models={"tiny": ModelShape(**TINY)}, sequence_lengths=(16,), batch_sizes=(2,))
-    exact, rounded = (experiment_of(each, bytes(2048), torch.device("cpu"), _silent) for each in config.comparisons())
+    config = configured(models={"tiny": TINY.model}, sequence_lengths=(16,), batch_sizes=(2,))
+    exact, rounded = (experiment_of(each, bytes(2048), torch.device("cpu"), quiet) for each in config.comparisons())
     for experiment in (exact, rounded):
         assert experiment.row("none").error is None
     assert exact.grad_tolerance < 1e-5 < 1e-3 < rounded.grad_tolerance < 0.1
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    pass
-
-
 def test_a_model_is_a_folder_or_a_config_json_too(own: Path) -> None:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaConfig(vocab_size=100, max_position_embeddings=4, **shape).save_pretrained(own / "saved")
-    text = MATRIX.replace("own: its_model:make", "folder: saved\n  file: saved/config.json")
+    text = MATRIX.replace("own: its_own_model:make", "folder: saved\n  file: saved/config.json")
     config = configured(text, sequence_lengths=(8,), batch_sizes=(1,), dtypes=(), policies=())
-    folder, file = [row for row in run(config, own / "out") if row.model in ("folder", "file")]
+    folder, file = [row for row in run(own / "out", config) if row.model in ("folder", "file")]
     assert folder.error is file.error is None
     assert folder.losses == file.losses
     assert folder.parameter_bytes == file.parameter_bytes
@@ -152,7 +108,7 @@ def test_logits_are_what_head_and_loss_hold(own: Path) -> None:
     text = f"models: {{a: {json.dumps(models[300])}, b: {json.dumps(models[600])}}}"
     base = MATRIX[MATRIX.index("policies") :]
     config = configured(text + "\n" + base, sequence_lengths=(8,), batch_sizes=(2,), dtypes=(), policies=())
-    small, large = run(config, own / "out")
+    small, large = run(own / "out", config)
     held = [(row.activation_bytes_held or 0) - (row.logits_bytes_held or 0) for row in (small, large)]
     assert held[0] == held[1] > 0
     # Of 7 positions in each of 2 sequences, cross-entropy holds log-probabilities in float32.
@@ -160,8 +116,8 @@ def test_logits_are_what_head_and_loss_hold(own: Path) -> None:
 
 
 def test_static_memory_is_that_of_the_account(own: Path) -> None:
-    config = configured(models={"tiny": ModelShape(**TINY)}, sequence_lengths=(8,), batch_sizes=(1,), dtypes=())
-    experiment = experiment_of(config.comparisons()[0], bytes(2048), torch.device("cpu"), _silent)
+    config = configured(models={"tiny": TINY.model}, sequence_lengths=(8,), batch_sizes=(1,), dtypes=())
+    experiment = experiment_of(config.comparisons()[0], bytes(2048), torch.device("cpu"), quiet)
     row = experiment.row("none")
     shapes = [ParameterShape(tuple(each.shape)) for each in experiment.make().parameters()]
     expected = static_nbytes(shapes, recipe=DTYPE_RECIPES["float32"], optimizer=OPTIMIZERS["adamw-fused"])
@@ -170,39 +126,43 @@ def test_static_memory_is_that_of_the_account(own: Path) -> None:
 
 
 WRONG = [
-    ("batch_size: 2", "batch_size or batch_sizes; found both"),
-    ("dtype: float32", "dtype or dtypes; found both"),
-    ("model: {layers: 2}", "model or models; found both"),
-    ("cell_timeout_seconds: 60", "cell_timeout_seconds: expected isolate: true beside it"),
-    ("repeats: 0", r"c\.yaml:\d+:10: repeats: expected .*greater than 0"),
-    ("longest_sequence: {budget: device}", "budget device: expected isolate: true"),
-    ("longest_sequence: {budget: 3 GiBs}", "longest_sequence: budget: a budget of '3 GiBs' cannot be read"),
-    ("longest_sequence: {budget: 3GiB}", "longest_sequence: expected models of transformers; found models.own"),
-    ("step: layers", "step: layers: expected models of transformers; found models.own, the factory its_model:make"),
+    ("stpes: 3", r"c\.yaml:1:1: stpes: unknown key \(did you mean 'steps'\?\)"),
+    ("seed: 1\nsteps: many", r"c\.yaml:2:8: steps: expected an integer; found 'many'"),
+    ("steps: 0", r"c\.yaml:1:8: steps: expected .*greater than 0"),
+    ("sequence_lengths: []", r"c\.yaml:1:19: sequence_lengths: .*at least 1 item"),
+    ("dtype: float16", r"c\.yaml:1:8: dtype: .*float32.*bfloat16"),
+    ("peers: [torch-chekpoint]", r"c\.yaml:1:9: peers\[0\]: .*torch-checkpoint"),
+    ("model:\n  heads: 3", r"c\.yaml:2:3: model: expected hidden_size to be a multiple of 2 \* heads = 6"),
+    ("model:\n  kv_heads: 3", r"c\.yaml:2:3: model: expected heads to be a multiple of kv_heads = 3"),
+    (
+        "models:\n  a: {hidden_sise: 3}",
+        r"c\.yaml:2:7: models\.a\.hidden_sise: unknown key \(did you mean 'hidden_size'",
+    ),
+    ("models:\n  a: {heads: 3}", r"c\.yaml:2:6: models\.a: expected hidden_size to be a multiple"),
+    ("models:\n  a: {model_type: 3}", r"c\.yaml:2:19: models\.a\.model_type: expected a string"),
+    ("models:\n  a: 3", r"c\.yaml:2:6: models\.a: expected a mapping"),
+    (f"{MATRIX}batch_size: 2", "batch_size or batch_sizes; found both"),
+    (f"{MATRIX}dtype: float32", "dtype or dtypes; found both"),
+    (f"{MATRIX}model: {{layers: 2}}", "model or models; found both"),
+    (f"{MATRIX}cell_timeout_seconds: 60", "cell_timeout_seconds: expected isolate: true beside it"),
+    (f"{MATRIX}repeats: 0", r"c\.yaml:\d+:10: repeats: expected .*greater than 0"),
+    (f"{MATRIX}longest_sequence: {{budget: device}}", "budget device: expected isolate: true"),
+    (f"{MATRIX}longest_sequence: {{budget: 3 GiBs}}", "longest_sequence: budget: a budget of '3 GiBs' cannot be read"),
+    (
+        f"{MATRIX}longest_sequence: {{budget: 3GiB}}",
+        "longest_sequence: expected models of transformers; found models.own",
+    ),
+    (
+        f"{MATRIX}step: layers",
+        "step: layers: expected models of transformers; found models.own, the factory its_own_mod",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("key", "message"), WRONG)
-def test_keys_that_do_not_go_together_are_told(key: str, message: str) -> None:
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_a_mistake_is_told_with_file_line_and_key(text: str, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
-        configured(f"{MATRIX}{key}\n")
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            "{hidden_sise: 3}",
-            r"c\.yaml:2:11: models\.wrong\.hidden_sise: unknown key \(did you mean 'hidden_size'",
-        ),
-        ("{heads: 3}", r"c\.yaml:2:10: models\.wrong: expected hidden_size to be a multiple"),
-        ("{model_type: 3}", r"c\.yaml:2:23: models\.wrong\.model_type: expected a string"),
-        ("3", r"c\.yaml:2:10: models\.wrong: expected a mapping"),
-    ],
-)
-def test_a_mistake_in_a_model_is_told_with_its_name(model: str, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        configured(f"models:\n  wrong: {model}\n")
+        configured(f"{text}\n")
 
 
 @pytest.mark.parametrize(
@@ -226,83 +186,14 @@ def test_a_mistake_in_a_model_is_told_with_its_name(model: str, message: str) ->
 )
 def test_a_model_that_there_is_not_is_told_before_anything_is_trained(tmp_path: Path, model: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        run(configured(f"models:\n  wrong: {model}\n"), tmp_path / "out")
+        run(tmp_path / "out", configured(f"models:\n  wrong: {model}\n"))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_cannot_be_made_fails_its_rows_alone(own: Path) -> None:
     broken = {**GPT2, "n_head": 5}
-    text = MATRIX.replace("own: its_model:make", f"broken: {json.dumps(broken)}")
+    text = MATRIX.replace("own: its_own_model:make", f"broken: {json.dumps(broken)}")
     config = configured(text, sequence_lengths=(8,), batch_sizes=(1,), dtypes=(), policies=())
-    errors = {row.model: row.error for row in run(config, own / "out")}
+    errors = {row.model: row.error for row in run(own / "out", config)}
     assert errors["tiny"] is errors["gpt2"] is None
     assert "refuses this one" in (errors["broken"] or "")
-
-
-class CutCrossEntropy:
-    """Stands for the package: its function in release 25.1, in plain PyTorch."""
-
-    @staticmethod
-    def linear_cross_entropy(
-        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, softcap: Any, shift: bool
-    ) -> torch.Tensor:
-        assert softcap is None
-        logits = F.linear(hidden[:, :-shift], weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets[:, shift:].flatten())
-
-
-def test_cut_cross_entropy_takes_the_decoders_output(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", CutCrossEntropy)
-    text = MATRIX.replace("peers: []", "peers: [cut-cross-entropy]")
-    config = configured(text, policies=(), sequence_lengths=(8,), batch_sizes=(1,), dtypes=())
-    rows = {(row.model, row.policy): row for row in run(config, own / "out")}
-    for model in ("tiny", "gpt2"):
-        peer = rows[model, "cut-cross-entropy"]
-        assert peer.error is None
-        assert peer.exact is False
-        assert peer.losses == pytest.approx(rows[model, "none"].losses, rel=1e-5)
-        assert (peer.grad_error or 0) < 1e-5
-    assert "for a model of transformers with a decoder" in (rows["own", "cut-cross-entropy"].error or "")
-
-
-@pytest.mark.parametrize(
-    ("peer", "packages"), [("cut-cross-entropy", "cut-cross-entropy"), ("torchtune-offload", "torchtune torchao")]
-)
-def test_a_peer_that_is_not_installed_says_what_to_install(
-    peer: str, packages: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("cut_cross_entropy", "torchtune"):
-        monkeypatch.setitem(sys.modules, name, None)
-    error = f"the peer {peer} needs the package {packages.split()[0]}: pip install {packages}"
-    with pytest.raises(AblationError, match=error), under(peer, nn.Linear(2, 2)):
-        pass
-
-
-@pytest.mark.parametrize(("peer", "has_loss"), [("liger", False), ("liger-loss", True)])
-def test_liger_brings_its_loss_where_that_is_asked_for(
-    peer: str, has_loss: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {}
-
-    class Liger(types.ModuleType):
-        @staticmethod
-        def apply_liger_kernel_to_llama(**options: Any) -> None:
-            given.update(options)
-
-    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", Liger("liger_kernel.transformers"))
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
-    with under(peer, model):
-        pass
-    assert given == {"cross_entropy": False, "fused_linear_cross_entropy": has_loss, "model": model}
-
-
-def test_torchtune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(sys.modules, "torchtune", types.ModuleType("torchtune"))
-    monkeypatch.setitem(sys.modules, "torchtune.training", types.ModuleType("torchtune.training"))
-    with (
-        pytest.raises(AblationError, match="torchtune-offload needs a CUDA device"),
-        under("torchtune-offload", nn.Linear(2, 2)),
-    ):
-        pass

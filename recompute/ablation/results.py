@@ -1,0 +1,278 @@
+"""The results of an ablation: rows, what tells them apart, the ``results.json`` that they are kept in, what changed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+
+from recompute.errors import AblationError
+from recompute.files import user_path, write_file
+
+NAME, DATE = "results.json", "date"
+
+TIMED = ("step", "forward", "backward", "optimizer", "forward_cpu", "regenerating")
+Timings = dict[str, tuple[float, ...]]
+"""The seconds of each timed step, by what they are of: ``TIMED``."""
+
+RowDict = Mapping[str, Any]
+"""A row as ``results.json`` holds it. Results from before a key was known lack it."""
+
+
+@dataclass(frozen=True)
+class AblationRow:
+    """What training under one policy, or peer, took and gave. If it failed, ``error`` says how.
+
+    What was not measured is None. ``sequence_length``, ``batch_size`` and ``model`` are None for a model of the
+    caller's own.
+
+    Bytes are those of tensors. ``activation_bytes_held`` are alive between forward and backward, and
+    ``logits_bytes_held`` is by how many these are more than when the decoder returned: what head and loss hold, less
+    the decoder's output where a policy drops it. It is not known under autocast. ``peak_bytes`` is the most alive at
+    once in forward and backward. None of these count what is alive before the step: ``parameter_bytes``,
+    ``gradient_bytes`` and ``optimizer_bytes``, its states.
+
+    Times are medians over the timed steps of all repeats; their ``_quartiles`` are the first and the third. On CUDA
+    ``step_seconds`` ends when the device has finished, and its parts are by the device's clock. ``forward_cpu_seconds``
+    is the time that launching forward takes the CPU; it is None where the model itself runs on the CPU.
+    ``backward_added_seconds`` is the backward's time minus that of the baseline's. That is what regenerating adds, less
+    what the policy makes faster. ``regenerating_seconds`` is the part of backward in which it runs again what the
+    policy has dropped; what a kernel regenerates in registers takes no time of its own. It is known of our policies in
+    eager code alone. ``timings`` has the seconds of each timed step, for each repeat.
+
+    ``longest_sequence`` is the longest of those that were tried whose whole step fits the budget; 0 if none does.
+
+    The other fields compare with the baseline, and are None where the baseline failed. ``loss_error`` is the largest
+    relative error of a step's loss. The error of a gradient g is ‖g - r‖ / ‖r‖, with the baseline's gradient r, over
+    all parameters together. ``grad_error`` is that of the first step, in which the weights are still equal, and
+    ``grad_error_last`` that of the last step.
+
+    ``grads_match`` means one of two things. An ``exact`` policy promises the baseline's bits: then it says whether the
+    gradients of the first and of the last step have them. Any other policy rounds in its own way: then it says whether
+    ``grad_error`` is at most ``grad_tolerance``. That is twice the error of the baseline's own gradient, as compared
+    with the same model's in float64 (float32 for a bfloat16 model), because the policy may be that far from it in one
+    direction and the baseline in the other. Of a policy that compresses it is ``COMPRESSION_TOLERANCE``, if that is
+    more. Where there is no memory for the model in the wider dtype, neither is known.
+    """
+
+    policy: str
+    sequence_length: int | None = None
+    model: str | None = None
+    batch_size: int | None = None
+    dtype: str | None = None
+    exact: bool | None = None
+    activation_bytes_held: int | None = None
+    logits_bytes_held: int | None = None
+    peak_bytes: int | None = None
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    bytes_per_token_layer_hidden: float | None = None
+    step_seconds: float | None = None
+    step_seconds_quartiles: tuple[float, float] | None = None
+    forward_seconds: float | None = None
+    forward_seconds_quartiles: tuple[float, float] | None = None
+    backward_seconds: float | None = None
+    backward_seconds_quartiles: tuple[float, float] | None = None
+    optimizer_seconds: float | None = None
+    optimizer_seconds_quartiles: tuple[float, float] | None = None
+    forward_cpu_seconds: float | None = None
+    forward_cpu_seconds_quartiles: tuple[float, float] | None = None
+    backward_added_seconds: float | None = None
+    regenerating_seconds: float | None = None
+    regenerating_seconds_quartiles: tuple[float, float] | None = None
+    losses: tuple[float, ...] | None = None
+    losses_match: bool | None = None
+    loss_error: float | None = None
+    grads_match: bool | None = None
+    grad_error: float | None = None
+    grad_error_last: float | None = None
+    grad_tolerance: float | None = None
+    longest_sequence: int | None = None
+    timings: tuple[Timings, ...] = ()
+    error: str | None = None
+
+    def timed(self, timings: Iterable[Timings]) -> AblationRow:
+        """The same row with these timings, and the medians and quartiles over all of them."""
+        repeats = tuple(timings)
+        found: dict[str, Any] = {"timings": repeats}
+        for name in TIMED:
+            seconds = [each for repeat in repeats for each in repeat.get(name, ())]
+            found[f"{name}_seconds"] = statistics.median(seconds) if seconds else None
+            found[f"{name}_seconds_quartiles"] = tuple(np.percentile(seconds, (25, 75)).tolist()) if seconds else None
+        return replace(self, **found)
+
+
+_WORDS: Mapping[str, Callable[[Any], str]] = {
+    "model": str,
+    "sequence_length": lambda length: f"sequence {length}",
+    "batch_size": lambda size: f"batch {size}",
+    "dtype": str,
+}
+AXES = tuple(_WORDS)
+"""The keys of a row in which comparisons differ."""
+
+
+def place(row: RowDict) -> tuple[Any, ...]:
+    """The comparison that a row is of. Rows of results from before a key was known have None there."""
+    return tuple(row.get(axis) for axis in AXES)
+
+
+def varied(rows: Iterable[RowDict]) -> frozenset[str]:
+    """The axes on which rows differ."""
+    rows = list(rows)
+    return frozenset(axis for axis in AXES if len({row.get(axis) for row in rows}) > 1)
+
+
+def place_of(row: RowDict, axes: Iterable[str]) -> str:
+    """What follows a policy's name: the sequence length, and the row's values on these axes."""
+    shown = {"sequence_length", *axes}
+    words = [word(row[axis]) for axis, word in _WORDS.items() if axis in shown and row.get(axis) is not None]
+    return "".join(f", {word}" for word in words)
+
+
+def package_version() -> str | None:
+    """That of torch-recompute; None for a checkout that is not installed."""
+    try:
+        return metadata.version("torch-recompute")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def save(results: Mapping[str, Any], folder: Path) -> None:
+    """Replace the file as a whole, so that an interrupted run leaves a good one. Raises ``WriteError``."""
+    write_file(folder / NAME, json.dumps(results, indent=2) + "\n")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The results in a file, or in ``results.json`` of a folder. Raises ``AblationError`` where there are none."""
+    path = user_path(path)
+    file = path / NAME if path.is_dir() else path
+    expected = f"{file}: expected the {NAME} of an ablation"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise AblationError(f"{expected}; {error.strerror}") from error
+    except ValueError as error:
+        raise AblationError(f"{expected}; found no JSON ({error})") from error
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
+        raise AblationError(f"{expected}, with rows that each have a policy")
+    return found
+
+
+def rows_to_resume(found: Mapping[str, Any], expected: Mapping[str, Any], file: Path) -> list[AblationRow]:
+    """The rows of an earlier run of the same configuration, on the same machine, with the same versions.
+
+    Raises ``AblationError`` that names what differs. The date does not count.
+    """
+    different = [
+        f"  {key}: {NAME} has {before!r}, this run {now!r}"
+        for part in ("config", "machine", "text")
+        for key, before, now in _differences(found.get(part), expected.get(part), part)
+        if key != f"machine.{DATE}"
+    ]
+    if different:
+        listed = "\n".join(different)
+        raise AblationError(
+            f"{file}: expected results of the same configuration, machine and versions to resume; found others:\n"
+            f"{listed}\nRun with the configuration and on the machine of before, or write to another folder by --out"
+        )
+    return [row_from(row) for row in found["rows"]]
+
+
+def row_from(values: RowDict) -> AblationRow:
+    """The row that JSON holds. A field that was not known when it was written has its default."""
+    names = [each.name for each in fields(AblationRow) if each.name in values]
+    known: dict[str, Any] = {key: tuple(values[key]) if isinstance(values[key], list) else values[key] for key in names}
+    return AblationRow(**known)
+
+
+def _differences(one: Any, other: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted keys whose values differ, with both of them: "absent" stands for that of a key that is not there."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for name in dict.fromkeys((*one, *other)):
+            dotted = f"{key}.{name}" if key else str(name)
+            yield from _differences(one.get(name, "absent"), other.get(name, "absent"), dotted)
+    elif one != other:
+        yield key, one, other
+
+
+_TIMES = tuple(f"{name}_seconds" for name in TIMED)
+_BYTES = ("activation_bytes_held", "logits_bytes_held", "peak_bytes", "parameter_bytes", "gradient_bytes")
+_COUNTS = (*_BYTES, "optimizer_bytes", "longest_sequence")
+
+
+def compare(one: Path, other: Path) -> str:
+    """The text of a comparison of two ``results.json``, or of the folders that hold them.
+
+    A time has changed beyond the spread where the ranges between its quartiles do not meet. Bytes and lengths have no
+    spread: any change is one.
+
+    Raises ``AblationError`` where there are no results.
+    """
+    before, after = load(one), load(other)
+    blocks = [f"before: {one}\nafter: {other}"]
+    for part in ("config", "machine", "text"):
+        found = _differences(before.get(part), after.get(part))
+        lines = [f"  {key}: {old!r} before, {new!r} after" for key, old, new in found if key != DATE]
+        blocks.append("\n".join([f"{part}: {'different' if lines else 'the same'}", *lines]))
+    mine, theirs = _rows(before), _rows(after)
+    axes = varied([*mine.values(), *theirs.values()])
+    names = {key: f"{row['policy']}{place_of(row, axes)}" for key, row in (mine | theirs).items()}
+    for when, rows, others in (("before", mine, theirs), ("after", theirs, mine)):
+        if alone := [f"  {names[key]}" for key in rows if key not in others]:
+            blocks.append("\n".join([f"rows {when} alone:", *alone]))
+    changes = [(names[key], *change) for key in mine if key in theirs for change in _changes(mine[key], theirs[key])]
+    columns = ("row", "number", "before", "after", "ratio", "change")
+    align = ("left", "left", "right", "right", "right", "left")
+    changed = tabulate(changes, columns, colalign=align, disable_numparse=True) if changes else "no row is in both"
+    return "\n\n".join([*blocks, changed])
+
+
+def _rows(results: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The rows by what they are of. What rows of older results do not say is read from their configuration."""
+    config = results["config"]
+    of_llama = isinstance(config.get("model"), dict) and not config.get("models")
+    known = {"model": "llama", **{key: config.get(key) for key in ("batch_size", "dtype")}} if of_llama else {}
+    rows = [{**known, **{key: value for key, value in row.items() if value is not None}} for row in results["rows"]]
+    return {(*place(row), row["policy"]): row for row in rows}
+
+
+def _changes(before: RowDict, after: RowDict) -> Iterator[tuple[str, str, str, str, str]]:
+    """The numbers that both rows have, and their errors where only one failed or they failed otherwise."""
+    if before.get("error") != after.get("error"):
+        old, new = ((row.get("error") or "none").partition("\n")[0][:80] for row in (before, after))
+        yield "error", old, new, "", "different"
+    for key in (*_TIMES, *_COUNTS):
+        if key in before and key in after:
+            one, other = before[key], after[key]
+            old, new = (f"{each * 1e3:.2f} ms" if key in _TIMES else f"{each:,}" for each in (one, other))
+            yield (
+                key.removesuffix("_seconds"),
+                old,
+                new,
+                f"{other / one:.3f}x" if one else "-",
+                _judged(key, before, after),
+            )
+    for key in ("losses_match", "grads_match"):
+        if before.get(key) is not after.get(key):
+            yield key, str(before.get(key)), str(after.get(key)), "", "different"
+
+
+def _judged(key: str, before: RowDict, after: RowDict) -> str:
+    if before[key] == after[key]:
+        return "the same"
+    if key in _COUNTS:
+        return "beyond the spread"
+    one, other = before.get(f"{key}_quartiles"), after.get(f"{key}_quartiles")
+    if one is None or other is None:
+        return "spread not known"
+    return "within the spread" if one[0] <= other[1] and other[0] <= one[1] else "beyond the spread"

@@ -1,0 +1,141 @@
+"""What ``results.json`` holds: it is gone on with, or refused, and two of them are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ablation_testing import LEAST, saved, started
+from typer.testing import CliRunner
+
+from recompute.ablation.results import compare
+from recompute.cli import app
+from recompute.errors import AblationError
+
+RESULTS = Path(__file__).parents[2] / "examples" / "ablation" / "results"
+
+
+def row(policy: str, seconds: float = 0.1, **changes: Any) -> dict[str, Any]:
+    facts = {"policy": policy, "model": "m", "sequence_length": 64, "batch_size": 1, "dtype": "float32"}
+    times = {"step_seconds": seconds, "step_seconds_quartiles": [seconds - 0.01, seconds + 0.01]}
+    return {**facts, **times, "peak_bytes": 1000, "error": None, **changes}
+
+
+def results(*rows: dict[str, Any], **config: Any) -> dict[str, Any]:
+    machine = {"torch": "2.13", "gpu": None, "date": "2026-01-02"}
+    return {"config": {"models": {"m": "x:y"}, "steps": 3, **config}, "machine": machine, "text": {}, "rows": [*rows]}
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Any:
+    def compared(before: dict[str, Any], after: dict[str, Any]) -> str:
+        for name, found in (("a", before), ("b", after)):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "results.json").write_text(json.dumps(found), encoding="utf-8")
+        return compare(tmp_path / "a", tmp_path / "b" / "results.json")
+
+    return compared
+
+
+def lines(text: str, policy: str) -> dict[str, list[str]]:
+    """What is said of each number of a policy's row."""
+    split = [line.split("  ") for line in text.splitlines() if line.startswith(f"{policy}, ")]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in split]
+    return {name: rest for _, name, *rest in cells}
+
+
+@pytest.mark.parametrize(
+    ("after", "number", "told"),
+    [
+        (row("a", 0.2), "step", ["100.00 ms", "200.00 ms", "2.000x", "beyond the spread"]),
+        (row("a", 0.119), "step", ["100.00 ms", "119.00 ms", "1.190x", "within the spread"]),
+        (row("a", 0.081), "step", ["100.00 ms", "81.00 ms", "0.810x", "within the spread"]),
+        (row("a", 0.121), "step", ["100.00 ms", "121.00 ms", "1.210x", "beyond the spread"]),
+        (row("a", 0.079), "step", ["100.00 ms", "79.00 ms", "0.790x", "beyond the spread"]),
+        (row("a", 0.3, step_seconds_quartiles=None), "step", ["100.00 ms", "300.00 ms", "3.000x", "spread not known"]),
+        (row("a"), "step", ["100.00 ms", "100.00 ms", "1.000x", "the same"]),
+        (row("a", peak_bytes=1001), "peak_bytes", ["1,000", "1,001", "1.001x", "beyond the spread"]),
+        (row("a", error="Error: no room\nat all"), "error", ["none", "Error: no room", "different"]),
+        (row("a", grads_match=False), "grads_match", ["None", "False", "different"]),
+    ],
+)
+def test_each_number_has_its_ratio_and_whether_it_is_beyond_the_spread(
+    compared: Any, after: dict[str, Any], number: str, told: list[str]
+) -> None:
+    assert lines(compared(results(row("a")), results(after)), "a")[number] == told
+
+
+def test_rows_of_one_alone_and_what_was_run_otherwise_are_named(compared: Any) -> None:
+    before = results(row("none"), row("gone"))
+    after = results(row("none"), row("new", sequence_length=128), steps=5)
+    after["machine"] |= {"torch": "2.14", "date": "2027-01-01", "threads": 2}
+    text = compared(before, after)
+    assert "rows before alone:\n  gone, sequence 64\n" in text
+    assert "rows after alone:\n  new, sequence 128\n" in text
+    assert "config: different\n  steps: 3 before, 5 after\n" in text
+    assert "machine: different\n  torch: '2.13' before, '2.14' after\n  threads: 'absent' before, 2 after\n" in text
+    assert "text: the same" in text
+    assert "2027" not in text
+
+
+def test_results_of_before_comparisons_had_names_are_compared(compared: Any) -> None:
+    """Their rows say neither model nor batch size nor dtype: the configuration does."""
+    old = {key: row("none")[key] for key in ("policy", "sequence_length", "step_seconds", "error")}
+    config = {"model": {"layers": 2}, "batch_size": 1, "dtype": "float32"}
+    before = {**results(old), "config": config}
+    after = {**results(row("none", 0.2, model="llama")), "config": {**config, "models": {}}}
+    assert lines(compared(before, after), "none")["step"] == ["100.00 ms", "200.00 ms", "2.000x", "spread not known"]
+
+
+def test_the_command_compares_the_results_of_this_repository(tmp_path: Path) -> None:
+    def told(one: Path, other: Path) -> tuple[int, str]:
+        found = CliRunner().invoke(app, ["ablate", "--compare", str(one), str(other)])
+        return found.exit_code, found.output
+
+    code, output = told(RESULTS / "llama-8b-h200", RESULTS / "llama-1b-h200")
+    assert code == 0, output
+    assert "model.hidden_size: 4096 before, 2048 after" in output
+    assert "rows after alone:\n  none, sequence 4096" in output
+    _, output = told(RESULTS / "llama-8b-h200", RESULTS / "llama-8b-h200")
+    assert "config: the same" in output
+    assert "beyond" not in output
+    code, output = told(tmp_path / "gone", tmp_path)
+    assert code == 2
+    assert "gone: expected the results.json of an ablation; No such file" in output
+
+
+@pytest.fixture(scope="module")
+def least(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("results")
+    list(started(out, LEAST))
+    return (out / "results.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("config", "steps", 7, r"config\.steps: results\.json has 7, this run 2"),
+        ("machine", "torch", "1.0", r"machine\.torch: results\.json has '1\.0', this run '"),
+        ("machine", "cpu", "another", r"machine\.cpu: results\.json has 'another'"),
+        ("machine", "recompute", "0", r"machine\.recompute: results\.json has '0'"),
+        ("text", "nbytes", 3, r"text\.nbytes: results\.json has 3"),
+    ],
+)
+def test_results_of_others_are_not_resumed(
+    least: str, tmp_path: Path, part: str, key: str, value: Any, message: str
+) -> None:
+    found = json.loads(least)
+    found[part][key] = value
+    (tmp_path / "results.json").write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(AblationError, match=rf"results\.json: expected results of the same(.|\n)*{message}"):
+        started(tmp_path, LEAST, resume=True)
+    assert saved(tmp_path) == found
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "found no JSON"), ('{"rows": 3}', "with rows that each have")])
+def test_a_file_that_holds_no_results_is_told(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "results.json").write_text(text, encoding="utf-8")
+    with pytest.raises(AblationError, match=rf"results\.json: expected the results\.json of an ablation.*{message}"):
+        started(tmp_path, LEAST, resume=True)

@@ -1,0 +1,152 @@
+"""Rows in turn: repeats are interleaved, failures are kept, and what is there already is not trained again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ablation_testing import LEAST, saved, started
+
+from recompute.ablation import run_ablation
+from recompute.ablation.results import AblationRow, Timings, row_from
+from recompute.ablation.run_ablation import RowRecorder
+
+FACTS = {"model": "m", "sequence_length": 8, "batch_size": 1, "dtype": "float32"}
+
+
+def timings(*steps: float, backward: float = 1.0) -> Timings:
+    return {"step": steps, "backward": (backward,) * len(steps)}
+
+
+@dataclass
+class Trainer:
+    """Notes what it is asked for. ``broken``: what fails of that."""
+
+    broken: tuple[str, ...] = ()
+    baseline_seconds: float = 1.0
+    has_baseline: bool = False
+    facts: dict[str, Any] = field(default_factory=lambda: FACTS)
+    asked: list[str] = field(default_factory=list)
+
+    def row(self, policy: str) -> AblationRow:
+        self.asked.append(f"row {policy}")
+        self.has_baseline |= policy == "none"
+        row = AblationRow(policy, **self.facts, error="broken" if f"row {policy}" in self.broken else None)
+        return (
+            row
+            if row.error
+            else row.timed([timings(1.0, 2.0, 3.0, backward=self.baseline_seconds if policy == "none" else 1.5)])
+        )
+
+    def timings(self, policy: str) -> tuple[Timings | None, str | None]:
+        self.asked.append(f"again {policy}")
+        return (None, "broken") if f"again {policy}" in self.broken else (timings(4.0, 5.0), None)
+
+    def step_peak(self, policy: str) -> tuple[int | None, str | None]:
+        raise NotImplementedError
+
+
+def recorded(out: Path | None = None, earlier: tuple[AblationRow, ...] = (), **options: Any) -> RowRecorder:
+    return RowRecorder({"command": "recompute ablate"}, out, earlier, **options)
+
+
+def asked(recorder: RowRecorder, *names: str, repeats: int = 1, broken: tuple[str, ...] = ()) -> list[str]:
+    trainer = Trainer(broken)
+    list(recorder.train(trainer, names, FACTS, repeats=repeats))
+    return trainer.asked
+
+
+def test_all_run_once_before_any_runs_again_and_numbers_are_over_all_repeats() -> None:
+    trainer, recorder = Trainer(), recorded()
+    yielded = list(recorder.train(trainer, ("none", "a"), FACTS, repeats=3))
+    assert trainer.asked == ["row none", "row a", *2 * ["again none", "again a"]]
+    assert [row.policy for row in yielded] == ["none", "a"] * 3
+    none, a = recorder.rows
+    assert len(none.timings) == 3
+    assert none.step_seconds == 4.0  # of 1 2 3 4 5 4 5
+    assert none.step_seconds_quartiles == (2.5, 4.5)
+    assert none.forward_seconds is none.forward_seconds_quartiles is None
+    assert none.backward_added_seconds == a.backward_added_seconds == 0.0
+    assert yielded[1].backward_added_seconds == 0.5
+
+
+def test_what_fails_in_a_repeat_keeps_its_numbers_and_does_not_run_again() -> None:
+    recorder = recorded()
+    found = asked(recorder, "none", "a", "b", repeats=3, broken=("row a", "again b"))
+    assert found == ["row none", "row a", "row b", "again none", "again b", "again none"]
+    _, a, b = recorder.rows
+    assert (a.error, a.step_seconds) == ("broken", None)
+    assert (b.error, b.step_seconds) == ("repeat 2: broken", 2.0)
+
+
+def test_good_rows_are_not_repeated_and_failed_ones_are(tmp_path: Path) -> None:
+    asked(recorded(tmp_path), "none", "a", "b", repeats=2, broken=("row a",))
+    earlier = [row_from(row) for row in saved(tmp_path)["rows"]]
+    assert json.loads(json.dumps([asdict(row) for row in earlier])) == saved(tmp_path)["rows"]
+    recorder = recorded(tmp_path, tuple(earlier))
+    assert saved(tmp_path)["complete"] is False
+    # The baseline trains for its gradients, which are not kept; its row stays.
+    found = asked(recorder, "none", "a", "b", "c", repeats=2)
+    assert found == ["row none", "row a", "row c", "again a", "again c"]
+    assert [row.policy for row in recorder.rows] == ["none", "a", "b", "c"]
+    assert [row["error"] for row in saved(tmp_path)["rows"]] == [None] * 4
+
+
+def test_a_row_short_of_repeats_gets_those_and_needs_no_baseline() -> None:
+    before = recorded()
+    asked(before, "none", "a")
+    assert asked(recorded(earlier=before.rows), "none", "a", repeats=2) == ["again none", "again a"]
+
+
+def test_rows_have_their_own_baseline_and_the_longest_sequence_is_written_into_those_of_all_lengths() -> None:
+    recorder = recorded()
+    for seconds, facts in (
+        (1.0, FACTS),
+        (1.25, {**FACTS, "sequence_length": 16}),
+        (2.0, {**FACTS, "dtype": "autocast"}),
+    ):
+        list(recorder.train(Trainer(facts=facts, baseline_seconds=seconds), ("none", "a"), facts))
+    added = [row.backward_added_seconds for row in recorder.rows]
+    assert added == [0.0, 0.5, 0.0, 0.25, 0.0, -0.5], "each comparison has a baseline of its own"
+    searched: list[str] = []
+
+    def longest(name: str) -> tuple[int | None, str | None]:
+        searched.append(name)
+        return (None, "broken") if name == "a" else (4096, None)
+
+    list(recorder.search(longest, ("none", "a"), FACTS))
+    found = {(row.policy, row.sequence_length, row.dtype): (row.longest_sequence, row.error) for row in recorder.rows}
+    for length in (8, 16):
+        assert found["none", length, "float32"] == (4096, None)
+        assert found["a", length, "float32"] == (None, "broken")
+    assert found["none", 8, "autocast"] == (None, None)
+    list(recorder.search(longest, ("none",), FACTS))
+    assert searched == ["none", "a"]
+
+
+def test_what_is_left_is_told_by_the_mean_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0, 10.0, 40.0, 40.0, 60.0])
+    monkeypatch.setattr(run_ablation, "host_seconds", lambda: next(clock))
+    told: list[tuple[int, int, float | None]] = []
+    asked(recorded(total=6, tell_left=lambda *left: told.append(left)), "none", "a", "b")
+    assert told == [(0, 6, None), (1, 6, 50.0), (2, 6, 80.0), (3, 6, 60.0)]
+
+
+def test_a_run_resumes_what_was_interrupted_and_one_without_results_begins(tmp_path: Path) -> None:
+    config = LEAST.model_copy(update={"peers": ("torch-checkpoint", "torch-save-on-cpu")})
+    for row in started(tmp_path, config, command="first", resume=True):
+        if row.policy == "torch-checkpoint":
+            break
+    before = saved(tmp_path)
+    assert [row["policy"] for row in before["rows"]] == ["none", "torch-checkpoint"]
+    assert [row.policy for row in started(tmp_path, config, resume=True)] == ["torch-save-on-cpu"]
+    after = saved(tmp_path)
+    assert after["complete"]
+    assert after["command"] == "first"
+    assert len(after["resumed"]) == 1
+    assert after["rows"][0] == before["rows"][0]
+    assert after["rows"][2]["grads_match"]
+    assert list(started(tmp_path, config, resume=True)) == []
