@@ -10,7 +10,7 @@ from what it still has. Recipes are always made from the frame's own arguments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -198,10 +198,11 @@ class TapeFrame:
         kwargs: dict[str, Any],
         unobserved: bool,
         op_policy: OpPolicy,
+        function: Callable[..., Any] | None = None,
     ) -> Any:
         """Run a step that no plan foresees, and write it down.
 
-        reason: why it cannot run again; "" if it may. op_policy: the one in force.
+        reason: why it cannot run again; "" if it may. op_policy: the one in force. function: what runs, if not ``op``.
         """
         call: RecordedCall | None = None
         inputs: tuple[int, ...] = ()
@@ -212,7 +213,7 @@ class TapeFrame:
             reason = reason or str(error)
         if known.running_statistics and call is not None:
             reason = ""
-        output = op(*args, **kwargs)
+        output = (function or op)(*args, **kwargs)
         if known.writes:
             count_writes(at(known.writes, args, kwargs))
         made = made_by(self._values, None, known, reason, unobserved, args, kwargs, output)
@@ -232,8 +233,9 @@ class TapeFrame:
         reason: str,
         args: tuple,
         kwargs: dict[str, Any],
+        function: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run a step as the plan has foreseen it, or give the plan up."""
+        """Run a step as the plan has foreseen it, or give the plan up. function: what runs, if not ``op``."""
         values, plan, unobserved = self._values, self.plan, instruction.unobserved
         assert plan is not None
         call = None
@@ -249,8 +251,8 @@ class TapeFrame:
         except (PlanMismatch, NotRegenerable):
             if self.plan is not None:
                 self.deoptimize()
-            return self.run(op, known, reason, args, kwargs, unobserved, instruction.op_policy)
-        output = op(*args, **kwargs)
+            return self.run(op, known, reason, args, kwargs, unobserved, instruction.op_policy, function)
+        output = (function or op)(*args, **kwargs)
         if known.writes:
             count_writes(at(known.writes, args, kwargs))
         made = made_by(values, plan, known, reason, unobserved, args, kwargs, output, instruction.layouts)

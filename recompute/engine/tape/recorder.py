@@ -42,8 +42,9 @@ from recompute.engine.tape.autocast import in_force, left_out
 from recompute.engine.tape.exposed_memory import expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
-from recompute.engine.tape.op_arguments import PLAIN, is_plain, is_unobserved, tensors_in
-from recompute.engine.thread_state import local
+from recompute.engine.tape.functions import FunctionOp, is_in_function, set_aside
+from recompute.engine.tape.op_arguments import PLAIN, is_plain, tensors_in
+from recompute.engine.thread_state import in_backward, local
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -194,7 +195,7 @@ class Tape(TorchDispatchMode):
         if (known.casts_inside or torch.is_inference_mode_enabled()) and (keys := left_out()):
             with in_force(keys, op, kwargs, self.statistics.name):
                 return self.__torch_dispatch__(op, types, args, kwargs)
-        unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
+        unobserved = not torch.is_grad_enabled() and (in_backward() or is_in_function(_RUN))
         if known.kind is Kind.VIEW and not unobserved:
             return op(*args, **kwargs)
         frame = self.frame
@@ -210,6 +211,19 @@ class Tape(TorchDispatchMode):
         if instruction is not None:
             return frame.run_planned(instruction, op, known, reason, args, kwargs)
         return frame.run(op, known, reason, args, kwargs, unobserved, op_policy)
+
+    def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a custom ``autograd.Function`` as one step."""
+        if not self._is_in_force():
+            return forward(*args, **kwargs)
+        frame, known = self.frame, op.facts
+        if not frame.has_begun:
+            frame.begin(op, args)
+        instruction = None if frame.plan is None else frame.follow(op, True, self.op_policy)
+        with set_aside(self):
+            if instruction is None:
+                return frame.run(op, known, known.reason, args, kwargs, True, self.op_policy, forward)
+            return frame.run_planned(instruction, op, known, known.reason, args, kwargs, forward)
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """The pack hook of what autograd saves in the region."""
@@ -246,7 +260,7 @@ class Tape(TorchDispatchMode):
         parameter = self.frame.parameter_in(storage, tensor)
         if parameter is not None and not is_array:
             return
-        unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
+        unobserved = not torch.is_grad_enabled() and (in_backward() or is_in_function(_RUN))
         if not unobserved:
             expose(storage)
         modes = dispatch_modes()
