@@ -127,6 +127,11 @@ class CapturedFrame:
                 book.enter(outputs[position], recipe, slot, layout, counted=counted)
         return outputs
 
+    def put_back(self) -> None:
+        """Forward has stopped in its middle, and its region is to run in another way."""
+        if self._rng is not None:
+            self._rng.restore()
+
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The contributions to the gradients of the program's edges. saved: what autograd had saved."""
         if self._kept is None:

@@ -68,6 +68,7 @@ class GraphCaller(Protocol):
     is_checkpoint: bool
     generates: bool
     """Whether its code may run in generated kernels."""
+    recorded: RecordedFrame | None
     departed: CapturedGraph | None
     """The graph that has just refused a call because it took other steps than expected."""
 
@@ -83,6 +84,7 @@ class GraphCaller(Protocol):
     def count(self, plan: SavePlan | None) -> None: ...
     def count_frame(self, plan: SavePlan) -> None: ...
     def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
+    def deoptimize(self, reason: str) -> None: ...
 
 
 class CachedGraphs:
@@ -141,7 +143,9 @@ class GuardedGraphs:
             self._traces += 1
         try:
             whole = [*self._substitutes, *[part for fusion in self._fusions for part in fusion.parts]]
-            return self._calls.trace(function, args, kwargs, whole, (function, *modules_in(function, args)))
+            recorded = None if _running.region is None else _running.region.recorded
+            recording = Recording() if recorded is None else recorded.recording
+            return self._calls.trace(function, args, kwargs, recording, whole, (function, *modules_in(function, args)))
         finally:
             self._traces -= 1
 
@@ -233,7 +237,7 @@ class CapturedGraph:
         around = _Surroundings.of(given)
         program = _fitting(self._programs, region, around)
         if program is None and not self.has_failed and (expected := region.recorded_for(self)) is not None:
-            program = self._known(region, given, around)
+            program = self._known(region, given, around, expected.recording)
             if program is None:
                 return self._observe(region, given, expected)
         if program is None:
@@ -261,17 +265,25 @@ class CapturedGraph:
             has_plan=region.has_tape,
         )
         inputs = (*given, *casts) if casts else given
-        return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
+        try:
+            return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
+        except Departure as error:
+            frame.put_back()
+            region.deoptimize(str(error))
+            raise Refusal from None
 
-    def _known(self, region: GraphCaller, given: Sequence[Any], around: _Surroundings) -> Program | None:
+    def _known(
+        self, region: GraphCaller, given: Sequence[Any], around: _Surroundings, recording: Recording
+    ) -> Program | None:
         """The program that was made of the same graph in an equal region."""
-        program = _fitting(self._cached.programs.get(self._key(given), ()), region, around)
+        program = _fitting(self._cached.programs.get(self._key(given, recording), ()), region, around)
         if program is not None:
             self._programs.append(program)
         return program
 
-    def _key(self, given: Sequence[Any]) -> Hashable:
-        return self._code, tuple([_kind(value) for value in given])
+    def _key(self, given: Sequence[Any], recording: Recording) -> Hashable:
+        functions = tuple([recording.calls[index].op for index in recording.functions])
+        return self._code, functions, tuple([_kind(value) for value in given])
 
     def _observe(self, region: GraphCaller, given: Sequence[Any], expected: RecordedFrame) -> Any:
         """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
@@ -279,7 +291,7 @@ class CapturedGraph:
             _running.waits = True
             raise Refusal
         region.forget_recorded(self)  # else a region that never runs backward would be observed for ever
-        learn = functools.partial(self._learn, self._key(given))
+        learn = functools.partial(self._learn, self._key(given, expected.recording))
         expose_arrays(given)
         state = _GlobalState()
         try:

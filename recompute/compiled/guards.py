@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from recompute.compiled.called_methods import CalledMethods
-from recompute.compiled.recording import NotCapturable
+from recompute.compiled.function_calls import graph_call, stand_in_for
+from recompute.compiled.recording import NotCapturable, Recording
+from recompute.engine.tape.functions import function_op, is_seen, make_whole
 from recompute.engine.thread_state import local
 from recompute.source_files import OURS, lies_in
 
@@ -93,6 +95,8 @@ def _prepare_frontend() -> None:
 
     InliningInstructionTranslator.build_inline_tracer = staticmethod(noting)  # type: ignore[method-assign,assignment]
 
+    _take_functions_whole()
+
     # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
     session = getattr(torch.compiler, "_compile_session_context", None)
     if session is not None:
@@ -101,6 +105,26 @@ def _prepare_frontend() -> None:
             return nullcontext() if _local.is_tracing else session()
 
         torch.compiler._compile_session_context = context  # type: ignore[assignment]
+
+
+def _take_functions_whole() -> None:
+    """Have torch's frontend make one call of a graph of each custom ``autograd.Function``, whose Python it cannot trace."""
+    from torch._dynamo.utils import proxy_args_kwargs
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    call = AutogradFunctionVariable.call_method
+
+    @functools.wraps(call)
+    def whole(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not _local.is_tracing or name != "apply" or is_seen(self.fn_cls):
+            return call(self, translator, name, args, kwargs)
+        make_whole(self.fn_cls)
+        target = graph_call(function_op(self.fn_cls))
+        node = translator.output.create_proxy("call_function", target, *proxy_args_kwargs(args, kwargs))
+        return wrap_fx_proxy(tx=translator, proxy=node)
+
+    AutogradFunctionVariable.call_method = whole  # type: ignore[method-assign]
 
 
 MISSED = object()
@@ -170,7 +194,7 @@ class GuardedCalls:
         def trace(frame: Any, *state: Any) -> Any:
             if frame.f_code is not code:
                 return untouched
-            with _tracing(self._whole, self._methods):
+            with _tracing(self._whole, self._methods, self._recording):
                 traced = context.callback(frame, *state)
             if traced.guarded_code is None:  # torch would run the call as it is
                 raise NotCapturable("torch.compile passes it by")
@@ -180,6 +204,7 @@ class GuardedCalls:
             callback._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]
         self._miss, self._trace = miss, trace
         self._whole: tuple[Any, ...] = ()
+        self._recording = Recording()
         self._methods = CalledMethods()
 
     @property
@@ -192,15 +217,17 @@ class GuardedCalls:
         function: Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
+        recording: Recording,
         whole: Iterable[Any] = (),
         reads: Iterable[Any] = (),
     ) -> Any:
         """``function(*args, **kwargs)`` by a graph, which is taken first if none is known.
 
+        recording: of a call like this, which tells what custom Functions give.
         whole: functions that the graph calls without the frontend tracing into them.
         reads: functions and modules that the call runs.
         """
-        self._whole = tuple(whole)
+        self._whole, self._recording = tuple(whole), recording
         self._methods.note_reads(reads)
         return self._under(self._trace, function, args, kwargs)
 
@@ -220,11 +247,12 @@ class GuardedCalls:
 
 
 @contextmanager
-def _tracing(whole: Iterable[Any], methods: CalledMethods) -> Iterator[None]:
+def _tracing(whole: Iterable[Any], methods: CalledMethods, recording: Recording) -> Iterator[None]:
     """The span in which the frontend traces a region, and notes the methods that it calls."""
     before, _local.is_tracing = _local.is_tracing, True
     _local.asks, _local.called = False, methods
     local.books.append(None)  # what runs on tensors without values makes no recipes
+    local.function_stand_in = stand_in_for(recording)
     try:
         with (
             _called_as_they_are(whole),
@@ -242,4 +270,5 @@ def _tracing(whole: Iterable[Any], methods: CalledMethods) -> Iterator[None]:
             yield
     finally:
         local.books.pop()
+        local.function_stand_in = None
         _local.is_tracing, _local.called = before, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
+from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, results_of, takes_gradient
 from recompute.compiled.program import Program, ProgramWriter
-from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
+from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import PackedTensor, top_hooks
 from recompute.engine.tape.autocast import run_as_called
+from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.op_arguments import LISTS
 from recompute.engine.tape.recorder import Tape, TapeRegion
 from recompute.engine.thread_state import local
 
@@ -46,6 +50,9 @@ class RecordingTape(Tape):
         policy, own = self.op_policy, self._own_policy
         if policy is not own and policy.decide(op) != own.decide(op):
             return True
+        return self._is_held_otherwise()
+
+    def _is_held_otherwise(self) -> bool:
         hooks = top_hooks()
         return hooks is None or getattr(hooks[0], "__self__", None) is not self
 
@@ -63,12 +70,23 @@ class RecordingTape(Tape):
         if local.regenerating or self.recording is None:
             return super().__torch_dispatch__(op, types, args, kwargs)
         self.has_rules_inside = self.has_rules_inside or self._is_ruled_inside(op)
+        return self._recorded(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
+
+    def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        run = partial(super().run_function, op, forward, args, kwargs)
+        if self.recording is None or not self.is_in_force():
+            return run()
+        self.has_rules_inside = self.has_rules_inside or self._is_held_otherwise()
+        return self._recorded(op, args, kwargs, run)
+
+    def _recorded(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        assert self.recording is not None
         started = None
         try:
-            started = self.recording.start(op, args, kwargs or {})
+            started = self.recording.start(op, args, kwargs)
         except NotCapturable as error:
             self.recording, self.reason = None, str(error)
-        output = super().__torch_dispatch__(op, types, args, kwargs)
+        output = run()
         if started is not None and self.recording is not None:
             try:
                 self.recording.end(started, output)
@@ -83,14 +101,29 @@ class GraphTape(Tape):
     def __init__(self, region: TapeRegion, variant: Any, seen: Observation):
         super().__init__(region, variant)
         self._seen = seen
+        self._is_in_function = False
+        """Whether what is saved now is a custom Function's, which holds it by itself."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if local.regenerating:
             return op(*args, **(kwargs or {}))
         return self._seen.run(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
 
+    def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        run = partial(super().run_function, op, forward, args, kwargs)
+        if not self.is_in_force():
+            return run()
+        self._is_in_function = True
+        return self._seen.run(op, args, kwargs, run)
+
+    def see_function(self, args: tuple, output: Any, *, is_changed: bool) -> None:
+        """A custom Function that the graph calls has returned."""
+        self._is_in_function = False
+        self._seen.see_function(args, output, is_changed=is_changed)
+
     def pack(self, tensor: Tensor) -> PackedTensor:
-        return self._seen.saved(tensor, super().pack(tensor))
+        saved = super().pack(tensor)
+        return saved if self._is_in_function else self._seen.saved(tensor, saved)
 
     def abandon(self) -> None:
         """The graph is given up. Its module runs in its place, and that is the frame that counts."""
@@ -173,6 +206,14 @@ class Observation:
         self._casts: dict[int, int] = {}
         """The buffers of the parameters that autocast has cast and cached, and the positions of these parameters."""
         self._sums: set[int] = set()
+        self._functions: dict[int, FunctionCall] = {}
+        """The calls that are of custom Functions."""
+        self._nodes: dict[Any, int] = {}
+        """The node of each of these in autograd's graph, until forward has ended; then its number."""
+        self._given: Sequence[Use | None] = ()
+        """The gradients that a custom Function's node is given while it runs."""
+        self._given_back: set[int] = set()
+        """The buffers of the gradients that custom Functions have given."""
         self._mode = _BackwardOps(self)
         self._is_running = False
         try:
@@ -207,6 +248,19 @@ class Observation:
             except NotCapturable as error:
                 self._fail(error)
         return output
+
+    def see_function(self, args: tuple, output: Any, *, is_changed: bool) -> None:
+        """The custom Function whose forward was the last call has returned, so that its outputs have their graphs."""
+        index = len(self._recording.calls) - 1
+        op = self._recording.calls[index].op
+        if type(op) is not FunctionOp or is_changed:
+            self._fail(f"{op} changes what it is given")
+            return
+        outputs = output if type(output) in LISTS else (output,)
+        takes = tuple([torch.is_grad_enabled() and takes_gradient(value) for value in args])
+        self._functions[index] = FunctionCall(op, takes, results_of(outputs), _again(self._autocast))
+        for tensor in filter(takes_gradient, outputs):
+            self._nodes[tensor.grad_fn] = index
 
     def saved(self, tensor: Tensor, saved: PackedTensor) -> PackedTensor:
         if self.reason is not None or not self._recording.knows(tensor):
@@ -321,6 +375,7 @@ class Observation:
                 outputs[position] = alias = outputs[position].view_as(outputs[position])
                 self._outputs[number_of(alias.grad_fn), 0] = position
                 self._edges[-1].append(place)
+        self._nodes = {numbers[node]: index for node, index in self._nodes.items() if node in numbers}
         for node, number in numbers.items():
             node.register_prehook(partial(self._before, number))
             node.register_hook(partial(self._after, number))
@@ -349,22 +404,27 @@ class Observation:
             self._fail("its backward is differentiated in its turn")
             return
         try:
-            for slot, gradient in enumerate(gradients):
-                if gradient is None:
-                    continue
-                use = self._pending.pop((number, slot), None)
-                if use is not None:
-                    self._see(gradient, use)
-                elif (position := self._outputs.get((number, slot))) is not None:
-                    if self._recording.knows(gradient):
-                        raise NotCapturable("the gradient of an output shares memory with one of its tensors")
-                    self._gradients[position] = self._recording.receive(gradient)
-                else:
-                    raise NotCapturable("a gradient comes from outside of its graph")
+            given = [None if g is None else self._take(g, number, slot) for slot, g in enumerate(gradients)]
         except NotCapturable as error:
             self._fail(error)
             return
-        _push_mode(self._mode)
+        if number in self._nodes:
+            self._given = given
+        else:
+            _push_mode(self._mode)
+
+    def _take(self, gradient: Tensor, number: int, slot: int) -> Use:
+        """A gradient has come to a node."""
+        use = self._pending.pop((number, slot), None)
+        if use is not None:
+            self._see(gradient, use)
+        elif (position := self._outputs.get((number, slot))) is not None:
+            if self._recording.knows(gradient):
+                raise NotCapturable("the gradient of an output shares memory with one of its tensors")
+            self._gradients[position] = self._recording.receive(gradient)
+        else:
+            raise NotCapturable("a gradient comes from outside of its graph")
+        return self._recording.use(gradient)
 
     def _see(self, gradient: Tensor, use: Use) -> None:
         """A gradient inside of the region has come: what one call gave, or the sum of what several did."""
@@ -373,31 +433,74 @@ class Observation:
             self._recording.bind(gradient, use.buffer)
             if not _is_alike(Layout.of(gradient), use.layout):
                 raise NotCapturable("autograd adds up gradients of several layouts")
-        elif self._recording.use(gradient) != use:
+        elif (found := self._recording.use(gradient))[1:] == use[1:] and found.buffer in self._given_back:
+            self._recording.bind(gradient, use.buffer)  # a Function has given back the memory of a gradient
+        elif found != use:
             raise NotCapturable("a hook replaces a gradient inside of it")
 
-    def _after(self, number: int, gradients: tuple[Tensor | None, ...], _: Any) -> None:
-        """A node of the graph has run."""
+    def _after(self, number: int, gradients: tuple[Tensor | None, ...], _: Any) -> Sequence[Tensor | None] | None:
+        """A node of the graph has run. Returns what it gives, if autograd would make something else of that."""
+        if (call := self._nodes.get(number)) is not None:
+            return self._after_function(number, call, gradients)
         if self.reason is not None:
             modes = torch._C._len_torch_dispatch_stack()
             if modes and torch._C._get_dispatch_stack_at(modes - 1) is self._mode:
                 _pop_mode()
-            return
+            return None
         _pop_mode()
         try:
-            for gradient, edge in zip(gradients, self._edges[number], strict=True):
-                if gradient is None or edge is None:
-                    continue
-                use = self._recording.use(gradient)
-                if edge[0] == -1:
-                    self._contributions.append((edge[1], use))
-                elif (before := self._pending.get(edge)) is None:
-                    self._pending[edge] = use
-                else:
-                    self._pending[edge] = total = self._recording.add(before, use)
-                    self._sums.add(total.buffer)
+            pairs = zip(gradients, self._edges[number], strict=True)
+            self._pass_on(number, [None if g is None or e is None else self._recording.use(g) for g, e in pairs])
         except NotCapturable as error:
             self._fail(error)
+        return None
+
+    def _after_function(
+        self, number: int, call: int, gradients: tuple[Tensor | None, ...]
+    ) -> Sequence[Tensor | None] | None:
+        """The node of a custom Function has run, which is one call. Its gradients are tensors of their own.
+
+        Their memory may be that of a gradient that it was given, or of what it has saved.
+        """
+        if self.reason is not None:
+            return None
+        forward, index = self._recording.calls[call], len(self._recording.calls)
+        passed: list[Tensor | None] = []
+        uses: list[Use | None] = []
+        try:
+            layouts = [use.layout for use in forward.args if type(use) is Use]
+            edges = self._edges[number]
+            for gradient, edge, layout in zip(gradients, edges, layouts, strict=True):
+                if gradient is None or edge is None:
+                    passed.append(None)
+                    uses.append(None)
+                else:
+                    passed.append(gradient := _as_autograd_does(gradient, layout))
+                    uses.append(Use(self._recording.receive(gradient, index), Layout.of(gradient)))
+            made = [use for use, edge in zip(uses, edges, strict=True) if edge is not None]
+            layouts = [None if use is None else use.layout for use in made]
+            results = tuple([None if use is None else use.buffer for use in made])
+            op = FunctionBackward(forward.op, call, layouts, _again(self._backward_autocast))
+            self._recording.calls.append(Call(op, tuple(self._given), {}, results, (), is_sequence=True))
+            self._given_back.update(filter(None, results))
+            self._pass_on(number, uses)
+        except NotCapturable as error:
+            self._fail(error)
+            return None
+        return tuple(passed)
+
+    def _pass_on(self, number: int, uses: Sequence[Use | None]) -> None:
+        """A node gives these gradients."""
+        for use, edge in zip(uses, self._edges[number], strict=True):
+            if use is None or edge is None:
+                continue
+            if edge[0] == -1:
+                self._contributions.append((edge[1], use))
+            elif (before := self._pending.get(edge)) is None:
+                self._pending[edge] = use
+            else:
+                self._pending[edge] = total = self._recording.add(before, use)
+                self._sums.add(total.buffer)
 
     def _end(self) -> None:
         """Backward has ended."""
@@ -424,6 +527,7 @@ class Observation:
                 self._backward_autocast,
                 self._cached,
                 self._casts,
+                self._functions,
             ).program()
         except NotCapturable as error:
             self._fail(error)
@@ -442,6 +546,17 @@ class Observation:
             else:
                 missing.append((position, None))
         return missing
+
+
+def _again(autocast: Autocast | None) -> Around:
+    return nullcontext if autocast is None else autocast.again
+
+
+def _as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
+    """A gradient of a tensor of ``layout``, as autograd passes it on: of the tensor's shape and dtype."""
+    if gradient.shape != layout.shape:
+        gradient = gradient.sum_to_size(layout.shape)
+    return gradient.to(layout.dtype)
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:

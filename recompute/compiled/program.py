@@ -12,6 +12,7 @@ from torch import Tag
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
+from recompute.compiled.function_calls import FunctionBackward, FunctionCall
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
@@ -19,6 +20,7 @@ from recompute.engine.cut.ops import Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.tape.functions import FunctionOp
 
 SMALL = 8
 """What is left for the region's own backward is at least so many times smaller than the outputs that came back."""
@@ -180,6 +182,8 @@ class ProgramWriter:
     cached: tuple[int, ...]
     casts: Mapping[int, int]
     """The buffers of what autocast has cast and cached, and the positions of the parameters, in order."""
+    functions: Mapping[int, FunctionCall]
+    """The calls of forward that are of custom Functions."""
 
     def __post_init__(self) -> None:
         self._forward = self.recording.calls[: self.steps]
@@ -189,6 +193,8 @@ class ProgramWriter:
         self._held: dict[int, None] = {}
         self._again: dict[int, None] = {}
         """The calls of forward that run again, in the order in which backward needs them."""
+        self._differentiated = {call.op.call for call in self._backward if type(call.op) is FunctionBackward}
+        """The calls of forward that are of custom Functions, and whose backward runs."""
 
     def program(self) -> Program:
         backward = self._write_backward()
@@ -344,7 +350,10 @@ class ProgramWriter:
                 self._bring(use.buffer, code)
             if any(not self._is_backwards(before) for before, _ in call.written):
                 raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
-            code.call(call)
+            if type(call.op) is FunctionBackward:
+                code.function_backward(call)
+            else:
+                code.call(call)
         for _, contribution in self.contributions:
             if contribution is not None:
                 self._bring(contribution.buffer, code)
@@ -422,9 +431,16 @@ class ProgramWriter:
     @cached_property
     def _keeps(self) -> frozenset[int]:
         """The buffers of the values that the plan keeps."""
-        origins = [self.plan.facts[value][2:4] for value in self.plan.kept]
-        made = {self._made_by(step, slot) for step, slot in origins if step is not None}
-        return frozenset(number for number in made if number is not None)
+        plan, found = self.plan, set[int | None]()
+        for value in plan.kept:
+            step, slot = plan.facts[value][2:4]
+            if step in self.functions:  # a value that it was given counts as another one after it
+                call = self._forward[step]
+                buffers = [*dict(call.written), *[number for number in call.results if number is not None]]
+                found.add(buffers[plan.steps[step].made.index(value)])
+            elif step is not None:
+                found.add(self._made_by(step, slot))
+        return frozenset(number for number in found if number is not None)
 
     def _write_forward(self) -> tuple[GeneratedCode, dict[int, str]]:
         code = Code(self.recording)
@@ -440,12 +456,17 @@ class ProgramWriter:
         for index, call in enumerate(self._forward):
             for before, _ in call.written:
                 root = self.recording.buffers[self.recording.buffers[before].root]
-                if root.given is not None or root.constant is not None:
+                if index not in self.functions and (root.given is not None or root.constant is not None):
                     raise NotCapturable(f"it writes to a tensor that it did not make ({call.op})")
             if self.casts and call.results and call.results[0] in self.casts:
                 continue  # autocast has done so
             if index in self._again and _is_watched(call):
                 states[index] = code.draw(call)
+            if index in self.functions:
+                if index in self._differentiated:
+                    states[index] = f"r{index}"
+                code.function(call, self.functions[index], states.get(index, "_"))
+                continue
             code.call(call)
             if index in states and facts(call.op).is_foreign:
                 code.drawn(states[index])
@@ -477,14 +498,14 @@ class ProgramWriter:
 
 
 def _is_watched(call: Call) -> bool:
-    """Whether the random numbers that a call draws are to be the same when it runs again."""
+    """Whether the random numbers that a call of an op draws are to be the same when it runs again."""
     known = facts(call.op)
     return known.kind is Kind.RANDOM or known.is_foreign
 
 
 def _may_draw(call: Call) -> bool:
     """Whether a call may draw random numbers. Attention with a dropout of 0 does not."""
-    if facts(call.op).is_foreign:
+    if type(call.op) is FunctionOp or facts(call.op).is_foreign:
         return True
     draws = Tag.nondeterministic_seeded in call.op.tags
     return draws and facts_of_call(call.op, call.args, call.kwargs).kind is not Kind.PURE

@@ -19,7 +19,8 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
-from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, tensors_in
+from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, parameter_of, tensors_in
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
@@ -63,16 +64,25 @@ class Buffer:
     device: torch.device | None = None
 
 
+class FunctionResult(NamedTuple):
+    """A tensor that a custom ``autograd.Function`` gives."""
+
+    layout: Layout
+    device: torch.device
+
+
 class Call(NamedTuple):
     """One op, with a ``Use`` in the place of each tensor."""
 
-    op: OpOverload
+    op: Any
+    """An ``OpOverload``, a ``FunctionOp`` or a ``FunctionBackward``."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
     """The buffers of its outputs; None for one that is no tensor, or that shares the memory of another."""
     written: tuple[tuple[int, int], ...]
-    """For each storage that it writes to, the buffers before and after."""
+    """For each storage that it writes to, the buffers before and after. These are the same for a storage that a custom
+    Function is given: it may write there unseen."""
     is_sequence: bool
     """Whether it returns several outputs."""
 
@@ -102,6 +112,8 @@ class Recording:
     """Another recording. The calls of this one must be the same, as far as that goes, with buffers of its own."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    functions: dict[int, Any] = field(default_factory=dict)
+    """The calls that are of custom Functions, and what these gave, with a ``FunctionResult`` in the place of each tensor."""
     placed: set[int] = field(default_factory=set)
     """The given buffers that were read at a place that is counted from the start of their storage."""
     _current: dict[int, int] = field(default_factory=dict)
@@ -138,11 +150,11 @@ class Recording:
             raise NotCapturable("two of the tensors that it is given share memory")
         return self._new(tensor, given=position)
 
-    def receive(self, gradient: Tensor) -> int:
-        """Add the gradient of an output, which backward is given."""
+    def receive(self, gradient: Tensor, call: int | None = None) -> int:
+        """Add a gradient that backward is given, or that ``call``, a custom Function's backward, has given."""
         if not is_plain(gradient) or not torch._C._has_storage(gradient):  # a batch of gradients has none
             raise NotCapturable(f"its backward is given a {type(gradient).__name__} that is no plain view of a storage")
-        return self._new(gradient)
+        return self._new(gradient, call=call)
 
     def use(self, tensor: Tensor) -> Use:
         """A tensor that an op reads, as a ``Use`` of a buffer that has been seen before."""
@@ -172,6 +184,8 @@ class Recording:
 
     def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> _Started | None:
         """An op is about to run. Returns None if it makes nothing new."""
+        if type(op) is FunctionOp:
+            return self._start_function(op, args, kwargs)
         known = facts(op)
         if known.kind is Kind.VIEW:
             if isinstance(op, OpOverload) and _DATA_DEPENDENT.intersection(op.tags):
@@ -198,6 +212,14 @@ class Recording:
                     raise NotCapturable(f"{known.name} writes to conjugates")
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
                     raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
+        self._compare(started)
+        return started
+
+    def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> _Started:
+        """The forward of a custom ``autograd.Function`` is about to run. It is one call, whatever it does."""
+        template = self._template(args), self._template(kwargs)
+        written = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
+        started = _Started(op, *template, written)
         self._compare(started)
         return started
 
@@ -239,6 +261,9 @@ class Recording:
             key = tensor.untyped_storage()._cdata
             if key not in written:
                 before = self._current[key]
+                if type(started.op) is FunctionOp:
+                    written[key] = before, before
+                    continue
                 old = self.buffers[before]
                 self.buffers.append(Buffer(old.layout, old.nbytes, old.root, call=index, device=old.device))
                 written[key] = before, len(self.buffers) - 1
@@ -261,6 +286,8 @@ class Recording:
                 raise Departure
             self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
         is_sequence = type(output) in LISTS
+        if type(started.op) is FunctionOp:
+            self.functions[index] = [result_of(each) for each in (output if is_sequence else (output,))]
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
         )
@@ -305,6 +332,11 @@ class Recording:
         if not isinstance(value, _CONSTANTS):
             raise NotCapturable(f"an op is given a {type(value).__name__}")
         return value
+
+
+def result_of(value: Any) -> Any:
+    """A ``FunctionResult`` in the place of a tensor."""
+    return FunctionResult(Layout.of(value), value.device) if isinstance(value, Tensor) else value
 
 
 def _refuse_foreign(op: OpOverload, known: OpFacts) -> None:

@@ -214,7 +214,7 @@ class Tape(TorchDispatchMode):
 
     def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the forward of a custom ``autograd.Function`` as one step."""
-        if not self._is_in_force():
+        if not self.is_in_force():
             return forward(*args, **kwargs)
         frame, known = self.frame, op.facts
         if not frame.has_begun:
@@ -251,7 +251,7 @@ class Tape(TorchDispatchMode):
         any time from then on. The address of a parameter counts as neither: libraries ask for it for other reasons than
         to write to it.
         """
-        if local.regenerating or not self._is_in_force():  # an op asks, and its schema says what it writes to
+        if local.regenerating or not self.is_in_force():  # an op asks, and its schema says what it writes to
             return
         tensor = self.frame.part_of(memory) if isinstance(memory, Tensor) else None
         if tensor is not None and not is_plain(tensor):
@@ -268,7 +268,7 @@ class Tape(TorchDispatchMode):
         with under(beneath, function_modes()):  # as for an op, so that this tape does not record what the frame does
             self.frame.hand_out(storage, tensor, parameter, unobserved, self.op_policy)
 
-    def _is_in_force(self) -> bool:
+    def is_in_force(self) -> bool:
         """Whether what is called now would come to this tape."""
         modes = range(count_dispatch_modes())
         return any(torch._C._get_dispatch_stack_at(index) is self for index in modes)

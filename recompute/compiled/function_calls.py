@@ -1,0 +1,190 @@
+"""Custom ``autograd.Function``s inside of captured code: each is one call, whose ctx and backward are eager code's.
+
+What a Function saves it holds by itself, with the hooks in force. Its backward is one call of the program's backward:
+autograd runs the Function's node, and no other, as it would in eager code.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, Recording, Use, result_of
+from recompute.engine.cut.layout import Layout
+from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.op_arguments import LISTS, tensors_in
+from recompute.engine.thread_state import local
+from recompute.errors import UnsupportedError
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+class _Enter(torch.autograd.Function):
+    """The tensors that a Function is given, apart from their graphs. Its node holds none of them."""
+
+    seen_by_dispatcher = True
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise AssertionError("gradients are taken where they leave the Function")
+
+
+@functools.cache
+def _source() -> Tensor:
+    """What makes the tensors that a Function is given take gradients."""
+    return torch.empty(0, requires_grad=True)
+
+
+class FunctionNode(NamedTuple):
+    """A Function that has run: where its gradients come in, and where they leave."""
+
+    outputs: Sequence[Any]
+    """For each output, the edge to its gradient; None if it takes none."""
+    inputs: Sequence[Any]
+
+
+
+class FunctionBackward:
+    """The backward of a Function's call in a program: ``(node, *gradients) -> gradients of the inputs that take one``."""
+
+    tags: tuple[Any, ...] = ()
+
+    def __init__(self, op: FunctionOp, call: int, results: Sequence[Layout | None], around: Around):
+        """call: its forward's, among the recorded ones. results: the layouts that its gradients had; None for none.
+
+        around: the span of the autocast that it runs under.
+        """
+        self.op = op
+        self.call = call
+        self._results = results
+        self._around = around
+
+    def __repr__(self) -> str:
+        return f"{self.op}'s backward"
+
+    def __call__(self, node: FunctionNode, *gradients: Tensor | None) -> Sequence[Tensor | None]:
+        pairs = [(edge, g) for edge, g in zip(node.outputs, gradients, strict=True) if g is not None]
+        roots, given = tuple([edge for edge, _ in pairs]), tuple([gradient for _, gradient in pairs])
+        with self._around():
+            found = _run_backward(roots, given, _keeps_graph(), False, node.inputs, allow_unreachable=True)
+        return [self._as_recorded(*each) for each in zip(found, self._results, strict=True)]
+
+    def _as_recorded(self, gradient: Tensor | None, layout: Layout | None) -> Tensor | None:
+        """A gradient in the layout that the code around was written for."""
+        if gradient is None or layout is None:
+            if gradient is not layout:
+                raise UnsupportedError(_OTHER_GRADIENTS.format(self.op))
+            return None
+        if Layout.of(gradient)[:2] == layout[:2]:
+            return gradient
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=gradient.device).copy_(gradient)
+
+
+_OTHER_GRADIENTS = (
+    "the backward of {} gives a gradient to other arguments than it did when its module was captured. Give the rule of "
+    "the module `capture: false`."
+)
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a Function in a program: ``(*args) -> (*outputs, node)``."""
+
+    op: FunctionOp
+    takes: tuple[bool, ...]
+    """Which of its arguments are tensors that take gradients."""
+    results: Sequence[Any]
+    """What it gave when it was recorded, and which of that took gradients."""
+    around: Around
+    """The span of the autocast that it runs under."""
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        entered: Sequence[Tensor] = ()
+        is_differentiated = any(self.takes)
+        with self.around(), torch.set_grad_enabled(is_differentiated):
+            if is_differentiated:
+                entered = _Enter.apply(_source(), *itertools.compress(args, self.takes))
+                left = iter(entered)
+                args = tuple([next(left) if takes else value for value, takes in zip(args, self.takes, strict=True)])
+            output = self.op.function.apply(*args)
+        outputs = output if type(output) in LISTS else (output,)
+        if results_of(outputs) != self.results:
+            raise Departure(f"{self.op} gives something else from time to time")
+        edges = [get_gradient_edge(each) if takes_gradient(each) else None for each in outputs]
+        node = FunctionNode(edges, tuple(map(get_gradient_edge, entered)))
+        return *[each.detach() if isinstance(each, Tensor) else each for each in outputs], node
+
+
+def results_of(outputs: Sequence[Any]) -> Sequence[Any]:
+    return [(result_of(each), takes_gradient(each)) for each in outputs]
+
+
+def takes_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+@functools.cache
+def graph_call(op: FunctionOp) -> Callable[..., Any]:
+    """What a graph calls for a Function. The tape that observes the graph is told of the outputs, with their graphs."""
+
+    def call_function(*args: Any, **kwargs: Any) -> Any:
+        if local.function_stand_in is not None:
+            return local.function_stand_in(op, args, kwargs)
+        see = getattr(local.active_frames[-1], "see_function", None) if local.active_frames else None
+        if see is None or kwargs:
+            return op.function.apply(*args, **kwargs)
+        versions = [tensor._version for tensor in tensors_in(args)]
+        output = op.function.apply(*args)
+        see(args, output, is_changed=versions != [tensor._version for tensor in tensors_in(args)])
+        return output
+
+    return call_function
+
+
+def stand_in_for(recording: Recording) -> Callable[..., Any]:
+    """``(op, args, kwargs) -> outputs``: tensors like those that the recorded Functions gave, while a graph is traced."""
+
+    def stand_in(op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Any:
+        for index, results in recording.functions.items():
+            call = recording.calls[index]
+            if call.op is op and not kwargs and _are_alike(call.args, args):
+                takes = torch.is_grad_enabled() and any(map(takes_gradient, args))
+                outputs = tuple([_made_like(result, takes=takes) for result in results])
+                return outputs if call.is_sequence else outputs[0]
+        raise NotCapturable(f"{op} is called in another way than in its forward")
+
+    return stand_in
+
+
+def _are_alike(recorded: Any, given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return type(recorded) is Use and recorded.layout[0] == given.shape and recorded.layout.dtype is given.dtype
+    if type(given) in LISTS:
+        is_list = type(recorded) in LISTS and len(recorded) == len(given)
+        return is_list and all(map(_are_alike, recorded, given))
+    return type(recorded) is type(given) and bool(recorded == given)
+
+
+def _made_like(result: Any, *, takes: bool) -> Any:
+    if type(result) is not FunctionResult:
+        return result
+    layout = result.layout
+    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=result.device)
+    return made.requires_grad_(takes and (layout.dtype.is_floating_point or layout.dtype.is_complex))
