@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
-from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
+from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
 from recompute.compiled.observation import GraphTape, Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
@@ -173,6 +173,9 @@ class GuardedGraphs:
         except Exception as error:
             if _running.has_begun:
                 raise
+            if meets_function():
+                region.recorded = None  # the next tape is told of that Function, and takes other steps
+                return MISSED
             self._cached.failures += 1
             self._cached.failure = _first_line(error)
             return MISSED

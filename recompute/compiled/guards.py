@@ -29,6 +29,7 @@ from recompute.source_files import OURS, lies_in
 class _Local(threading.local):
     is_tracing = False
     asks = False
+    meets = False
     called: CalledMethods | None = None
     """Where to note the methods that the code being traced calls."""
 
@@ -47,6 +48,11 @@ is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as to
 def asks_about_tracing() -> bool:
     """Whether the user's code in the last traced call asked if it is compiled: otherwise it may do something else."""
     return _local.asks
+
+
+def meets_function() -> bool:
+    """Whether the last traced call has a custom ``autograd.Function`` in which no tape has seen an op so far."""
+    return _local.meets
 
 
 _TORCHS = os.path.dirname(torch.__file__)
@@ -119,7 +125,7 @@ def _take_functions_whole() -> None:
     def whole(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         if not _local.is_tracing or name != "apply" or is_seen(self.fn_cls):
             return call(self, translator, name, args, kwargs)
-        make_whole(self.fn_cls)
+        _local.meets = make_whole(self.fn_cls) or _local.meets
         target = graph_call(function_op(self.fn_cls))
         node = translator.output.create_proxy("call_function", target, *proxy_args_kwargs(args, kwargs))
         return wrap_fx_proxy(tx=translator, proxy=node)
@@ -250,7 +256,7 @@ class GuardedCalls:
 def _tracing(whole: Iterable[Any], methods: CalledMethods, recording: Recording) -> Iterator[None]:
     """The span in which the frontend traces a region, and notes the methods that it calls."""
     before, _local.is_tracing = _local.is_tracing, True
-    _local.asks, _local.called = False, methods
+    _local.asks, _local.meets, _local.called = False, False, methods
     local.books.append(None)  # what runs on tensors without values makes no recipes
     local.function_stand_in = stand_in_for(recording)
     try:

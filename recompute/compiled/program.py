@@ -365,8 +365,7 @@ class ProgramWriter:
         plan = self.plan
         found: dict[int, int] = {}
         for value in plan.outputs:
-            step = plan.origin(value)
-            number = self._made_by(step, plan.slots[step][value])
+            number = self._made_by(value)
             position = next((i for i, use in enumerate(self.results) if use.buffer == number), None)
             if position is None:
                 raise NotCapturable("a part of an output is dropped where others save it")
@@ -378,9 +377,15 @@ class ProgramWriter:
             self._bring(self.results[position].buffer, code)
         return code, found
 
-    def _made_by(self, step: int, slot: int | None) -> int | None:
-        """The buffer that a step of forward gives as its output ``slot``, or which it writes in place."""
+    def _made_by(self, value: int) -> int | None:
+        """The buffer that is a value of the plan; None if no call has made it."""
+        _, _, step, slot, *_ = self.plan.facts[value]
+        if step is None:
+            return None
         call = self._forward[step]
+        if type(call.op) is FunctionOp:
+            buffers = [*dict(call.written), *[number for number in call.results if number is not None]]
+            return buffers[self.plan.steps[step].made.index(value)]
         return call.written[0][1] if call.written and not slot else call.results[slot or 0]
 
     def _is_backwards(self, number: int) -> bool:
@@ -431,16 +436,10 @@ class ProgramWriter:
     @cached_property
     def _keeps(self) -> frozenset[int]:
         """The buffers of the values that the plan keeps."""
-        plan, found = self.plan, set[int | None]()
-        for value in plan.kept:
-            step, slot = plan.facts[value][2:4]
-            if step in self.functions:  # a value that it was given counts as another one after it
-                call = self._forward[step]
-                buffers = [*dict(call.written), *[number for number in call.results if number is not None]]
-                found.add(buffers[plan.steps[step].made.index(value)])
-            elif step is not None:
-                found.add(self._made_by(step, slot))
-        return frozenset(number for number in found if number is not None)
+        plan = self.plan
+        # What a custom Function is given counts as overwritten. What autograd had saved of that before is held.
+        made = {self._made_by(value) for value in (*plan.kept, *(plan.demanded & plan.overwritten))}
+        return frozenset(number for number in made if number is not None)
 
     def _write_forward(self) -> tuple[GeneratedCode, dict[int, str]]:
         code = Code(self.recording)

@@ -50,12 +50,14 @@ def is_seen(function: Any) -> bool:
     return getattr(function, "seen_by_dispatcher", False) or function.__module__.startswith(_SEEN)
 
 
-def make_whole(function: Any) -> None:
-    """Have tapes told, from now on, of each forward of a custom Function."""
+def make_whole(function: Any) -> bool:
+    """Have tapes told, from now on, of each forward of a custom Function. Returns whether they were not before."""
     owner = next(kind for kind in function.__mro__ if "forward" in vars(kind))
     forward = vars(owner)["forward"]
-    if not isinstance(forward, _WholeForward):
-        owner.forward = _WholeForward(forward)
+    if isinstance(forward, _WholeForward):
+        return False
+    owner.forward = _WholeForward(forward)
+    return True
 
 
 class _WholeForward:

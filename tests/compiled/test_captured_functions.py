@@ -1,0 +1,232 @@
+"""Custom ``autograd.Function``s in captured regions: each is one call, which runs as in eager code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_testing import SIZE, Around, Twins, body, captured_twins, counting, fresh, rule, tokens, train
+from engine_testing import loss_of
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import recompute
+
+CALLS: list[str] = []
+"""What the Functions below ran, so that nothing may run twice."""
+
+
+class Scale(Function):
+    """Saves what it is given. Nothing may trace it: it asks for values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        CALLS.append("forward")
+        assert x.detach().numpy().shape == x.shape
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        CALLS.append("backward")
+        x, w = ctx.saved_tensors
+        wants_x, wants_w = ctx.needs_input_grad
+        return gradient * w if wants_x else None, (gradient * x).sum(0) if wants_w else None
+
+
+class Exp(Function):
+    """Saves its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class Split(Function):
+    """Several outputs, of which one takes no gradient, and which save nothing but a number."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        return x * factor + parts[0], x.argmax(-1), x.sum(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor, ctx.width = inputs[1], inputs[0].shape[-1]
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, _: Any, last: Tensor | None) -> Any:
+        assert first is not None
+        gradient = first * ctx.factor
+        return gradient if last is None else gradient + last.unsqueeze(-1).expand(-1, ctx.width), None, None
+
+
+class Reverse(Function):
+    """Gives back what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Same(Function):
+    """Runs no op at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class InMemory(Function):
+    """As Triton kernels do it: backward writes its gradients over what was saved, unseen."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        first, second = gradient * b, gradient * a
+        a.numpy()[:], b.numpy()[:] = first.numpy(), second.numpy()
+        return a, b
+
+
+class Dropped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mask = torch.rand_like(x) > 0.25
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.mask
+
+
+class Widened(Function):
+    """Gradients of another dtype and another shape than what they belong to, which autograd makes fit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return (gradient * w).double(), gradient * x
+
+
+class Nested(Function):
+    """Runs another Function, and autograd, inside of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            ctx.graph = given, Exp.apply(given).sin()
+        return ctx.graph[1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        given, result = ctx.graph
+        return torch.autograd.grad(result, given, gradient, retain_graph=True)[0]
+
+
+class Transposed(Function):
+    """Tensors that are not contiguous, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.t().contiguous().t()
+
+
+bound_early = Scale.apply
+
+
+def splits(self: Any, h: Tensor) -> Tensor:
+    first, best, total = Split.apply(h, 0.5, (self.weight.detach(),))
+    return first.sigmoid() * total.unsqueeze(-1) + best.unsqueeze(-1)
+
+
+def splits_one(self: Any, h: Tensor) -> Tensor:
+    return Split.apply(h, 0.5, (self.weight.detach(),))[0].sigmoid()
+
+
+def without_gradients(self: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = Scale.apply(h, self.weight)
+    return h.sigmoid() * scale
+
+
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "saves its inputs": lambda self, h: Scale.apply(h, self.weight).sigmoid() * h.tanh(),
+    "a frozen weight": lambda self, h: Scale.apply(h, self.frozen).sigmoid(),
+    "frozen values": lambda self, h: Scale.apply(self.frozen.tanh().expand(h.shape), self.weight).sigmoid() * h,
+    "bound to another name": lambda self, h: bound_early(h, self.weight).sigmoid(),
+    "saves its output": lambda self, h: Exp.apply(h).sigmoid() * 2,
+    "several outputs": splits,
+    "an output that nobody reads": splits_one,
+    "gives back a view": lambda self, h: Reverse.apply(h).sigmoid() * h,
+    "gives back what it is given": lambda self, h: Same.apply(h).sigmoid() * h,
+    "gives back its gradient": lambda self, h: (h + Same.apply(h.tanh())).sigmoid(),
+    "writes over what it saved": lambda self, h: InMemory.apply(self.lin(h), self.lin(h).sigmoid()).tanh(),
+    "draws": lambda self, h: F.dropout(Dropped.apply(h), 0.5).sigmoid(),
+    "gradients that do not fit": lambda self, h: Widened.apply(h, self.weight).sigmoid(),
+    "others inside of it": lambda self, h: Nested.apply(h).sigmoid(),
+    "other layouts": lambda self, h: self.lin(Transposed.apply(h.sigmoid())).tanh(),
+    "one tensor twice": lambda self, h: InMemory.apply(h, h.clone()) + InMemory.apply(h.tanh(), h.tanh()),
+    "one after the other": lambda self, h: Scale.apply(Exp.apply(Scale.apply(h, self.weight)), self.weight).tanh(),
+    "without gradients": without_gradients,
+    "first and last": lambda self, h: Scale.apply(h, self.weight),
+}
+
+
+def forward(self: Any, x: Tensor) -> Tensor:
+    return x + self.lin(self.inside(self, self.lin(x).tanh()))
+
+
+def block(kind: str) -> nn.Module:
+    parts = {"weight": nn.Parameter(torch.rand(SIZE)), "frozen": nn.Parameter(torch.rand(SIZE), requires_grad=False)}
+    return body(forward, inside=FORWARDS[kind], lin=nn.Linear(SIZE, SIZE), **parts)
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return tokens()
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_a_function_is_a_part_of_captured_code(x: Tensor, kind: str) -> None:
+    twins = Twins(Around(block(kind)))
+    for _ in range(3):  # a tape is told of a Function that runs no op once the graph is taken
+        twins.step(train(x))
+    twins.settle(train(x))
