@@ -87,13 +87,13 @@ class Code:
         self.tensors |= {number: f"t{number}" for number in call.results if number is not None}
         return targets, [target for target in targets if target != "_"]
 
-    def function(self, call: Call, function: FunctionCall, node: str) -> None:
-        """Write a call of a custom Function. node: the variable of what its backward takes, or "_"."""
+    def function(self, call: Call, function: FunctionCall, after: str) -> None:
+        """Write a call of a custom Function. after: the variable of what its backward takes, or "_"."""
         reads: list[str] = []
         arguments = [self._value(value, reads, False) for value in call.args]
         targets, makes = self._results(call)
-        makes += [] if node == "_" else [node]
-        text = f"{', '.join([*targets, node])} = {self.named(function)}({', '.join(arguments)})"
+        makes += [] if after == "_" else [after]
+        text = f"{', '.join([*targets, after])} = {self.named(function)}({', '.join(arguments)})"
         writes = tuple([self.tensors[number] for number, _ in call.written])
         self._write(Statement(text, reads, makes, writes=writes, is_ordered=True))
 

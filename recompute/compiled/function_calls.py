@@ -10,14 +10,13 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, Recording, Use, result_of
+from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import LISTS, tensors_in
@@ -52,17 +51,8 @@ def _source() -> Tensor:
     return torch.empty(0, requires_grad=True)
 
 
-class FunctionNode(NamedTuple):
-    """A Function that has run: where its gradients come in, and where they leave."""
-
-    outputs: Sequence[Any]
-    """For each output, the edge to its gradient; None if it takes none."""
-    inputs: Sequence[Any]
-
-
-
 class FunctionBackward:
-    """The backward of a Function's call in a program: ``(node, *gradients) -> gradients of the inputs that take one``."""
+    """The backward of a Function's call in a program: ``(after, *gradients) -> those of the inputs that take one``."""
 
     tags: tuple[Any, ...] = ()
 
@@ -79,11 +69,13 @@ class FunctionBackward:
     def __repr__(self) -> str:
         return f"{self.op}'s backward"
 
-    def __call__(self, node: FunctionNode, *gradients: Tensor | None) -> Sequence[Tensor | None]:
-        pairs = [(edge, g) for edge, g in zip(node.outputs, gradients, strict=True) if g is not None]
-        roots, given = tuple([edge for edge, _ in pairs]), tuple([gradient for _, gradient in pairs])
+    def __call__(self, after: Any, *gradients: Tensor | None) -> Sequence[Tensor | None]:
+        node = after.next_functions[0][0]
+        roots = [GradientEdge(node, slot) for slot, gradient in enumerate(gradients) if gradient is not None]
+        inputs = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
+        given = tuple([gradient for gradient in gradients if gradient is not None])
         with self._around():
-            found = _run_backward(roots, given, _keeps_graph(), False, node.inputs, allow_unreachable=True)
+            found = _run_backward(tuple(roots), given, _keeps_graph(), False, tuple(inputs), allow_unreachable=True)
         return [self._as_recorded(*each) for each in zip(found, self._results, strict=True)]
 
     def _as_recorded(self, gradient: Tensor | None, layout: Layout | None) -> Tensor | None:
@@ -94,7 +86,9 @@ class FunctionBackward:
             return None
         if Layout.of(gradient)[:2] == layout[:2]:
             return gradient
-        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=gradient.device).copy_(gradient)
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=gradient.device).copy_(
+            gradient
+        )
 
 
 _OTHER_GRADIENTS = (
@@ -103,37 +97,45 @@ _OTHER_GRADIENTS = (
 )
 
 
-@dataclass(frozen=True)
 class FunctionCall:
-    """A call of a Function in a program: ``(*args) -> (*outputs, node)``."""
+    """A call of a Function in a program: ``(*args) -> (*outputs, after)``.
 
-    op: FunctionOp
-    takes: tuple[bool, ...]
-    """Which of its arguments are tensors that take gradients."""
-    results: Sequence[Any]
-    """What it gave when it was recorded, and which of that took gradients."""
-    around: Around
-    """The span of the autocast that it runs under."""
+    ``after`` is a node behind the Function's, which lives as long as it.
+    """
+
+    def __init__(self, op: FunctionOp, args: Sequence[Any], outputs: Sequence[Any], around: Around):
+        """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under."""
+        self.op = op
+        self._takes = [torch.is_grad_enabled() and takes_gradient(value) for value in args]
+        self._is_differentiated = any(self._takes)
+        self._results = list(map(_described, outputs))
+        self._around = around
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        entered: Sequence[Tensor] = ()
-        is_differentiated = any(self.takes)
-        with self.around(), torch.set_grad_enabled(is_differentiated):
-            if is_differentiated:
-                entered = _Enter.apply(_source(), *itertools.compress(args, self.takes))
-                left = iter(entered)
-                args = tuple([next(left) if takes else value for value, takes in zip(args, self.takes, strict=True)])
-            output = self.op.function.apply(*args)
+        torch._C._set_grad_enabled(self._is_differentiated)
+        try:
+            with self._around():
+                return self._run(args)
+        finally:
+            torch._C._set_grad_enabled(False)
+
+    def _run(self, args: Sequence[Any]) -> Sequence[Any]:
+        if self._is_differentiated:
+            entered = iter(_Enter.apply(_source(), *itertools.compress(args, self._takes)))
+            args = [next(entered) if takes else value for value, takes in zip(args, self._takes, strict=True)]
+        output = self.op.function.apply(*args)
         outputs = output if type(output) in LISTS else (output,)
-        if results_of(outputs) != self.results:
+        if list(map(_described, outputs)) != self._results:
             raise Departure(f"{self.op} gives something else from time to time")
-        edges = [get_gradient_edge(each) if takes_gradient(each) else None for each in outputs]
-        node = FunctionNode(edges, tuple(map(get_gradient_edge, entered)))
-        return *[each.detach() if isinstance(each, Tensor) else each for each in outputs], node
+        first = next(filter(takes_gradient, outputs), None)
+        after = None if first is None else first.view_as(first).grad_fn  # nothing in Python keeps a Function's own
+        return *[each.detach() if isinstance(each, Tensor) else each for each in outputs], after
 
 
-def results_of(outputs: Sequence[Any]) -> Sequence[Any]:
-    return [(result_of(each), takes_gradient(each)) for each in outputs]
+def _described(output: Any) -> Any:
+    if not isinstance(output, Tensor):
+        return output
+    return output.shape, output.stride(), output.storage_offset(), output.dtype, output.requires_grad
 
 
 def takes_gradient(value: Any) -> bool:
@@ -159,10 +161,10 @@ def graph_call(op: FunctionOp) -> Callable[..., Any]:
 
 
 def stand_in_for(recording: Recording) -> Callable[..., Any]:
-    """``(op, args, kwargs) -> outputs``: tensors like those that the recorded Functions gave, while a graph is traced."""
+    """``(op, args, kwargs) -> outputs``: tensors like those that Functions gave, while a graph is traced."""
 
     def stand_in(op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Any:
-        for index, results in recording.functions.items():
+        for index, (results, _) in recording.functions.items():
             call = recording.calls[index]
             if call.op is op and not kwargs and _are_alike(call.args, args):
                 takes = torch.is_grad_enabled() and any(map(takes_gradient, args))

@@ -114,7 +114,7 @@ def _prepare_frontend() -> None:
 
 
 def _take_functions_whole() -> None:
-    """Have torch's frontend make one call of a graph of each custom ``autograd.Function``, whose Python it cannot trace."""
+    """Have torch's frontend make each custom ``autograd.Function`` one call of the graph, and not trace its Python."""
     from torch._dynamo.utils import proxy_args_kwargs
     from torch._dynamo.variables.builder import wrap_fx_proxy
     from torch._dynamo.variables.misc import AutogradFunctionVariable
@@ -130,7 +130,7 @@ def _take_functions_whole() -> None:
         node = translator.output.create_proxy("call_function", target, *proxy_args_kwargs(args, kwargs))
         return wrap_fx_proxy(tx=translator, proxy=node)
 
-    AutogradFunctionVariable.call_method = whole  # type: ignore[method-assign]
+    AutogradFunctionVariable.call_method = whole  # type: ignore[method-assign,assignment]
 
 
 MISSED = object()

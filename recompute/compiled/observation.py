@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
-from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, results_of, takes_gradient
+from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
 from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
@@ -67,17 +67,21 @@ class RecordingTape(Tape):
             self.recording.close()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if local.regenerating or self.recording is None:
+        if local.regenerating or self.recording is None or self.reached is not None:
             return super().__torch_dispatch__(op, types, args, kwargs)
         self.has_rules_inside = self.has_rules_inside or self._is_ruled_inside(op)
         return self._recorded(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
 
     def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         run = partial(super().run_function, op, forward, args, kwargs)
-        if self.recording is None or not self.is_in_force():
+        if self.recording is None or self.reached is not None or not self.is_in_force():
             return run()
         self.has_rules_inside = self.has_rules_inside or self._is_held_otherwise()
         return self._recorded(op, args, kwargs, run)
+
+    def see_reached(self, tensors: Iterable[Tensor]) -> None:
+        if self.recording is not None:
+            self.recording.reach(tensors)
 
     def _recorded(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         assert self.recording is not None
@@ -105,16 +109,19 @@ class GraphTape(Tape):
         """Whether what is saved now is a custom Function's, which holds it by itself."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if local.regenerating:
-            return op(*args, **(kwargs or {}))
+        if local.regenerating or self.reached is not None:
+            return super().__torch_dispatch__(op, types, args, kwargs)
         return self._seen.run(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
 
     def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         run = partial(super().run_function, op, forward, args, kwargs)
-        if not self.is_in_force():
+        if self.reached is not None or not self.is_in_force():
             return run()
         self._is_in_function = True
         return self._seen.run(op, args, kwargs, run)
+
+    def see_reached(self, tensors: Iterable[Tensor]) -> None:
+        self._seen.see_reached(tensors)
 
     def see_function(self, args: tuple, output: Any, *, is_changed: bool) -> None:
         """A custom Function that the graph calls has returned."""
@@ -249,6 +256,9 @@ class Observation:
                 self._fail(error)
         return output
 
+    def see_reached(self, tensors: Iterable[Tensor]) -> None:
+        self._recording.reach(tensors)
+
     def see_function(self, args: tuple, output: Any, *, is_changed: bool) -> None:
         """The custom Function whose forward was the last call has returned, so that its outputs have their graphs."""
         index = len(self._recording.calls) - 1
@@ -257,8 +267,7 @@ class Observation:
             self._fail(f"{op} changes what it is given")
             return
         outputs = output if type(output) in LISTS else (output,)
-        takes = tuple([torch.is_grad_enabled() and takes_gradient(value) for value in args])
-        self._functions[index] = FunctionCall(op, takes, results_of(outputs), _again(self._autocast))
+        self._functions[index] = FunctionCall(op, args, outputs, _again(self._autocast))
         for tensor in filter(takes_gradient, outputs):
             self._nodes[tensor.grad_fn] = index
 
@@ -478,9 +487,9 @@ class Observation:
                     passed.append(gradient := _as_autograd_does(gradient, layout))
                     uses.append(Use(self._recording.receive(gradient, index), Layout.of(gradient)))
             made = [use for use, edge in zip(uses, edges, strict=True) if edge is not None]
-            layouts = [None if use is None else use.layout for use in made]
+            found = [None if use is None else use.layout for use in made]
             results = tuple([None if use is None else use.buffer for use in made])
-            op = FunctionBackward(forward.op, call, layouts, _again(self._backward_autocast))
+            op = FunctionBackward(forward.op, call, found, _again(self._backward_autocast))
             self._recording.calls.append(Call(op, tuple(self._given), {}, results, (), is_sequence=True))
             self._given_back.update(filter(None, results))
             self._pass_on(number, uses)

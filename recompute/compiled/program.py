@@ -384,7 +384,8 @@ class ProgramWriter:
             return None
         call = self._forward[step]
         if type(call.op) is FunctionOp:
-            buffers = [*dict(call.written), *[number for number in call.results if number is not None]]
+            given = [number for number in call.results if number is not None]
+            buffers = [*self.recording.functions[step].reached, *given]
             return buffers[self.plan.steps[step].made.index(value)]
         return call.written[0][1] if call.written and not slot else call.results[slot or 0]
 

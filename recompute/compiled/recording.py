@@ -71,6 +71,15 @@ class FunctionResult(NamedTuple):
     device: torch.device
 
 
+class RecordedFunction(NamedTuple):
+    """What the forward of a custom ``autograd.Function`` did."""
+
+    results: Sequence[Any]
+    """What it gave, with a ``FunctionResult`` in the place of each tensor."""
+    reached: Sequence[int | None]
+    """The buffers that it may have written to."""
+
+
 class Call(NamedTuple):
     """One op, with a ``Use`` in the place of each tensor."""
 
@@ -112,8 +121,9 @@ class Recording:
     """Another recording. The calls of this one must be the same, as far as that goes, with buffers of its own."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    functions: dict[int, Any] = field(default_factory=dict)
-    """The calls that are of custom Functions, and what these gave, with a ``FunctionResult`` in the place of each tensor."""
+    functions: dict[int, RecordedFunction] = field(default_factory=dict)
+    """The calls of custom Functions."""
+    _reached: Sequence[int | None] = ()
     placed: set[int] = field(default_factory=set)
     """The given buffers that were read at a place that is counted from the start of their storage."""
     _current: dict[int, int] = field(default_factory=dict)
@@ -223,6 +233,11 @@ class Recording:
         self._compare(started)
         return started
 
+    def reach(self, tensors: Iterable[Tensor]) -> None:
+        """That Function has run, and its ops and kernels have reached these."""
+        others = [tensor for tensor in tensors if parameter_of(tensor) is None]
+        self._reached = [self._current.get(tensor.untyped_storage()._cdata) for tensor in others]
+
     def _compare(self, started: _Started) -> None:
         """Before an op runs: it must be the one that is expected, if any is."""
         if self.expected is None:
@@ -287,7 +302,8 @@ class Recording:
             self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
         is_sequence = type(output) in LISTS
         if type(started.op) is FunctionOp:
-            self.functions[index] = [result_of(each) for each in (output if is_sequence else (output,))]
+            results_of = [result_of(each) for each in (output if is_sequence else (output,))]
+            self.functions[index] = RecordedFunction(results_of, self._reached)
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
         )
@@ -357,7 +373,7 @@ def _on_meta(layout: Layout) -> Tensor:
 
 
 class _Started(NamedTuple):
-    op: OpOverload
+    op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     written: Sequence[tuple[Tensor, Layout]]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Twins, body, captured_twins, counting, fresh, rule, tokens, train
+from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, rule, tokens, train
 from engine_testing import loss_of
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd import Function, grad
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import recompute
+from torch.multiprocessing.reductions import StorageWeakRef
 
 CALLS: list[str] = []
 """What the Functions below ran, so that nothing may run twice."""
@@ -28,7 +26,7 @@ class Scale(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         CALLS.append("forward")
-        assert x.detach().numpy().shape == x.shape
+        assert x.data_ptr() != 0
         ctx.save_for_backward(x, w)
         return x * w
 
@@ -140,6 +138,20 @@ class Widened(Function):
         return (gradient * w).double(), gradient * x
 
 
+class UnderAutocast(Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient
+
+
 class Nested(Function):
     """Runs another Function, and autograd, inside of it."""
 
@@ -205,6 +217,7 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one tensor twice": lambda self, h: InMemory.apply(h, h.clone()) + InMemory.apply(h.tanh(), h.tanh()),
     "one after the other": lambda self, h: Scale.apply(Exp.apply(Scale.apply(h, self.weight)), self.weight).tanh(),
     "without gradients": without_gradients,
+    "autocast": lambda self, h: UnderAutocast.apply(h, self.lin.weight).sigmoid(),
     "first and last": lambda self, h: Scale.apply(h, self.weight),
 }
 
@@ -230,3 +243,138 @@ def test_a_function_is_a_part_of_captured_code(x: Tensor, kind: str) -> None:
     for _ in range(3):  # a tape is told of a Function that runs no op once the graph is taken
         twins.step(train(x))
     twins.settle(train(x))
+
+
+@pytest.fixture(scope="module")
+def twins(x: Tensor) -> Twins:
+    return captured_twins(block("saves its inputs"), x)
+
+
+def test_a_function_runs_once_a_step(twins: Twins, x: Tensor) -> None:
+    CALLS.clear()
+    train(x)(twins.under)
+    assert CALLS == ["forward", "backward"]
+
+
+def twice(module: nn.Module, given: Tensor) -> list[Any]:
+    loss = loss_of(module(given))
+    return [grad(loss, given, retain_graph=True), grad(loss, given)]
+
+
+def in_its_turn(module: nn.Module, given: Tensor) -> list[Any]:
+    (gradient,) = grad(loss_of(module(given)), given, create_graph=True)
+    return [gradient, *grad(gradient.sum(), [given, module.inside.lin.weight], allow_unused=True)]
+
+
+def under_autocast(module: nn.Module, given: Tensor) -> list[Any]:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(given)
+    return [y, *grad(loss_of(y), (given, *module.inside.lin.parameters()), allow_unused=True)]
+
+
+def of_another_layout(module: nn.Module, given: Tensor) -> list[Any]:
+    y = module.inside(given)
+    return [y, *grad(y, given, torch.rand(SIZE, ROWS, generator=torch.Generator().manual_seed(0)).t())]
+
+
+def saved_elsewhere(module: nn.Module, given: Tensor) -> list[Any]:
+    with torch.autograd.graph.save_on_cpu():
+        y = module(given)
+    return [y, *grad(loss_of(y), given)]
+
+
+@pytest.mark.parametrize("step", [twice, under_autocast, of_another_layout, saved_elsewhere, in_its_turn])
+@pytest.mark.filterwarnings("ignore:.*gradients are differentiated in their turn")
+def test_ways_to_run_it(x: Tensor, step: Callable[[nn.Module, Tensor], list[Any]]) -> None:
+    twins = captured_twins(block("one after the other"), x)
+    for _ in range(6):
+        twins.step(lambda module: step(module, fresh(x)))
+
+
+def test_code_runs_a_function_under_the_autocast_around_it(x: Tensor) -> None:
+    twins = Twins(Around(block("autocast")))
+    step: Any = lambda module: under_autocast(module, fresh(x))  # noqa: E731
+    twins.settle(step)
+
+
+class Keeps(Function):
+    """Saves nothing, and looks whether what it is given lives."""
+
+    given: StorageWeakRef
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Keeps.given = StorageWeakRef(x.untyped_storage())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_what_a_function_does_not_save_is_not_held(x: Tensor) -> None:
+    twins = captured_twins(body(lambda self, x: self.lin(Keeps.apply(x + 1)), lin=nn.Linear(SIZE, SIZE)), x)
+    y = twins.under(fresh(x))
+    assert Keeps.given.expired()
+    loss_of(y).backward()
+
+
+class Varies(Function):
+    """Gives another layout than at first, once ``rows`` says so."""
+
+    rows = ROWS
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x[: Varies.rows] * torch.rand(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return F.pad(gradient, (0, 0, 0, ctx.shape[0] - gradient.shape[0]))
+
+
+def test_a_function_that_gives_something_else_sends_the_module_back_to_the_tape(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = captured_twins(body(lambda self, x: Varies.apply(self.lin(x)).sin(), lin=nn.Linear(SIZE, SIZE)), x)
+    monkeypatch.setattr(Varies, "rows", 2)
+    for _ in range(3):
+        twins.step(train(x))
+    assert twins.why_not == "Varies gives something else from time to time"
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_a_function_that_changes_what_it_is_given_stays_on_the_tape(x: Tensor) -> None:
+    twins = Twins(Around(body(lambda self, x: InPlace.apply(self.lin(x)).sin(), lin=nn.Linear(SIZE, SIZE))))
+    for _ in range(10):
+        twins.step(train(x))
+    assert twins.why_not == "InPlace changes what it is given"
+
+
+def test_what_a_function_saved_may_not_change(x: Tensor) -> None:
+    twins = captured_twins(body(lambda self, x: self.lin(Scale.apply(x, self.lin.bias)), lin=nn.Linear(SIZE, SIZE)), x)
+    for module in (twins.plain, twins.under):
+        h = module.before(fresh(x)).clone()
+        y = module.inside(h)
+        with torch.no_grad():
+            h.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+            loss_of(y).backward()
+
+
+def test_layers_share_code_with_functions(x: Tensor) -> None:
+    layer = block("saves its inputs")
+    twins = Twins(Around(nn.Sequential(layer, copy.deepcopy(layer))), rule("inside.*")).settle(train(x))
+    graphs = [graph for region in twins.regions for graph in region._graphs()]
+    assert len({id(program) for graph in graphs for program in graph._programs}) == 1

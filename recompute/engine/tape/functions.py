@@ -1,7 +1,7 @@
 """Custom ``autograd.Function``s in a region: a tape takes a forward of one for a single step, which never runs again.
 
-Its kernels may write to memory unseen, so what it makes is kept, and what it is given counts as overwritten. The tape is
-set aside while it runs. A Function that says ``seen_by_dispatcher`` only calls ops that a tape sees, and is no step.
+Its kernels may write to memory unseen, so what it makes is kept, and what they reach counts as overwritten. A Function
+that says ``seen_by_dispatcher`` only calls ops that a tape sees, and is no step.
 
 Nobody tells of a Function's call: ``apply`` is C++. So the first op by which a Function is met gives its class another
 ``forward``, which goes to the tape that is in force, if any. Until then ops are looked at one by one.
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from recompute.engine.cut.ops import Kind, OpFacts
-from recompute.engine.modes import count_dispatch_modes, dispatch_modes, function_modes, under
 from recompute.engine.reachable_objects import taken_apart
 from recompute.engine.thread_state import local
 
@@ -34,15 +34,24 @@ class FunctionOp:
     tags: tuple[Any, ...] = ()
 
     def __init__(self, function: Any):
-        self.function = function
+        self._function = weakref.ref(function)
         self.facts = OpFacts(function.__name__, Kind.OPAQUE, reason="made inside a custom autograd.Function")
+
+    @property
+    def function(self) -> Any:
+        return self._function()
 
     def __repr__(self) -> str:
         return self.facts.name
 
 
-function_op = functools.cache(FunctionOp)
-"""The op of a Function. There is one of each, so that steps are compared by it."""
+_ops: weakref.WeakKeyDictionary[Any, FunctionOp] = weakref.WeakKeyDictionary()
+
+
+def function_op(function: Any) -> FunctionOp:
+    """The op of a Function. There is one of each, so that steps are compared by it."""
+    op = _ops.get(function)
+    return _ops.setdefault(function, FunctionOp(function)) if op is None else op
 
 
 def is_seen(function: Any) -> bool:
@@ -121,15 +130,21 @@ def _function_of(code: CodeType) -> Any:
     return None
 
 
-@contextmanager
-def set_aside(mode: Any) -> Iterator[None]:
-    """The span in which a dispatch mode sees no ops."""
-    if torch._C._get_dispatch_stack_at(count_dispatch_modes() - 1) is mode:
-        torch._C._pop_torch_dispatch_stack(None)
-        try:
-            yield
-        finally:
-            torch._C._push_on_torch_dispatch_stack(mode)
-        return
-    with under([each for each in dispatch_modes() if each is not mode], function_modes()):
-        yield
+class Reached:
+    """The tensors that were there before a Function ran and that its ops or kernels have reached, one of a storage."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._keys: set[int] = set()
+        self._made: set[int] = set()
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key not in self._keys and key not in self._made:
+                self._keys.add(key)
+                self.tensors.append(tensor)
+
+    def make(self, tensors: Iterable[Tensor]) -> None:
+        """An op of the Function has given these."""
+        self._made.update(key for tensor in tensors if (key := tensor.untyped_storage()._cdata) not in self._keys)

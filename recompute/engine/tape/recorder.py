@@ -38,11 +38,11 @@ from recompute.engine.saved_tensors import (
     top_hooks,
     unpack_saved,
 )
-from recompute.engine.tape.autocast import in_force, left_out
-from recompute.engine.tape.exposed_memory import expose, expose_arrays, watch
+from recompute.engine.tape.autocast import in_force, left_out, run_as_called
+from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
-from recompute.engine.tape.functions import FunctionOp, is_in_function, set_aside
+from recompute.engine.tape.functions import FunctionOp, Reached, is_in_function
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, tensors_in
 from recompute.engine.thread_state import in_backward, local
 
@@ -152,6 +152,8 @@ class Tape(TorchDispatchMode):
             region.statistics, region.op_policy, region.plan_cache, variant, region.plan, region.codec
         )
         self.outer = self.frame.outer
+        self.reached: Reached | None = None
+        """What the custom Function that runs now has reached; None if none runs."""
 
     def __enter__(self) -> Tape:
         _push_hooks(self.pack, unpack_saved)
@@ -187,6 +189,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
+        if self.reached is not None:
+            return self._run_in_function(self.reached, op, args, kwargs)
         if types and are_sharded(types):  # they will call the op on this rank's parts, and that comes here
             self.frame.note_dtensors(tensors_in((args, kwargs)))
             return NotImplemented
@@ -214,16 +218,35 @@ class Tape(TorchDispatchMode):
 
     def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the forward of a custom ``autograd.Function`` as one step."""
-        if not self.is_in_force():
+        if self.reached is not None or not self.is_in_force():
             return forward(*args, **kwargs)
         frame, known = self.frame, op.facts
         if not frame.has_begun:
             frame.begin(op, args)
         instruction = None if frame.plan is None else frame.follow(op, True, self.op_policy)
-        with set_aside(self):
+        self.reached = Reached()
+        reached = self.reached.tensors
+
+        def run() -> Any:
+            output = forward(*args, **kwargs)
+            self.see_reached(reached)
+            return output
+
+        try:
             if instruction is None:
-                return frame.run(op, known, known.reason, args, kwargs, True, self.op_policy, forward)
-            return frame.run_planned(instruction, op, known, known.reason, args, kwargs, forward)
+                return frame.run(op, known, known.reason, (reached,), {}, True, self.op_policy, run)
+            return frame.run_planned(instruction, op, known, known.reason, (reached,), {}, run)
+        finally:
+            self.reached = None
+
+    def see_reached(self, tensors: Iterable[Tensor]) -> None:
+        """A custom Function's forward has run, and has reached these."""
+
+    def _run_in_function(self, reached: Reached, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        reached.add(self.frame.plain_parts(tensors_in((args, kwargs))))
+        output = run_as_called(op, args, kwargs, self.statistics.name)
+        reached.make(self.frame.plain_parts(tensors_in(output)))
+        return output
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """The pack hook of what autograd saves in the region."""
@@ -257,6 +280,9 @@ class Tape(TorchDispatchMode):
         if tensor is not None and not is_plain(tensor):
             return
         storage = memory if tensor is None else tensor.untyped_storage()
+        if self.reached is not None:
+            self.reached.add((bytes_of(storage) if tensor is None else tensor,))
+            return
         parameter = self.frame.parameter_in(storage, tensor)
         if parameter is not None and not is_array:
             return
