@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
+from recompute.compiled.function_calls import objects_of
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
 from recompute.compiled.observation import GraphTape, Observation
 from recompute.compiled.program import Program
@@ -29,6 +30,7 @@ from recompute.engine.numerics import Numerics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
+from recompute.engine.tape.op_arguments import PLAIN
 from recompute.engine.tape.recorder import TapeRegion
 
 MAX_FAILURES = 3
@@ -220,8 +222,10 @@ class CapturedGraph:
     def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
         """failure: why no program can be made of it; "" if one can."""
         self._cached = cached
-        self._graph = module.forward
+        self._forward = module.forward
         self._code = module.code
+        self._objects = objects_of(module.graph)
+        """The positions of the inputs that are no tensors, and go to custom Functions as they are."""
         self._programs: list[Program] = []
         self._observed: weakref.ref[Observation] | None = None
         self._failures = 0
@@ -233,8 +237,14 @@ class CapturedGraph:
         """The program that does what a frame of this region has done."""
         return next((program for program in self._programs if region.can_run(program)), None)
 
-    def run(self, *given: Any) -> Any:
+    def run(self, *inputs: Any) -> Any:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
+        if any(type(value) not in PLAIN for value in inputs):
+            inputs = tuple(map(_as_plain, inputs))
+        given, objects, graph = inputs, [inputs[position] for position in self._objects], self._forward
+        if objects:
+            given = tuple([value for position, value in enumerate(inputs) if position not in self._objects])
+            graph = functools.partial(self._with_objects, objects)
         region = _running.region
         assert region is not None
         around = _Surroundings.of(given)
@@ -242,7 +252,7 @@ class CapturedGraph:
         if program is None and not self.has_failed and (expected := region.recorded_for(self)) is not None:
             program = self._known(region, given, around, expected.recording)
             if program is None:
-                return self._observe(region, given, expected)
+                return self._observe(region, graph, given, objects, expected)
         if program is None:
             _running.waits = self._is_observed()
             raise Refusal
@@ -258,12 +268,13 @@ class CapturedGraph:
         casts = [cast_of(given[position]) for position in program.casts]
         frame = CapturedFrame(
             program,
-            self._graph,
+            graph,
             region.statistics,
             given,
             casts,
             around.numerics,
             region.count_replay,
+            objects=objects,
             is_checkpoint=region.is_checkpoint,
             has_plan=region.has_tape,
         )
@@ -274,6 +285,12 @@ class CapturedGraph:
             frame.put_back()
             region.deoptimize(str(error))
             raise Refusal from None
+
+    def _with_objects(self, objects: Sequence[Any], *given: Tensor) -> Any:
+        inputs = list(given)
+        for position, value in zip(self._objects, objects, strict=True):
+            inputs.insert(position, value)
+        return self._forward(*inputs)
 
     def _known(
         self, region: GraphCaller, given: Sequence[Any], around: _Surroundings, recording: Recording
@@ -288,7 +305,14 @@ class CapturedGraph:
         functions = tuple([recording.calls[index].op for index in recording.functions])
         return self._code, functions, tuple([_kind(value) for value in given])
 
-    def _observe(self, region: GraphCaller, given: Sequence[Any], expected: RecordedFrame) -> Any:
+    def _observe(
+        self,
+        region: GraphCaller,
+        graph: Callable[..., Any],
+        given: Sequence[Any],
+        objects: Sequence[Any],
+        expected: RecordedFrame,
+    ) -> Any:
         """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
         if self._is_observed():
             _running.waits = True
@@ -306,12 +330,13 @@ class CapturedGraph:
                 expected.autocast,
                 learn,
                 region.statistics.name,
+                objects,
                 generates=region.generates,
             )
             self._observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
             with tape:
-                outputs = self._graph(*given)
+                outputs = graph(*given)
                 seen.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):
                     raise Departure("its graph gives what is no tensor")
@@ -406,6 +431,15 @@ class _Surroundings(NamedTuple):
         return (
             self.numerics.are(program.numerics) and self.autocast == program.autocast and self.cached == program.cached
         )
+
+
+def _as_plain(value: Any) -> Any:
+    """A frozen parameter of a class of its own, such as one of 4 bits, as ops below autograd see it."""
+    is_own = isinstance(value, nn.Parameter) and type(value) is not nn.Parameter and not value.requires_grad
+    if not is_own or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return nn.Parameter(value.detach(), requires_grad=False)
 
 
 def _fitting(programs: Iterable[Program], region: GraphCaller, around: _Surroundings) -> Program | None:

@@ -20,7 +20,7 @@ from recompute.compiled.fallback import Other
 from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
-from recompute.compiled.recording import Call, Recording, Use, uses_in
+from recompute.compiled.recording import Call, ObjectUse, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
@@ -166,6 +166,8 @@ class Code:
             name = self.tensor(value, again=again)
             reads.append(name)
             return name
+        if type(value) is ObjectUse:
+            return f"objects[{value.position}]"
         if isinstance(value, (list, tuple)):
             items = ", ".join([self._value(item, reads, again) for item in value])
             if isinstance(value, list):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, Recording, Use
+from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import LISTS, tensors_in
@@ -181,7 +181,35 @@ def _are_alike(recorded: Any, given: Any) -> bool:
     if type(given) in LISTS:
         is_list = type(recorded) in LISTS and len(recorded) == len(given)
         return is_list and all(map(_are_alike, recorded, given))
-    return type(recorded) is type(given) and bool(recorded == given)
+    return type(recorded) is ObjectUse or (type(recorded) is type(given) and bool(recorded == given))
+
+
+def object_input(translator: Any, variable: Any) -> Any:
+    """The node of a graph's input that is an object, which torch's frontend would not pass to a graph.
+
+    The frontend changes objects, as Python has done, only after the graph has run. So this one must be as it was.
+    """
+    from torch._dynamo.variables.builder import GraphArg
+
+    value = getattr(variable, "value", None)
+    if value is None or variable.source is None or translator.output.side_effects.is_modified(variable):
+        return variable.as_proxy()
+    inputs = translator.output.root_tracer
+    known = next((n for n in inputs.graph.nodes if n.op == "placeholder" and n.meta.get(_OBJECT) is value), None)
+    if known is not None:
+        return inputs.proxy(known)
+    proxy = inputs.create_graph_input("an_object", type(value), None, source=variable.source)
+    proxy.node.meta |= {"grapharg": GraphArg(variable.source, None, False, None, is_tensor=False), _OBJECT: value}
+    return proxy
+
+
+_OBJECT = "recompute.object"
+
+
+def objects_of(graph: torch.fx.Graph) -> list[int]:
+    """The positions of a graph's inputs that are objects."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return [position for position, node in enumerate(inputs) if _OBJECT in node.meta]
 
 
 def _made_like(result: Any, *, takes: bool) -> Any:

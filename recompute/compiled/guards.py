@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from recompute.compiled.called_methods import CalledMethods
-from recompute.compiled.function_calls import graph_call, stand_in_for
+from recompute.compiled.function_calls import graph_call, object_input, stand_in_for
 from recompute.compiled.recording import NotCapturable, Recording
 from recompute.engine.tape.functions import function_op, is_seen, make_whole
 from recompute.engine.thread_state import local
@@ -113,9 +113,16 @@ def _prepare_frontend() -> None:
         torch.compiler._compile_session_context = context  # type: ignore[assignment]
 
 
+def _proxy_of(translator: Any, variable: Any) -> Any:
+    """What stands in the graph for an argument of a custom Function."""
+    try:
+        return variable.as_proxy()
+    except (NotImplementedError, torch._dynamo.exc.Unsupported):
+        return object_input(translator, variable.realize())
+
+
 def _take_functions_whole() -> None:
     """Have torch's frontend make each custom ``autograd.Function`` one call of the graph, and not trace its Python."""
-    from torch._dynamo.utils import proxy_args_kwargs
     from torch._dynamo.variables.builder import wrap_fx_proxy
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
@@ -127,7 +134,9 @@ def _take_functions_whole() -> None:
             return call(self, translator, name, args, kwargs)
         _local.meets = make_whole(self.fn_cls) or _local.meets
         target = graph_call(function_op(self.fn_cls))
-        node = translator.output.create_proxy("call_function", target, *proxy_args_kwargs(args, kwargs))
+        proxies = tuple([_proxy_of(translator, each) for each in args])
+        named = {key: _proxy_of(translator, each) for key, each in kwargs.items()}
+        node = translator.output.create_proxy("call_function", target, proxies, named)
         return wrap_fx_proxy(tx=translator, proxy=node)
 
     AutogradFunctionVariable.call_method = whole  # type: ignore[method-assign,assignment]

@@ -174,8 +174,8 @@ class Observation:
     """What is recorded of a frame, until its backward has ended.
 
     expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
-    the program that was made, or with the reason why there is none. name: the region's, for errors. generates: whether
-    the program may run in generated kernels.
+    the program that was made, or with the reason why there is none. name: the region's, for errors. objects: what the
+    graph is given beside tensors. generates: whether the program may run in generated kernels.
     """
 
     def __init__(
@@ -185,12 +185,13 @@ class Observation:
         autocast: Autocast | None,
         done: Callable[[Program | str], None],
         name: str,
+        objects: Sequence[Any] = (),
         *,
         generates: bool,
     ):
         self.name = name
         self.reason: str | None = None
-        self._recording = Recording(expected=expected, generates=generates)
+        self._recording = Recording(objects, expected=expected, generates=generates)
         self._done: Callable[[Program | str], None] | None = done
         self._steps = 0
         self._plan: SavePlan | None = None

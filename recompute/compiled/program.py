@@ -105,7 +105,7 @@ class Program:
 
     plan: SavePlan
     forward: GeneratedCode
-    """``(name, *given, *casts) -> (outputs, kept, states)``."""
+    """``(name, objects, *given, *casts) -> (outputs, kept, states)``."""
     backward: GeneratedCode
     """``(held, kept, states, gradients) -> contributions``."""
     under_settings: GeneratedCode
@@ -476,7 +476,7 @@ class ProgramWriter:
         last = {code.tensors[use.buffer] for use in self.results}
         last |= {code.tensors[n] for n in self._kept} | set(states.values()) | views
         result = f"({_tuple(outputs)}, [{', '.join(kept)}], {_tuple(states.values())})"
-        head = [f"def run(name{''.join(f', t{number}' for number in given)}):"]
+        head = [f"def run(name, objects{''.join(f', t{number}' for number in given)}):"]
         return code.compiled(head, result, last), {index: f"r{index}" for index in states}
 
     def _is_output(self, number: int) -> bool:

@@ -71,6 +71,13 @@ class FunctionResult(NamedTuple):
     device: torch.device
 
 
+class ObjectUse(NamedTuple):
+    """An argument of a custom ``autograd.Function`` that is neither a tensor nor a constant: a configuration, say."""
+
+    position: int | None
+    """Its position among the objects that the graph is given; None in a recording of no graph."""
+
+
 class RecordedFunction(NamedTuple):
     """What the forward of a custom ``autograd.Function`` did."""
 
@@ -113,6 +120,8 @@ def uses_in(value: Any) -> Iterator[Use]:
 class Recording:
     """Calls, and the buffers that they read and make. It holds no tensors but small constants."""
 
+    objects: Sequence[Any] = ()
+    """The objects that the graph is given beside tensors. Its custom Functions may be given these."""
     is_open: bool = False
     """Whether calls may read tensors that were not given before."""
     generates: bool = True
@@ -227,7 +236,7 @@ class Recording:
 
     def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> _Started:
         """The forward of a custom ``autograd.Function`` is about to run. It is one call, whatever it does."""
-        template = self._template(args), self._template(kwargs)
+        template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
         written = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
         started = _Started(op, *template, written)
         self._compare(started)
@@ -254,6 +263,8 @@ class Recording:
     def _agrees(self, expected: Any, found: Any) -> bool:
         if type(expected) is not type(found):
             return False
+        if type(expected) is ObjectUse:
+            return True
         if type(expected) is Use:
             return expected[1:] == found[1:] and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
         if isinstance(expected, (list, tuple)):
@@ -336,18 +347,21 @@ class Recording:
         self.bind(tensor, number)
         return number
 
-    def _template(self, value: Any) -> Any:
+    def _template(self, value: Any, *, takes_objects: bool = False) -> Any:
         if isinstance(value, Tensor):
             return self.use(value)
         if isinstance(value, dict):
-            return {key: self._template(item) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return tuple([self._template(item) for item in value])
-        if isinstance(value, list):
-            return [self._template(item) for item in value]
-        if not isinstance(value, _CONSTANTS):
+            return {key: self._template(item, takes_objects=takes_objects) for key, item in value.items()}
+        if type(value) in LISTS:
+            return type(value)([self._template(item, takes_objects=takes_objects) for item in value])
+        if isinstance(value, _CONSTANTS):
+            return value
+        if takes_objects and self.is_open:
+            return ObjectUse(None)
+        position = next((index for index, known in enumerate(self.objects) if known is value), None)
+        if not takes_objects or position is None:
             raise NotCapturable(f"an op is given a {type(value).__name__}")
-        return value
+        return ObjectUse(position)
 
 
 def result_of(value: Any) -> Any:

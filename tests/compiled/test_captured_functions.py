@@ -168,6 +168,28 @@ class Nested(Function):
         return torch.autograd.grad(result, given, gradient, retain_graph=True)[0]
 
 
+class Configured(Function):
+    """Takes an object that no graph knows, with a tensor in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: Options, others: list[Any]) -> Tensor:
+        ctx.options = options
+        return x * options.factor + len(others)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.options.factor, None, None
+
+
+class Options:
+    def __init__(self) -> None:
+        self.factor = torch.rand(SIZE)
+
+
+class Packed(nn.Parameter):
+    """A frozen parameter of a class of its own, as those of 4 bits are."""
+
+
 class Transposed(Function):
     """Tensors that are not contiguous, both ways."""
 
@@ -218,6 +240,8 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one after the other": lambda self, h: Scale.apply(Exp.apply(Scale.apply(h, self.weight)), self.weight).tanh(),
     "without gradients": without_gradients,
     "autocast": lambda self, h: UnderAutocast.apply(h, self.lin.weight).sigmoid(),
+    "objects": lambda self, h: Configured.apply(h, self.options, [h]).sigmoid() + Configured.apply(h, self.options, []),
+    "a parameter of a class of its own": lambda self, h: Scale.apply(h, self.packed.view(-1)).sigmoid(),
     "first and last": lambda self, h: Scale.apply(h, self.weight),
 }
 
@@ -228,7 +252,8 @@ def forward(self: Any, x: Tensor) -> Tensor:
 
 def block(kind: str) -> nn.Module:
     parts = {"weight": nn.Parameter(torch.rand(SIZE)), "frozen": nn.Parameter(torch.rand(SIZE), requires_grad=False)}
-    return body(forward, inside=FORWARDS[kind], lin=nn.Linear(SIZE, SIZE), **parts)
+    packed = Packed(torch.rand(1, SIZE), requires_grad=False)
+    return body(forward, inside=FORWARDS[kind], lin=nn.Linear(SIZE, SIZE), options=Options(), packed=packed, **parts)
 
 
 @pytest.fixture(scope="module")
