@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -281,6 +282,29 @@ def test_a_function_runs_once_a_step(twins: Twins, x: Tensor) -> None:
     assert CALLS == ["forward", "backward"]
 
 
+def test_the_reports_say_so(twins: Twins, x: Tensor) -> None:
+    """The Function's input is held as it is, and what comes after it is brought back."""
+    assert "inside: 1 of 1 run as captured code" in str(twins.handle.explain())
+    before = twins.handle.stats()
+    train(x)(twins.under)
+    after = twins.handle.stats()
+    assert after.dropped_nbytes - before.dropped_nbytes > 0
+    assert after.kept_nbytes - before.kept_nbytes == before.kept_nbytes / before.frames
+
+
+def test_a_step_that_never_runs_backward_leaves_nothing(x: Tensor) -> None:
+    twins = captured_twins(body(lambda self, x: self.lin(Holds.apply(x + 1)), lin=nn.Linear(SIZE, SIZE)), x)
+    gc.collect()
+    gc.disable()
+    try:
+        y = twins.under(fresh(x))
+        assert not Holds.saved.expired()
+        del y
+        assert Holds.saved.expired()
+    finally:
+        gc.enable()
+
+
 def twice(module: nn.Module, given: Tensor) -> list[Any]:
     loss = loss_of(module(given))
     return [grad(loss, given, retain_graph=True), grad(loss, given)]
@@ -342,6 +366,23 @@ def test_what_a_function_does_not_save_is_not_held(x: Tensor) -> None:
     y = twins.under(fresh(x))
     assert Keeps.given.expired()
     loss_of(y).backward()
+
+
+class Holds(Function):
+    """Saves what it makes inside."""
+
+    saved: StorageWeakRef
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        inside = x * 2
+        Holds.saved = StorageWeakRef(inside.untyped_storage())
+        ctx.save_for_backward(inside)
+        return inside.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0].cos() * 2
 
 
 class Varies(Function):
