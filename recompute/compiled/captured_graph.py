@@ -20,9 +20,10 @@ from recompute.compiled.autocast_settings import Autocast, autocast_in_force, ca
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.function_calls import objects_of
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
-from recompute.compiled.observation import GraphTape, Observation
+from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
+from recompute.compiled.region_tapes import GraphTape
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
