@@ -105,6 +105,50 @@ class Chain(nn.Module):
         return x
 
 
+class Scaled(torch.autograd.Function):
+    """A custom Function, as kernels of others are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+def by_torch_func(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.func.vmap(torch.mul, in_dims=(0, None))(x, weight)
+
+
+@torch.compiler.disable
+def untraceable(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight
+
+
+INSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ops alone": torch.mul,
+    "a custom autograd.Function": Scaled.apply,
+    "torch.func": by_torch_func,
+    "a graph break": untraceable,
+}
+
+
+class TinyLayer(nn.Module):
+    """A small MLP with `inside` in its middle."""
+
+    def __init__(self, inside: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inside, self.weight = inside, nn.Parameter(torch.rand(32))
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inside(self.up(self.norm(x)), self.weight)
+        return x + self.down(nn.functional.gelu(hidden.tanh() * hidden.sigmoid()))
+
+
 def forwards(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Forward]:
     """`module` on these arguments in each way, every one with a copy of its own."""
     return {name: partial(attach(copy.deepcopy(module)), *args, **kwargs) for name, attach in WAYS.items()}
@@ -208,6 +252,20 @@ def cost_of_a_layer(ways: Mapping[str, Forward], repeats: int, device: torch.dev
     return rows
 
 
+def cost_by_what_is_inside(repeats: int, device: torch.device) -> list[Row]:
+    """What each way takes for a tiny layer, as a multiple of plain, by what is in the layer: forward, and a step."""
+    x = torch.rand(4, 16, device=device, requires_grad=True)
+    rows = []
+    for case, inside in INSIDE.items():
+        added = added_seconds(forwards(TinyLayer(inside).to(device), x), repeats, device)
+        row: Row = {"in the layer": case}
+        for name in (CAPTURED, TAPE, CHECKPOINT, SELECTIVE):
+            for index, when in enumerate(("forward", "step")):
+                row[f"{name}, {when}"] = 1 + added[name][index] / added[PLAIN][index]
+        rows.append(row)
+    return rows
+
+
 def growth(ways: Mapping[str, Forward], steps: int, device: torch.device) -> list[Row]:
     """What `steps` steps leave behind: memory while garbage collection is off, and Python's blocks after it ran."""
     rows = []
@@ -250,6 +308,7 @@ def main() -> None:
     tables = {
         "CPU microseconds added": cost_of_parts(options.repeats, device),
         "CPU microseconds of a Llama decoder layer": cost_of_a_layer(layer, options.repeats, device),
+        "CPU time of a tiny layer, over plain": cost_by_what_is_inside(options.repeats, device),
         f"Growth in {options.steps} steps of that layer": growth(layer, options.steps, device),
     }
     machine = counters.describe_machine(device)

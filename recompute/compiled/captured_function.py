@@ -55,6 +55,7 @@ class CapturedFrame:
         "_kept",
         "_left",
         "_numerics",
+        "_objects",
         "_on_replay",
         "_others",
         "_program",
@@ -75,12 +76,14 @@ class CapturedFrame:
         numerics: Numerics,
         on_replay: Callable[[Program, bool], None],
         *,
+        objects: Sequence[Any] = (),
         is_checkpoint: bool = False,
         has_plan: bool = True,
     ):
         """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
         casts: what autocast has cast of the inputs, as the program wants it.
+        objects: what custom Functions in it are given beside tensors.
         on_replay: called when it does, with the program, and whether backward is differentiated in its turn.
         is_checkpoint: whether the statistics count a backward as one of a checkpoint.
         has_plan: whether the program's plan is to be seen in the statistics.
@@ -94,6 +97,7 @@ class CapturedFrame:
         self.statistics = statistics
         self._given: Sequence[Tensor] = given
         self._casts: Sequence[Tensor] = casts
+        self._objects = objects
         self._rng: RngState | None = None
         self._left: Sequence[Tensor] = ()
         """What gave back outputs that others had saved, and what backward reads."""
@@ -106,10 +110,12 @@ class CapturedFrame:
         if program.draws:
             self._rng = RngState(name=statistics.name)
         if program.autocast is None:
-            outputs, self._kept, self._states = program.forward(statistics.name, *given)
+            outputs, self._kept, self._states = program.forward(statistics.name, self._objects, *given)
         else:
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-                outputs, self._kept, self._states = program.forward(statistics.name, *given, *self._casts)
+                outputs, self._kept, self._states = program.forward(
+                    statistics.name, self._objects, *given, *self._casts
+                )
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
         self._are_packed = bool(self._kept) and not are_held_as_they_are(hooks := top_hooks())
         if self._are_packed:
@@ -117,7 +123,7 @@ class CapturedFrame:
         self._held: list[Versioned | None]
         self._others: list[Other]
         self.saved, self._held, self._others = program.hold(*given)
-        self._given = self._casts = ()
+        self._given = self._casts = self._objects = ()
         plan = program.plan
         statistics.plan = plan if self._has_plan else None
         if program.outputs is not None and (book := open_book()) is not None:
@@ -126,6 +132,11 @@ class CapturedFrame:
                 layout, counted = plan.facts[value].layout, value in plan.demanded
                 book.enter(outputs[position], recipe, slot, layout, counted=counted)
         return outputs
+
+    def put_back(self) -> None:
+        """Forward has stopped in its middle, and its region is to run in another way."""
+        if self._rng is not None:
+            self._rng.restore()
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The contributions to the gradients of the program's edges. saved: what autograd had saved."""

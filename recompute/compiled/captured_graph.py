@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
-from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing
-from recompute.compiled.observation import GraphTape, Observation
+from recompute.compiled.function_calls import objects_of
+from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
+from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
+from recompute.compiled.region_tapes import GraphTape
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
@@ -29,6 +31,7 @@ from recompute.engine.numerics import Numerics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
+from recompute.engine.tape.op_arguments import PLAIN
 from recompute.engine.tape.recorder import TapeRegion
 
 MAX_FAILURES = 3
@@ -59,6 +62,7 @@ class GraphCaller(Protocol):
     is_checkpoint: bool
     generates: bool
     """Whether its code may run in generated kernels."""
+    recorded: RecordedFrame | None
     departed: CapturedGraph | None
     """The graph that has just refused a call because it took other steps than expected."""
 
@@ -69,6 +73,7 @@ class GraphCaller(Protocol):
     def count(self, plan: SavePlan | None) -> None: ...
     def count_frame(self, plan: SavePlan) -> None: ...
     def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
+    def deoptimize(self, reason: str) -> None: ...
 
 
 class CachedGraphs:
@@ -115,7 +120,9 @@ class GuardedGraphs:
                 self._calls = GuardedCalls(self._compile)
             self._traces += 1
         try:
-            return self._calls.trace(function, args, kwargs, (function, *modules_in(function, args)))
+            recorded = None if _running.region is None else _running.region.recorded
+            recording = Recording() if recorded is None else recorded.recording
+            return self._calls.trace(function, args, kwargs, recording, (function, *modules_in(function, args)))
         finally:
             self._traces -= 1
 
@@ -143,6 +150,9 @@ class GuardedGraphs:
         except Exception as error:
             if _running.has_begun:
                 raise
+            if meets_function():
+                region.recorded = None  # the next tape is told of that Function, and takes other steps
+                return MISSED
             self._cached.failures += 1
             self._cached.failure = _first_line(error)
             return MISSED
@@ -181,8 +191,10 @@ class CapturedGraph:
     def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
         """failure: why no program can be made of it; "" if one can."""
         self._cached = cached
-        self._graph = module.forward
+        self._forward = module.forward
         self._code = module.code
+        self._objects = objects_of(module.graph)
+        """The positions of the inputs that are no tensors, and go to custom Functions as they are."""
         self._programs: list[Program] = []
         self._observed: weakref.ref[Observation] | None = None
         self._failures = 0
@@ -194,16 +206,22 @@ class CapturedGraph:
         """The program that does what a frame of this region has done."""
         return next((program for program in self._programs if region.can_run(program)), None)
 
-    def run(self, *given: Any) -> Any:
+    def run(self, *inputs: Any) -> Any:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
+        if any(type(value) not in PLAIN for value in inputs):
+            inputs = tuple(map(_as_plain, inputs))
+        given, objects, graph = inputs, [inputs[position] for position in self._objects], self._forward
+        if objects:
+            given = tuple([value for position, value in enumerate(inputs) if position not in self._objects])
+            graph = functools.partial(self._with_objects, objects)
         region = _running.region
         assert region is not None
         around = _Surroundings.of(given)
         program = _fitting(self._programs, region, around)
         if program is None and not self.has_failed and (expected := region.recorded_for(self)) is not None:
-            program = self._known(region, given, around)
+            program = self._known(region, given, around, expected.recording)
             if program is None:
-                return self._observe(region, given, expected)
+                return self._observe(region, graph, given, objects, expected)
         if program is None:
             _running.waits = self._is_observed()
             raise Refusal
@@ -219,35 +237,57 @@ class CapturedGraph:
         casts = [cast_of(given[position]) for position in program.casts]
         frame = CapturedFrame(
             program,
-            self._graph,
+            graph,
             region.statistics,
             given,
             casts,
             around.numerics,
             region.count_replay,
+            objects=objects,
             is_checkpoint=region.is_checkpoint,
             has_plan=not region.is_checkpoint,
         )
         inputs = (*given, *casts) if casts else given
-        return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
+        try:
+            return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
+        except Departure as error:
+            frame.put_back()
+            region.deoptimize(str(error))
+            raise Refusal from None
 
-    def _known(self, region: GraphCaller, given: Sequence[Any], around: _Surroundings) -> Program | None:
+    def _with_objects(self, objects: Sequence[Any], *given: Tensor) -> Any:
+        inputs = list(given)
+        for position, value in zip(self._objects, objects, strict=True):
+            inputs.insert(position, value)
+        return self._forward(*inputs)
+
+    def _known(
+        self, region: GraphCaller, given: Sequence[Any], around: _Surroundings, recording: Recording
+    ) -> Program | None:
         """The program that was made of the same graph in an equal region."""
-        program = _fitting(self._cached.programs.get(self._key(given), ()), region, around)
+        program = _fitting(self._cached.programs.get(self._key(given, recording), ()), region, around)
         if program is not None:
             self._programs.append(program)
         return program
 
-    def _key(self, given: Sequence[Any]) -> Hashable:
-        return self._code, tuple([_kind(value) for value in given])
+    def _key(self, given: Sequence[Any], recording: Recording) -> Hashable:
+        functions = tuple([recording.calls[index].op for index in recording.functions])
+        return self._code, functions, tuple([_kind(value) for value in given])
 
-    def _observe(self, region: GraphCaller, given: Sequence[Any], expected: RecordedFrame) -> Any:
+    def _observe(
+        self,
+        region: GraphCaller,
+        graph: Callable[..., Any],
+        given: Sequence[Any],
+        objects: Sequence[Any],
+        expected: RecordedFrame,
+    ) -> Any:
         """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
         if self._is_observed():
             _running.waits = True
             raise Refusal
         region.forget_recorded(self)  # else a region that never runs backward would be observed for ever
-        learn = functools.partial(self._learn, self._key(given))
+        learn = functools.partial(self._learn, self._key(given, expected.recording))
         expose_arrays(given)
         state = _GlobalState()
         try:
@@ -259,12 +299,13 @@ class CapturedGraph:
                 expected.autocast,
                 learn,
                 region.statistics.name,
+                objects,
                 generates=region.generates,
             )
             self._observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
             with tape:
-                outputs = self._graph(*given)
+                outputs = graph(*given)
                 seen.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):
                     raise Departure("its graph gives what is no tensor")
@@ -359,6 +400,15 @@ class _Surroundings(NamedTuple):
         return (
             self.numerics.are(program.numerics) and self.autocast == program.autocast and self.cached == program.cached
         )
+
+
+def _as_plain(value: Any) -> Any:
+    """A frozen parameter of a class of its own, such as one of 4 bits, as ops below autograd see it."""
+    is_own = isinstance(value, nn.Parameter) and type(value) is not nn.Parameter and not value.requires_grad
+    if not is_own or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return nn.Parameter(value.detach(), requires_grad=False)
 
 
 def _fitting(programs: Iterable[Program], region: GraphCaller, around: _Surroundings) -> Program | None:

@@ -29,8 +29,8 @@ from recompute.compiled.captured_graph import (
 )
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.guards import MISSED
-from recompute.compiled.observation import RecordingTape
 from recompute.compiled.program import Counts, Program
+from recompute.compiled.region_tapes import RecordingTape
 from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan

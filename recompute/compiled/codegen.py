@@ -17,9 +17,10 @@ import torch
 from torch import Tag, Tensor
 
 from recompute.compiled.fallback import Other
+from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
-from recompute.compiled.recording import Call, Recording, Use, uses_in
+from recompute.compiled.recording import Call, ObjectUse, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
@@ -53,7 +54,7 @@ class Code:
     _views: dict[tuple[str, tuple[Any, ...], bool], str] = field(default_factory=dict)
 
     def call(self, call: Call, *, again: bool = False) -> None:
-        """Write a call whose arguments have variables. again: it runs on copies of what it writes to."""
+        """Write a call of an op whose arguments have variables. again: it runs on copies of what it writes to."""
         if again:
             self.reruns.append(call)
         if again and call.written:
@@ -66,14 +67,7 @@ class Code:
         reads: list[str] = []
         arguments = [self._value(value, reads, again) for value in call.args]
         arguments += [f"{key}={self._value(value, reads, again)}" for key, value in call.kwargs.items()]
-        makes, targets = [], []
-        for number in call.results:
-            if number is None:
-                targets.append("_")
-            else:
-                self.tensors[number] = f"t{number}"
-                makes.append(f"t{number}")
-                targets.append(f"t{number}")
+        targets, makes = self._results(call)
         if not again:
             for before, after in call.written:
                 self.tensors[after] = self.tensors[before]
@@ -86,6 +80,31 @@ class Code:
         may_draw = Tag.nondeterministic_seeded in call.op.tags or known.is_foreign
         is_ordered = may_draw or known.kind is Kind.OPAQUE
         self._write(Statement(text, reads, makes, again, call, variables, writes=writes, is_ordered=is_ordered))
+
+    def _results(self, call: Call) -> tuple[list[str], list[str]]:
+        """What a call's outputs are assigned to, and the variables among that."""
+        targets = ["_" if number is None else f"t{number}" for number in call.results]
+        self.tensors |= {number: f"t{number}" for number in call.results if number is not None}
+        return targets, [target for target in targets if target != "_"]
+
+    def function(self, call: Call, function: FunctionCall, after: str) -> None:
+        """Write a call of a custom Function. after: the variable of what its backward takes, or "_"."""
+        reads: list[str] = []
+        arguments = [self._value(value, reads, False) for value in call.args]
+        targets, makes = self._results(call)
+        makes += [] if after == "_" else [after]
+        text = f"{', '.join([*targets, after])} = {self.named(function)}({', '.join(arguments)})"
+        writes = tuple([self.tensors[number] for number, _ in call.written])
+        self._write(Statement(text, reads, makes, writes=writes, is_ordered=True))
+
+    def function_backward(self, call: Call) -> None:
+        """Write the backward of a custom Function."""
+        reads = [f"r{call.op.call}"]
+        arguments = [*reads, *[self._value(value, reads, False) for value in call.args]]
+        targets, makes = self._results(call)
+        text = f"{''.join([f'{target}, ' for target in targets])}= {self.named(call.op)}({', '.join(arguments)})"
+        writes = tuple([self._memory(use, False) for use in call.uses()])
+        self._write(Statement(text, reads, makes, writes=writes, is_ordered=True))
 
     def _memory(self, use: Use, again: bool) -> str:
         """The variable of the buffer that a tensor is, or views."""
@@ -147,6 +166,8 @@ class Code:
             name = self.tensor(value, again=again)
             reads.append(name)
             return name
+        if type(value) is ObjectUse:
+            return f"objects[{value.position}]"
         if isinstance(value, (list, tuple)):
             items = ", ".join([self._value(item, reads, again) for item in value])
             if isinstance(value, list):

@@ -20,7 +20,9 @@ import torch
 from torch._guards import TracingContext
 
 from recompute.compiled.called_methods import CalledMethods
-from recompute.compiled.recording import NotCapturable
+from recompute.compiled.function_calls import graph_call, object_input, stand_in_for
+from recompute.compiled.recording import NotCapturable, Recording
+from recompute.engine.tape.functions import function_op, is_seen, make_whole
 from recompute.engine.thread_state import local
 from recompute.source_files import OURS, lies_in
 
@@ -28,6 +30,7 @@ from recompute.source_files import OURS, lies_in
 class _Local(threading.local):
     is_tracing = False
     asks = False
+    meets = False
     called: CalledMethods | None = None
     """Where to note the methods that the code being traced calls."""
 
@@ -65,6 +68,11 @@ def depends_on_sizes() -> bool:
     """Whether what is being traced branches on a size that is not fixed."""
     mode: Any = TracingContext.get().fake_mode
     return bool(mode.shape_env.guards)
+
+
+def meets_function() -> bool:
+    """Whether the last traced call has a custom ``autograd.Function`` in which no tape has seen an op so far."""
+    return _local.meets
 
 
 _TORCHS = os.path.dirname(torch.__file__)
@@ -113,6 +121,8 @@ def _prepare_frontend() -> None:
 
     InliningInstructionTranslator.build_inline_tracer = staticmethod(noting)  # type: ignore[method-assign,assignment]
 
+    _take_functions_whole()
+
     # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
     session = getattr(torch.compiler, "_compile_session_context", None)
     if session is not None:
@@ -121,6 +131,35 @@ def _prepare_frontend() -> None:
             return nullcontext() if _local.is_tracing else session()
 
         torch.compiler._compile_session_context = context  # type: ignore[assignment]
+
+
+def _proxy_of(translator: Any, variable: Any) -> Any:
+    """What stands in the graph for an argument of a custom Function."""
+    try:
+        return variable.as_proxy()
+    except (NotImplementedError, torch._dynamo.exc.Unsupported):
+        return object_input(translator, variable.realize())
+
+
+def _take_functions_whole() -> None:
+    """Have torch's frontend make each custom ``autograd.Function`` one call of the graph, and not trace its Python."""
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    call = AutogradFunctionVariable.call_method
+
+    @functools.wraps(call)
+    def whole(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not _local.is_tracing or name != "apply" or is_seen(self.fn_cls):
+            return call(self, translator, name, args, kwargs)
+        _local.meets = make_whole(self.fn_cls) or _local.meets
+        target = graph_call(function_op(self.fn_cls))
+        proxies = tuple([_proxy_of(translator, each) for each in args])
+        named = {key: _proxy_of(translator, each) for key, each in kwargs.items()}
+        node = translator.output.create_proxy("call_function", target, proxies, named)
+        return wrap_fx_proxy(tx=translator, proxy=node)
+
+    AutogradFunctionVariable.call_method = whole  # type: ignore[method-assign,assignment]
 
 
 MISSED = object()
@@ -190,7 +229,7 @@ class GuardedCalls:
         def trace(frame: Any, *state: Any) -> Any:
             if frame.f_code is not code:
                 return untouched
-            with _tracing(self._methods):
+            with _tracing(self._methods, self._recording):
                 traced = context.callback(frame, *state)
             if traced.guarded_code is None:  # torch would run the call as it is
                 raise NotCapturable("torch.compile passes it by")
@@ -199,6 +238,7 @@ class GuardedCalls:
         for callback in (miss, trace):  # by this torch knows whose guards to check
             callback._torchdynamo_orig_backend = context.callback  # type: ignore[attr-defined]
         self._miss, self._trace = miss, trace
+        self._recording = Recording()
         self._methods = CalledMethods()
 
     @property
@@ -211,12 +251,15 @@ class GuardedCalls:
         function: Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
+        recording: Recording,
         reads: Iterable[Any] = (),
     ) -> Any:
         """``function(*args, **kwargs)`` by a graph, which is taken first if none is known.
 
+        recording: of a call like this, which tells what custom Functions give.
         reads: functions and modules that the call runs.
         """
+        self._recording = recording
         self._methods.note_reads(reads)
         return self._under(self._trace, function, args, kwargs)
 
@@ -236,11 +279,12 @@ class GuardedCalls:
 
 
 @contextmanager
-def _tracing(methods: CalledMethods) -> Iterator[None]:
+def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
     """The span in which the frontend traces a region, and notes the methods that it calls."""
     before, _local.is_tracing = _local.is_tracing, True
-    _local.asks, _local.called = False, methods
+    _local.asks, _local.meets, _local.called = False, False, methods
     local.books.append(None)  # what runs on tensors without values makes no recipes
+    local.function_stand_in = stand_in_for(recording)
     try:
         with (
             _our_functions_as_calls(),
@@ -258,4 +302,5 @@ def _tracing(methods: CalledMethods) -> Iterator[None]:
             yield
     finally:
         local.books.pop()
+        local.function_stand_in = None
         _local.is_tracing, _local.called = before, None

@@ -1,9 +1,10 @@
-"""Records one frame of a region: a tape records the calls of forward, and hooks record those of its backward."""
+"""Records one frame of a region: its tape shows the calls of forward, and hooks record those of its backward."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,87 +13,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
+from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
 from recompute.compiled.program import Program, ProgramWriter
-from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
+from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
-from recompute.engine.saved_tensors import PackedTensor, top_hooks
+from recompute.engine.saved_tensors import PackedTensor
 from recompute.engine.tape.autocast import run_as_called
-from recompute.engine.tape.recorder import Tape, TapeRegion
+from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.op_arguments import LISTS
 from recompute.engine.thread_state import local
 
 Edge = tuple[int, int] | None
 """Where a gradient goes: a node of the region, and which of its inputs; or -1, and the position of a region's input."""
-
-
-class RecordingTape(Tape):
-    """A tape that also records the calls of forward."""
-
-    def __init__(self, region: TapeRegion, variant: Any):
-        super().__init__(region, variant)
-        self.variant = variant
-        self.recording: Recording | None = Recording(is_open=True)
-        self.reason = ""
-        """Why the recording was given up; "" if it was not."""
-        self.has_rules_inside = False
-        """Whether other rules than the region's said what becomes of an op, or of what is saved for it."""
-        self._own_policy = region.op_policy
-
-    def _is_ruled_inside(self, op: Any) -> bool:
-        """Whether a module that runs now has a rule by which ``op`` is treated in another way."""
-        policy, own = self.op_policy, self._own_policy
-        if policy is not own and policy.decide(op) != own.decide(op):
-            return True
-        hooks = top_hooks()
-        return hooks is None or getattr(hooks[0], "__self__", None) is not self
-
-    def pin(self, tensor: Tensor, name: str | None) -> Tensor:
-        if name is not None and self.op_policy.keeps_tensor(name) is not self._own_policy.keeps_tensor(name):
-            self.has_rules_inside = True
-        return super().pin(tensor, name)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self.recording is not None:
-            self.recording.close()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if local.regenerating or self.recording is None:
-            return super().__torch_dispatch__(op, types, args, kwargs)
-        self.has_rules_inside = self.has_rules_inside or self._is_ruled_inside(op)
-        started = None
-        try:
-            started = self.recording.start(op, args, kwargs or {})
-        except NotCapturable as error:
-            self.recording, self.reason = None, str(error)
-        output = super().__torch_dispatch__(op, types, args, kwargs)
-        if started is not None and self.recording is not None:
-            try:
-                self.recording.end(started, output)
-            except NotCapturable as error:
-                self.recording, self.reason = None, str(error)
-        return output
-
-
-class GraphTape(Tape):
-    """The tape of a region's graph, whose ops are recorded."""
-
-    def __init__(self, region: TapeRegion, variant: Any, seen: Observation):
-        super().__init__(region, variant)
-        self._seen = seen
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if local.regenerating:
-            return op(*args, **(kwargs or {}))
-        return self._seen.run(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
-
-    def pack(self, tensor: Tensor) -> PackedTensor:
-        return self._seen.saved(tensor, super().pack(tensor))
-
-    def abandon(self) -> None:
-        """The graph is given up. Its module runs in its place, and that is the frame that counts."""
-        self.frame.discard()
 
 
 class _Seen(PackedTensor):
@@ -132,8 +66,8 @@ class Observation:
     """What is recorded of a frame, until its backward has ended.
 
     expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
-    the program that was made, or with the reason why there is none. name: the region's, for errors. generates: whether
-    the program may run in generated kernels.
+    the program that was made, or with the reason why there is none. name: the region's, for errors. objects: what the
+    graph is given beside tensors. generates: whether the program may run in generated kernels.
     """
 
     def __init__(
@@ -143,12 +77,13 @@ class Observation:
         autocast: Autocast | None,
         done: Callable[[Program | str], None],
         name: str,
+        objects: Sequence[Any] = (),
         *,
         generates: bool,
     ):
         self.name = name
         self.reason: str | None = None
-        self._recording = Recording(expected=expected, generates=generates)
+        self._recording = Recording(objects, expected=expected, generates=generates)
         self._done: Callable[[Program | str], None] | None = done
         self._steps = 0
         self._plan: SavePlan | None = None
@@ -171,6 +106,14 @@ class Observation:
         self._casts: dict[int, int] = {}
         """The buffers of the parameters that autocast has cast and cached, and the positions of these parameters."""
         self._sums: set[int] = set()
+        self._functions: dict[int, FunctionCall] = {}
+        """The calls that are of custom Functions."""
+        self._nodes: dict[Any, int] = {}
+        """The node of each of these in autograd's graph, until forward has ended; then its number."""
+        self._given: Sequence[Use | None] = ()
+        """The gradients that a custom Function's node is given while it runs."""
+        self._given_back: set[int] = set()
+        """The buffers of the gradients that custom Functions have given."""
         self._mode = _BackwardOps(self)
         self._is_running = False
         try:
@@ -205,6 +148,21 @@ class Observation:
             except NotCapturable as error:
                 self._fail(error)
         return output
+
+    def see_reached(self, tensors: Iterable[Tensor]) -> None:
+        self._recording.reach(tensors)
+
+    def see_function(self, args: tuple, output: Any, *, is_changed: bool) -> None:
+        """The custom Function whose forward was the last call has returned, so that its outputs have their graphs."""
+        index = len(self._recording.calls) - 1
+        op = self._recording.calls[index].op
+        if type(op) is not FunctionOp or is_changed:
+            self._fail(f"{op} changes what it is given")
+            return
+        outputs = output if type(output) in LISTS else (output,)
+        self._functions[index] = FunctionCall(op, args, outputs, _again(self._autocast))
+        for tensor in filter(takes_gradient, outputs):
+            self._nodes[tensor.grad_fn] = index
 
     def saved(self, tensor: Tensor, saved: PackedTensor) -> PackedTensor:
         if self.reason is not None or not self._recording.knows(tensor):
@@ -319,6 +277,7 @@ class Observation:
                 outputs[position] = alias = outputs[position].view_as(outputs[position])
                 self._outputs[number_of(alias.grad_fn), 0] = position
                 self._edges[-1].append(place)
+        self._nodes = {numbers[node]: index for node, index in self._nodes.items() if node in numbers}
         for node, number in numbers.items():
             node.register_prehook(partial(self._before, number))
             node.register_hook(partial(self._after, number))
@@ -347,22 +306,27 @@ class Observation:
             self._fail("its backward is differentiated in its turn")
             return
         try:
-            for slot, gradient in enumerate(gradients):
-                if gradient is None:
-                    continue
-                use = self._pending.pop((number, slot), None)
-                if use is not None:
-                    self._see(gradient, use)
-                elif (position := self._outputs.get((number, slot))) is not None:
-                    if self._recording.knows(gradient):
-                        raise NotCapturable("the gradient of an output shares memory with one of its tensors")
-                    self._gradients[position] = self._recording.receive(gradient)
-                else:
-                    raise NotCapturable("a gradient comes from outside of its graph")
+            given = [None if g is None else self._take(g, number, slot) for slot, g in enumerate(gradients)]
         except NotCapturable as error:
             self._fail(error)
             return
-        _push_mode(self._mode)
+        if number in self._nodes:
+            self._given = given
+        else:
+            _push_mode(self._mode)
+
+    def _take(self, gradient: Tensor, number: int, slot: int) -> Use:
+        """A gradient has come to a node."""
+        use = self._pending.pop((number, slot), None)
+        if use is not None:
+            self._see(gradient, use)
+        elif (position := self._outputs.get((number, slot))) is not None:
+            if self._recording.knows(gradient):
+                raise NotCapturable("the gradient of an output shares memory with one of its tensors")
+            self._gradients[position] = self._recording.receive(gradient)
+        else:
+            raise NotCapturable("a gradient comes from outside of its graph")
+        return self._recording.use(gradient)
 
     def _see(self, gradient: Tensor, use: Use) -> None:
         """A gradient inside of the region has come: what one call gave, or the sum of what several did."""
@@ -371,31 +335,74 @@ class Observation:
             self._recording.bind(gradient, use.buffer)
             if not _is_alike(Layout.of(gradient), use.layout):
                 raise NotCapturable("autograd adds up gradients of several layouts")
-        elif self._recording.use(gradient) != use:
+        elif (found := self._recording.use(gradient))[1:] == use[1:] and found.buffer in self._given_back:
+            self._recording.bind(gradient, use.buffer)  # a Function has given back the memory of a gradient
+        elif found != use:
             raise NotCapturable("a hook replaces a gradient inside of it")
 
-    def _after(self, number: int, gradients: tuple[Tensor | None, ...], _: Any) -> None:
-        """A node of the graph has run."""
+    def _after(self, number: int, gradients: tuple[Tensor | None, ...], _: Any) -> Sequence[Tensor | None] | None:
+        """A node of the graph has run. Returns what it gives, if autograd would make something else of that."""
+        if (call := self._nodes.get(number)) is not None:
+            return self._after_function(number, call, gradients)
         if self.reason is not None:
             modes = torch._C._len_torch_dispatch_stack()
             if modes and torch._C._get_dispatch_stack_at(modes - 1) is self._mode:
                 _pop_mode()
-            return
+            return None
         _pop_mode()
         try:
-            for gradient, edge in zip(gradients, self._edges[number], strict=True):
-                if gradient is None or edge is None:
-                    continue
-                use = self._recording.use(gradient)
-                if edge[0] == -1:
-                    self._contributions.append((edge[1], use))
-                elif (before := self._pending.get(edge)) is None:
-                    self._pending[edge] = use
-                else:
-                    self._pending[edge] = total = self._recording.add(before, use)
-                    self._sums.add(total.buffer)
+            pairs = zip(gradients, self._edges[number], strict=True)
+            self._pass_on(number, [None if g is None or e is None else self._recording.use(g) for g, e in pairs])
         except NotCapturable as error:
             self._fail(error)
+        return None
+
+    def _after_function(
+        self, number: int, call: int, gradients: tuple[Tensor | None, ...]
+    ) -> Sequence[Tensor | None] | None:
+        """The node of a custom Function has run, which is one call. Its gradients are tensors of their own.
+
+        Their memory may be that of a gradient that it was given, or of what it has saved.
+        """
+        if self.reason is not None:
+            return None
+        forward, index = self._recording.calls[call], len(self._recording.calls)
+        passed: list[Tensor | None] = []
+        uses: list[Use | None] = []
+        try:
+            layouts = [use.layout for use in forward.args if type(use) is Use]
+            edges = self._edges[number]
+            for gradient, edge, layout in zip(gradients, edges, layouts, strict=True):
+                if gradient is None or edge is None:
+                    passed.append(None)
+                    uses.append(None)
+                else:
+                    passed.append(gradient := _as_autograd_does(gradient, layout))
+                    uses.append(Use(self._recording.receive(gradient, index), Layout.of(gradient)))
+            made = [use for use, edge in zip(uses, edges, strict=True) if edge is not None]
+            found = [None if use is None else use.layout for use in made]
+            results = tuple([None if use is None else use.buffer for use in made])
+            op = FunctionBackward(forward.op, call, found, _again(self._backward_autocast))
+            self._recording.calls.append(Call(op, tuple(self._given), {}, results, (), is_sequence=True))
+            self._given_back.update(filter(None, results))
+            self._pass_on(number, uses)
+        except NotCapturable as error:
+            self._fail(error)
+            return None
+        return tuple(passed)
+
+    def _pass_on(self, number: int, uses: Sequence[Use | None]) -> None:
+        """A node gives these gradients."""
+        for use, edge in zip(uses, self._edges[number], strict=True):
+            if use is None or edge is None:
+                continue
+            if edge[0] == -1:
+                self._contributions.append((edge[1], use))
+            elif (before := self._pending.get(edge)) is None:
+                self._pending[edge] = use
+            else:
+                self._pending[edge] = total = self._recording.add(before, use)
+                self._sums.add(total.buffer)
 
     def _end(self) -> None:
         """Backward has ended."""
@@ -422,6 +429,7 @@ class Observation:
                 self._backward_autocast,
                 self._cached,
                 self._casts,
+                self._functions,
             ).program()
         except NotCapturable as error:
             self._fail(error)
@@ -440,6 +448,17 @@ class Observation:
             else:
                 missing.append((position, None))
         return missing
+
+
+def _again(autocast: Autocast | None) -> Around:
+    return nullcontext if autocast is None else autocast.again
+
+
+def _as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
+    """A gradient of a tensor of ``layout``, as autograd passes it on: of the tensor's shape and dtype."""
+    if gradient.shape != layout.shape:
+        gradient = gradient.sum_to_size(layout.shape)
+    return gradient.to(layout.dtype)
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:

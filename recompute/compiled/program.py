@@ -12,6 +12,7 @@ from torch import Tag
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
+from recompute.compiled.function_calls import FunctionBackward, FunctionCall
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
@@ -19,6 +20,7 @@ from recompute.engine.cut.ops import Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.tape.functions import FunctionOp
 
 SMALL = 8
 """What is left for the region's own backward is at least so many times smaller than the outputs that came back."""
@@ -98,7 +100,7 @@ class Program:
 
     plan: SavePlan
     forward: GeneratedCode
-    """``(name, *given, *casts) -> (outputs, kept, states)``."""
+    """``(name, objects, *given, *casts) -> (outputs, kept, states)``."""
     backward: GeneratedCode
     """``(held, kept, states, gradients) -> contributions``."""
     under_settings: GeneratedCode
@@ -175,6 +177,8 @@ class ProgramWriter:
     cached: tuple[int, ...]
     casts: Mapping[int, int]
     """The buffers of what autocast has cast and cached, and the positions of the parameters, in order."""
+    functions: Mapping[int, FunctionCall]
+    """The calls of forward that are of custom Functions."""
 
     def __post_init__(self) -> None:
         self._forward = self.recording.calls[: self.steps]
@@ -184,6 +188,8 @@ class ProgramWriter:
         self._held: dict[int, None] = {}
         self._again: dict[int, None] = {}
         """The calls of forward that run again, in the order in which backward needs them."""
+        self._differentiated = {call.op.call for call in self._backward if type(call.op) is FunctionBackward}
+        """The calls of forward that are of custom Functions, and whose backward runs."""
 
     def program(self) -> Program:
         backward = self._write_backward()
@@ -339,7 +345,10 @@ class ProgramWriter:
                 self._bring(use.buffer, code)
             if any(not self._is_backwards(before) for before, _ in call.written):
                 raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
-            code.call(call)
+            if type(call.op) is FunctionBackward:
+                code.function_backward(call)
+            else:
+                code.call(call)
         for _, contribution in self.contributions:
             if contribution is not None:
                 self._bring(contribution.buffer, code)
@@ -351,8 +360,7 @@ class ProgramWriter:
         plan = self.plan
         found: dict[int, int] = {}
         for value in plan.outputs:
-            step = plan.origin(value)
-            number = self._made_by(step, plan.slots[step][value])
+            number = self._made_by(value)
             position = next((i for i, use in enumerate(self.results) if use.buffer == number), None)
             if position is None:
                 raise NotCapturable("a part of an output is dropped where others save it")
@@ -364,9 +372,16 @@ class ProgramWriter:
             self._bring(self.results[position].buffer, code)
         return code, found
 
-    def _made_by(self, step: int, slot: int | None) -> int | None:
-        """The buffer that a step of forward gives as its output ``slot``, or which it writes in place."""
+    def _made_by(self, value: int) -> int | None:
+        """The buffer that is a value of the plan; None if no call has made it."""
+        _, _, step, slot, *_ = self.plan.facts[value]
+        if step is None:
+            return None
         call = self._forward[step]
+        if type(call.op) is FunctionOp:
+            given = [number for number in call.results if number is not None]
+            buffers = [*self.recording.functions[step].reached, *given]
+            return buffers[self.plan.steps[step].made.index(value)]
         return call.written[0][1] if call.written and not slot else call.results[slot or 0]
 
     def _is_backwards(self, number: int) -> bool:
@@ -417,8 +432,9 @@ class ProgramWriter:
     @cached_property
     def _keeps(self) -> frozenset[int]:
         """The buffers of the values that the plan keeps."""
-        origins = [self.plan.facts[value][2:4] for value in self.plan.kept]
-        made = {self._made_by(step, slot) for step, slot in origins if step is not None}
+        plan = self.plan
+        # What a custom Function is given counts as overwritten. What autograd had saved of that before is held.
+        made = {self._made_by(value) for value in (*plan.kept, *(plan.demanded & plan.overwritten))}
         return frozenset(number for number in made if number is not None)
 
     def _write_forward(self) -> tuple[GeneratedCode, dict[int, str]]:
@@ -435,12 +451,17 @@ class ProgramWriter:
         for index, call in enumerate(self._forward):
             for before, _ in call.written:
                 root = self.recording.buffers[self.recording.buffers[before].root]
-                if root.given is not None or root.constant is not None:
+                if index not in self.functions and (root.given is not None or root.constant is not None):
                     raise NotCapturable(f"it writes to a tensor that it did not make ({call.op})")
             if self.casts and call.results and call.results[0] in self.casts:
                 continue  # autocast has done so
             if index in self._again and _is_watched(call):
                 states[index] = code.draw(call)
+            if index in self.functions:
+                if index in self._differentiated:
+                    states[index] = f"r{index}"
+                code.function(call, self.functions[index], states.get(index, "_"))
+                continue
             code.call(call)
             if index in states and facts(call.op).is_foreign:
                 code.drawn(states[index])
@@ -450,7 +471,7 @@ class ProgramWriter:
         last = {code.tensors[use.buffer] for use in self.results}
         last |= {code.tensors[n] for n in self._kept} | set(states.values()) | views
         result = f"({_tuple(outputs)}, [{', '.join(kept)}], {_tuple(states.values())})"
-        head = [f"def run(name{''.join(f', t{number}' for number in given)}):"]
+        head = [f"def run(name, objects{''.join(f', t{number}' for number in given)}):"]
         return code.compiled(head, result, last), {index: f"r{index}" for index in states}
 
     def _is_output(self, number: int) -> bool:
@@ -472,14 +493,14 @@ class ProgramWriter:
 
 
 def _is_watched(call: Call) -> bool:
-    """Whether the random numbers that a call draws are to be the same when it runs again."""
+    """Whether the random numbers that a call of an op draws are to be the same when it runs again."""
     known = facts(call.op)
     return known.kind is Kind.RANDOM or known.is_foreign
 
 
 def _may_draw(call: Call) -> bool:
     """Whether a call may draw random numbers. Attention with a dropout of 0 does not."""
-    if facts(call.op).is_foreign:
+    if type(call.op) is FunctionOp or facts(call.op).is_foreign:
         return True
     draws = Tag.nondeterministic_seeded in call.op.tags
     return draws and facts_of_call(call.op, call.args, call.kwargs).kind is not Kind.PURE

@@ -19,7 +19,8 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
-from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, tensors_in
+from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, parameter_of, tensors_in
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
@@ -63,16 +64,41 @@ class Buffer:
     device: torch.device | None = None
 
 
+class FunctionResult(NamedTuple):
+    """A tensor that a custom ``autograd.Function`` gives."""
+
+    layout: Layout
+    device: torch.device
+
+
+class ObjectUse(NamedTuple):
+    """An argument of a custom ``autograd.Function`` that is neither a tensor nor a constant: a configuration, say."""
+
+    position: int | None
+    """Its position among the objects that the graph is given; None in a recording of no graph."""
+
+
+class RecordedFunction(NamedTuple):
+    """What the forward of a custom ``autograd.Function`` did."""
+
+    results: Sequence[Any]
+    """What it gave, with a ``FunctionResult`` in the place of each tensor."""
+    reached: Sequence[int | None]
+    """The buffers that it may have written to."""
+
+
 class Call(NamedTuple):
     """One op, with a ``Use`` in the place of each tensor."""
 
-    op: OpOverload
+    op: Any
+    """An ``OpOverload``, a ``FunctionOp`` or a ``FunctionBackward``."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
     """The buffers of its outputs; None for one that is no tensor, or that shares the memory of another."""
     written: tuple[tuple[int, int], ...]
-    """For each storage that it writes to, the buffers before and after."""
+    """For each storage that it writes to, the buffers before and after. These are the same for a storage that a custom
+    Function is given: it may write there unseen."""
     is_sequence: bool
     """Whether it returns several outputs."""
 
@@ -94,6 +120,8 @@ def uses_in(value: Any) -> Iterator[Use]:
 class Recording:
     """Calls, and the buffers that they read and make. It holds no tensors but small constants."""
 
+    objects: Sequence[Any] = ()
+    """The objects that the graph is given beside tensors. Its custom Functions may be given these."""
     is_open: bool = False
     """Whether calls may read tensors that were not given before."""
     generates: bool = True
@@ -102,6 +130,9 @@ class Recording:
     """Another recording. The calls of this one must be the same, as far as that goes, with buffers of its own."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    functions: dict[int, RecordedFunction] = field(default_factory=dict)
+    """The calls of custom Functions."""
+    _reached: Sequence[int | None] = ()
     placed: set[int] = field(default_factory=set)
     """The given buffers that were read at a place that is counted from the start of their storage."""
     _current: dict[int, int] = field(default_factory=dict)
@@ -138,11 +169,11 @@ class Recording:
             raise NotCapturable("two of the tensors that it is given share memory")
         return self._new(tensor, given=position)
 
-    def receive(self, gradient: Tensor) -> int:
-        """Add the gradient of an output, which backward is given."""
+    def receive(self, gradient: Tensor, call: int | None = None) -> int:
+        """Add a gradient that backward is given, or that ``call``, a custom Function's backward, has given."""
         if not is_plain(gradient) or not torch._C._has_storage(gradient):  # a batch of gradients has none
             raise NotCapturable(f"its backward is given a {type(gradient).__name__} that is no plain view of a storage")
-        return self._new(gradient)
+        return self._new(gradient, call=call)
 
     def use(self, tensor: Tensor) -> Use:
         """A tensor that an op reads, as a ``Use`` of a buffer that has been seen before."""
@@ -172,6 +203,8 @@ class Recording:
 
     def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> _Started | None:
         """An op is about to run. Returns None if it makes nothing new."""
+        if type(op) is FunctionOp:
+            return self._start_function(op, args, kwargs)
         known = facts(op)
         if known.kind is Kind.VIEW:
             if isinstance(op, OpOverload) and _DATA_DEPENDENT.intersection(op.tags):
@@ -201,6 +234,19 @@ class Recording:
         self._compare(started)
         return started
 
+    def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> _Started:
+        """The forward of a custom ``autograd.Function`` is about to run. It is one call, whatever it does."""
+        template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
+        written = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
+        started = _Started(op, *template, written)
+        self._compare(started)
+        return started
+
+    def reach(self, tensors: Iterable[Tensor]) -> None:
+        """That Function has run, and its ops and kernels have reached these."""
+        others = [tensor for tensor in tensors if parameter_of(tensor) is None]
+        self._reached = [self._current.get(tensor.untyped_storage()._cdata) for tensor in others]
+
     def _compare(self, started: _Started) -> None:
         """Before an op runs: it must be the one that is expected, if any is."""
         if self.expected is None:
@@ -217,6 +263,8 @@ class Recording:
     def _agrees(self, expected: Any, found: Any) -> bool:
         if type(expected) is not type(found):
             return False
+        if type(expected) is ObjectUse:
+            return True
         if type(expected) is Use:
             return expected[1:] == found[1:] and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
         if isinstance(expected, (list, tuple)):
@@ -239,6 +287,9 @@ class Recording:
             key = tensor.untyped_storage()._cdata
             if key not in written:
                 before = self._current[key]
+                if type(started.op) is FunctionOp:
+                    written[key] = before, before
+                    continue
                 old = self.buffers[before]
                 self.buffers.append(Buffer(old.layout, old.nbytes, old.root, call=index, device=old.device))
                 written[key] = before, len(self.buffers) - 1
@@ -261,6 +312,9 @@ class Recording:
                 raise Departure
             self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
         is_sequence = type(output) in LISTS
+        if type(started.op) is FunctionOp:
+            results_of = [result_of(each) for each in (output if is_sequence else (output,))]
+            self.functions[index] = RecordedFunction(results_of, self._reached)
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
         )
@@ -293,18 +347,26 @@ class Recording:
         self.bind(tensor, number)
         return number
 
-    def _template(self, value: Any) -> Any:
+    def _template(self, value: Any, *, takes_objects: bool = False) -> Any:
         if isinstance(value, Tensor):
             return self.use(value)
         if isinstance(value, dict):
-            return {key: self._template(item) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return tuple([self._template(item) for item in value])
-        if isinstance(value, list):
-            return [self._template(item) for item in value]
-        if not isinstance(value, _CONSTANTS):
+            return {key: self._template(item, takes_objects=takes_objects) for key, item in value.items()}
+        if type(value) in LISTS:
+            return type(value)([self._template(item, takes_objects=takes_objects) for item in value])
+        if isinstance(value, _CONSTANTS):
+            return value
+        if takes_objects and self.is_open:
+            return ObjectUse(None)
+        position = next((index for index, known in enumerate(self.objects) if known is value), None)
+        if not takes_objects or position is None:
             raise NotCapturable(f"an op is given a {type(value).__name__}")
-        return value
+        return ObjectUse(position)
+
+
+def result_of(value: Any) -> Any:
+    """A ``FunctionResult`` in the place of a tensor."""
+    return FunctionResult(Layout.of(value), value.device) if isinstance(value, Tensor) else value
 
 
 def _refuse_foreign(op: OpOverload, known: OpFacts) -> None:
@@ -325,7 +387,7 @@ def _on_meta(layout: Layout) -> Tensor:
 
 
 class _Started(NamedTuple):
-    op: OpOverload
+    op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     written: Sequence[tuple[Tensor, Layout]]

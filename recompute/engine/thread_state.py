@@ -33,6 +33,8 @@ class _ThreadState(threading.local):
         """The ``RecipeGroup`` of each recipe that has run inside of ``sharing_values``; None outside of it."""
         self.packing_for_recipe = False
         """Whether a tensor is packed for a recipe, and not because autograd saves it."""
+        self.function_stand_in: Any = None
+        """``(op, args, kwargs) -> outputs``: what runs in the place of the custom Functions of a graph being traced."""
         self.simulates_cuda = False
         """Whether fake CPU tensors stand for CUDA's, because backward of fake CUDA tensors needs a GPU."""
 

@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, depends_on_sizes, has_effects
+from recompute.compiled.recording import Recording
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.modes import under
 from recompute.engine.reachable_objects import base_of
@@ -249,7 +250,7 @@ def _graph_of(module: nn.Module, x: Tensor) -> _Taken | None:
         try:
             with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, accumulated_recompile_limit=_MOST_GRAPHS):
                 if calls.run(*call) is MISSED:
-                    calls.trace(*call, (forward, *module.modules()))
+                    calls.trace(*call, Recording(), (forward, *module.modules()))
         except _Taken as taken:
             return taken
         except Exception:

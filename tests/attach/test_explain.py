@@ -134,7 +134,7 @@ REASONS: dict[str, tuple[Forward, dict[str, Any], str, str]] = {
         "passed to recompute.keep",
     ),
     "made in a custom Function": (
-        lambda linear, x: InTheDark.apply(linear(x)).sin(), {}, "aten.exp", "made inside a custom autograd.Function",
+        lambda linear, x: InTheDark.apply(linear(x)).sin(), {}, "InTheDark", "made inside a custom autograd.Function",
     ),
     "made by a factory": (
         lambda linear, x: linear(x) * torch.full((HIDDEN,), 0.5), {}, "aten.full",

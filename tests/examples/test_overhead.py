@@ -57,12 +57,14 @@ def test_the_tables_hold_every_way(
 ) -> None:
     arguments = ["--repeats", "2", "--steps", "20", "--json", str(tmp_path / "figures.json")]
     monkeypatch.setattr(sys, "argv", ["overhead.py", *arguments])
-    ways = list(runpy.run_path(str(SCRIPT), run_name="__main__")["WAYS"])
+    script = runpy.run_path(str(SCRIPT), run_name="__main__")
+    ways = list(script["WAYS"])
     results = json.loads((tmp_path / "figures.json").read_text())
     assert results["machine"]["torch"] == torch.__version__
-    parts, layer, growth = results["tables"].values()
+    parts, layer, inside, growth = results["tables"].values()
     assert [row["way"] for row in parts] == ways[1:]
     assert [row["way"] for row in layer] == [row["way"] for row in growth] == ways
+    assert [row["in the layer"] for row in inside] == list(script["INSIDE"])
     selective, checkpoint = (next(row for row in layer if row["way"] == way) for way in (ways[-1], ways[-2]))
     assert selective["step / selective"] == checkpoint["step / checkpoint"] == 1
     plain = layer[0]

@@ -10,7 +10,7 @@ from what it still has. Recipes are always made from the frame's own arguments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -198,10 +198,12 @@ class TapeFrame:
         kwargs: dict[str, Any],
         unobserved: bool,
         op_policy: OpPolicy,
+        function: Callable[..., Any] | None = None,
     ) -> Any:
         """Run a step that no plan foresees, and write it down.
 
         reason: why it cannot run again; "" if it may. op_policy: the one in force.
+        function: what runs, if not ``op``. It adds to ``args`` what it reaches.
         """
         call: RecordedCall | None = None
         inputs: tuple[int, ...] = ()
@@ -212,7 +214,7 @@ class TapeFrame:
             reason = reason or str(error)
         if known.running_statistics and call is not None:
             reason = ""
-        output = op(*args, **kwargs)
+        output = op(*args, **kwargs) if function is None else function()
         if known.writes:
             count_writes(at(known.writes, args, kwargs))
         made = made_by(self._values, None, known, reason, unobserved, args, kwargs, output)
@@ -232,16 +234,15 @@ class TapeFrame:
         reason: str,
         args: tuple,
         kwargs: dict[str, Any],
+        function: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run a step as the plan has foreseen it, or give the plan up."""
+        """Run a step as the plan has foreseen it, or give the plan up. function: what runs, if not ``op``."""
         values, plan, unobserved = self._values, self.plan, instruction.unobserved
         assert plan is not None
         call = None
         try:
-            if known.writes or unobserved:
-                written = map(values.known_number, writable(values, known, unobserved, args, kwargs))
-                if plan.tracked.intersection(written) != instruction.tracked_overwritten:
-                    raise PlanMismatch
+            if function is None and not self._writes_as_foreseen(instruction, known, args, kwargs):
+                raise PlanMismatch
             if instruction.runs_again:
                 call, inputs = record_call(values, plan, op, known, reason, args, kwargs, instruction.inputs)
                 if call is None or inputs != instruction.inputs:
@@ -249,13 +250,14 @@ class TapeFrame:
         except (PlanMismatch, NotRegenerable):
             if self.plan is not None:
                 self.deoptimize()
-            return self.run(op, known, reason, args, kwargs, unobserved, instruction.op_policy)
-        output = op(*args, **kwargs)
+            return self.run(op, known, reason, args, kwargs, unobserved, instruction.op_policy, function)
+        output = op(*args, **kwargs) if function is None else function()
         if known.writes:
             count_writes(at(known.writes, args, kwargs))
         made = made_by(values, plan, known, reason, unobserved, args, kwargs, output, instruction.layouts)
         has_drawn_unseen = call is not None and (call := call.after(known)) is None
-        if made is None or has_drawn_unseen or not agree(made, instruction.layouts):
+        is_other = function is not None and not self._writes_as_foreseen(instruction, known, args, kwargs)
+        if made is None or has_drawn_unseen or is_other or not agree(made, instruction.layouts):
             self.deoptimize()
             reason = reason or "it does not do the same every time"
             self._write_down(op, known, reason, (), made or [], None, unobserved, instruction.op_policy)
@@ -269,6 +271,16 @@ class TapeFrame:
                 is_written = bool(known.writes) or unobserved
                 values.bind(number, tensor, holds=number in plan.kept, written=is_written)
         return output
+
+    def _writes_as_foreseen(
+        self, instruction: StepInstruction, known: OpFacts, args: tuple, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the values that a step may write over are those that the plan expects."""
+        if not known.writes and not instruction.unobserved:
+            return True
+        assert self.plan is not None
+        written = map(self._values.known_number, writable(self._values, known, instruction.unobserved, args, kwargs))
+        return self.plan.tracked.intersection(written) == instruction.tracked_overwritten
 
     def _write_down(
         self,

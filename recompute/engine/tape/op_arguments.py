@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Collection, Iterable, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -13,9 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.reachable_objects import find_generators, taken_apart
+from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
-from recompute.engine.thread_state import in_backward, is_fake, is_in_cuda_graph
+from recompute.engine.thread_state import is_fake, is_in_cuda_graph
 
 PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 LISTS = frozenset((list, tuple))
@@ -93,39 +91,6 @@ def copied(tensor: Tensor) -> Tensor:
         return tensor.clone()
     memory = tensor.as_strided((nbytes // layout.dtype.itemsize,), (1,), 0)
     return memory.clone().as_strided(layout.shape, layout.stride, layout.offset)
-
-
-_OBSERVED = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
-"""Modules whose custom Functions only call ops that the dispatcher sees."""
-
-
-def is_unobserved(outermost: CodeType) -> bool:
-    """Whether a custom ``autograd.Function`` or backward is running, whose kernels may write to memory unseen.
-
-    outermost: the code of the caller at which the search for such a Function ends.
-    """
-    if in_backward():
-        return True
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code is not outermost:
-        if (function := _function_of(frame.f_code)) is not None:
-            return not (getattr(function, "seen_by_dispatcher", False) or function.__module__.startswith(_OBSERVED))
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-@functools.lru_cache(4096)
-def _function_of(code: CodeType) -> Any:
-    """The custom ``autograd.Function`` whose forward has this code; None for any other code."""
-    if code.co_filename == __file__:
-        return None
-    pending = [torch.autograd.Function]
-    while pending:
-        kind = pending.pop()
-        if any(function.__code__ is code for function in taken_apart(kind.forward)[0]):
-            return kind
-        pending += kind.__subclasses__()
-    return None
 
 
 def watch(op: Any, values: Iterable[Any], name: str) -> RngState | None:

@@ -157,7 +157,13 @@ def made_by(
     written = writable(values, known, unobserved, args, kwargs)
     others = {*values.current, *(tensor.untyped_storage()._cdata for tensor in written)}
     changed: list[MadeTensor] = [(None, tensor, Layout.of(tensor)) for tensor in written]
+    if unobserved:  # it may give back what it was given, beside what it made
+        output = [each if _is_new(each, others) else None for each in (output if type(output) in LISTS else (output,))]
     return changed + (_outputs_in_new_memory(output, others) or [])
+
+
+def _is_new(value: Any, others: Container[int]) -> bool:
+    return isinstance(value, Tensor) and is_plain(value) and value.untyped_storage()._cdata not in others
 
 
 def _whole_layout(values: FrameValues, plan: SavePlan | None, tensor: Tensor, foreseen: Layout | None = None) -> Layout:

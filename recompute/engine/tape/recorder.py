@@ -38,12 +38,13 @@ from recompute.engine.saved_tensors import (
     top_hooks,
     unpack_saved,
 )
-from recompute.engine.tape.autocast import in_force, left_out
-from recompute.engine.tape.exposed_memory import expose, expose_arrays, watch
+from recompute.engine.tape.autocast import in_force, left_out, run_as_called
+from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
-from recompute.engine.tape.op_arguments import PLAIN, is_plain, is_unobserved, tensors_in
-from recompute.engine.thread_state import local
+from recompute.engine.tape.functions import FunctionOp, Reached, is_in_function
+from recompute.engine.tape.op_arguments import PLAIN, is_plain, tensors_in
+from recompute.engine.thread_state import in_backward, local
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -150,6 +151,8 @@ class Tape(TorchDispatchMode):
             region.statistics, region.op_policy, region.plan_cache, variant, region.plan, region.codec
         )
         self.outer = self.frame.outer
+        self.reached: Reached | None = None
+        """What the custom Function that runs now has reached; None if none runs."""
 
     def __enter__(self) -> Tape:
         _push_hooks(self.pack, unpack_saved)
@@ -185,6 +188,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.regenerating:
             return op(*args, **kwargs)
+        if self.reached is not None:
+            return self._run_in_function(self.reached, op, args, kwargs)
         if types and are_sharded(types):  # they will call the op on this rank's parts, and that comes here
             self.frame.note_dtensors(tensors_in((args, kwargs)))
             return NotImplemented
@@ -193,7 +198,7 @@ class Tape(TorchDispatchMode):
         if (known.casts_inside or torch.is_inference_mode_enabled()) and (keys := left_out()):
             with in_force(keys, op, kwargs, self.statistics.name):
                 return self.__torch_dispatch__(op, types, args, kwargs)
-        unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
+        unobserved = not torch.is_grad_enabled() and (in_backward() or is_in_function(_RUN))
         if known.kind is Kind.VIEW and not unobserved:
             return op(*args, **kwargs)
         frame = self.frame
@@ -209,6 +214,38 @@ class Tape(TorchDispatchMode):
         if instruction is not None:
             return frame.run_planned(instruction, op, known, reason, args, kwargs)
         return frame.run(op, known, reason, args, kwargs, unobserved, op_policy)
+
+    def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a custom ``autograd.Function`` as one step."""
+        if self.reached is not None or not self.is_in_force():
+            return forward(*args, **kwargs)
+        frame, known = self.frame, op.facts
+        if not frame.has_begun:
+            frame.begin(op, args)
+        instruction = None if frame.plan is None else frame.follow(op, True, self.op_policy)
+        self.reached = Reached()
+        reached = self.reached.tensors
+
+        def run() -> Any:
+            output = forward(*args, **kwargs)
+            self.see_reached(reached)
+            return output
+
+        try:
+            if instruction is None:
+                return frame.run(op, known, known.reason, (reached,), {}, True, self.op_policy, run)
+            return frame.run_planned(instruction, op, known, known.reason, (reached,), {}, run)
+        finally:
+            self.reached = None
+
+    def see_reached(self, tensors: Iterable[Tensor]) -> None:
+        """A custom Function's forward has run, and has reached these."""
+
+    def _run_in_function(self, reached: Reached, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        reached.add(self.frame.plain_parts(tensors_in((args, kwargs))))
+        output = run_as_called(op, args, kwargs, self.statistics.name)
+        reached.make(self.frame.plain_parts(tensors_in(output)))
+        return output
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """The pack hook of what autograd saves in the region."""
@@ -236,16 +273,19 @@ class Tape(TorchDispatchMode):
         any time from then on. The address of a parameter counts as neither: libraries ask for it for other reasons than
         to write to it.
         """
-        if local.regenerating or not self._is_in_force():  # an op asks, and its schema says what it writes to
+        if local.regenerating or not self.is_in_force():  # an op asks, and its schema says what it writes to
             return
         tensor = self.frame.part_of(memory) if isinstance(memory, Tensor) else None
         if tensor is not None and not is_plain(tensor):
             return
         storage = memory if tensor is None else tensor.untyped_storage()
+        if self.reached is not None:
+            self.reached.add((bytes_of(storage) if tensor is None else tensor,))
+            return
         parameter = self.frame.parameter_in(storage, tensor)
         if parameter is not None and not is_array:
             return
-        unobserved = not torch.is_grad_enabled() and is_unobserved(_RUN)
+        unobserved = not torch.is_grad_enabled() and (in_backward() or is_in_function(_RUN))
         if not unobserved:
             expose(storage)
         modes = dispatch_modes()
@@ -253,7 +293,7 @@ class Tape(TorchDispatchMode):
         with under(beneath, function_modes()):  # as for an op, so that this tape does not record what the frame does
             self.frame.hand_out(storage, tensor, parameter, unobserved, self.op_policy)
 
-    def _is_in_force(self) -> bool:
+    def is_in_force(self) -> bool:
         """Whether what is called now would come to this tape."""
         modes = range(count_dispatch_modes())
         return any(torch._C._get_dispatch_stack_at(index) is self for index in modes)

@@ -1,0 +1,229 @@
+"""Custom ``autograd.Function``s inside of captured code: each is one call, whose ctx and backward are eager code's.
+
+What a Function saves it holds by itself, with the hooks in force. Its backward is one call of the program's backward:
+autograd runs the Function's node, and no other, as it would in eager code.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
+from recompute.engine.cut.layout import Layout
+from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.op_arguments import LISTS, tensors_in
+from recompute.engine.thread_state import local
+from recompute.errors import UnsupportedError
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+class _Enter(torch.autograd.Function):
+    """The tensors that a Function is given, apart from their graphs. Its node holds none of them."""
+
+    seen_by_dispatcher = True
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise AssertionError("gradients are taken where they leave the Function")
+
+
+@functools.cache
+def _source() -> Tensor:
+    """What makes the tensors that a Function is given take gradients."""
+    return torch.empty(0, requires_grad=True)
+
+
+class FunctionBackward:
+    """The backward of a Function's call in a program: ``(after, *gradients) -> those of the inputs that take one``."""
+
+    tags: tuple[Any, ...] = ()
+
+    def __init__(self, op: FunctionOp, call: int, results: Sequence[Layout | None], around: Around):
+        """call: its forward's, among the recorded ones. results: the layouts that its gradients had; None for none.
+
+        around: the span of the autocast that it runs under.
+        """
+        self.op = op
+        self.call = call
+        self._results = results
+        self._around = around
+
+    def __repr__(self) -> str:
+        return f"{self.op}'s backward"
+
+    def __call__(self, after: Any, *gradients: Tensor | None) -> Sequence[Tensor | None]:
+        node = after.next_functions[0][0]
+        roots = [GradientEdge(node, slot) for slot, gradient in enumerate(gradients) if gradient is not None]
+        inputs = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
+        given = tuple([gradient for gradient in gradients if gradient is not None])
+        with self._around():
+            found = _run_backward(tuple(roots), given, _keeps_graph(), False, tuple(inputs), allow_unreachable=True)
+        return [self._as_recorded(*each) for each in zip(found, self._results, strict=True)]
+
+    def _as_recorded(self, gradient: Tensor | None, layout: Layout | None) -> Tensor | None:
+        """A gradient in the layout that the code around was written for."""
+        if gradient is None or layout is None:
+            if gradient is not layout:
+                raise UnsupportedError(_OTHER_GRADIENTS.format(self.op))
+            return None
+        if Layout.of(gradient)[:2] == layout[:2]:
+            return gradient
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=gradient.device).copy_(
+            gradient
+        )
+
+
+_OTHER_GRADIENTS = (
+    "the backward of {} gives a gradient to other arguments than it did when its module was captured. Give the rule of "
+    "the module `capture: false`."
+)
+
+
+class FunctionCall:
+    """A call of a Function in a program: ``(*args) -> (*outputs, after)``.
+
+    ``after`` is a node behind the Function's, which lives as long as it.
+    """
+
+    def __init__(self, op: FunctionOp, args: Sequence[Any], outputs: Sequence[Any], around: Around):
+        """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under."""
+        self.op = op
+        self._takes = [torch.is_grad_enabled() and takes_gradient(value) for value in args]
+        self._is_differentiated = any(self._takes)
+        self._results = list(map(_described, outputs))
+        self._around = around
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        torch._C._set_grad_enabled(self._is_differentiated)
+        try:
+            with self._around():
+                return self._run(args)
+        finally:
+            torch._C._set_grad_enabled(False)
+
+    def _run(self, args: Sequence[Any]) -> Sequence[Any]:
+        if self._is_differentiated:
+            enters = [takes and not _has_attributes(value) for value, takes in zip(args, self._takes, strict=True)]
+            entered = iter(_Enter.apply(_source(), *itertools.compress(args, enters)))
+            args = [next(entered) if is_entered else value for value, is_entered in zip(args, enters, strict=True)]
+        output = self.op.function.apply(*args)
+        outputs = output if type(output) in LISTS else (output,)
+        if list(map(_described, outputs)) != self._results:
+            raise Departure(f"{self.op} gives something else from time to time")
+        first = next(filter(takes_gradient, outputs), None)
+        after = None if first is None else first.view_as(first).grad_fn  # nothing in Python keeps a Function's own
+        return *[each.detach() if isinstance(each, Tensor) else each for each in outputs], after
+
+
+def _described(output: Any) -> Any:
+    if not isinstance(output, Tensor):
+        return output
+    return output.shape, output.stride(), output.storage_offset(), output.dtype, output.requires_grad
+
+
+def _has_attributes(value: Tensor) -> bool:
+    """Whether a Function may look for attributes of a parameter, as Megatron's does for ``main_grad``.
+
+    Then it is given the parameter itself. Hooks of that would see the gradient twice, so none may have any.
+    """
+    return value.is_leaf and bool(vars(value)) and not value._backward_hooks
+
+
+def takes_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+@functools.cache
+def graph_call(op: FunctionOp) -> Callable[..., Any]:
+    """What a graph calls for a Function. The tape that observes the graph is told of the outputs, with their graphs."""
+
+    def call_function(*args: Any, **kwargs: Any) -> Any:
+        if local.function_stand_in is not None:
+            return local.function_stand_in(op, args, kwargs)
+        see = getattr(local.active_frames[-1], "see_function", None) if local.active_frames else None
+        if see is None or kwargs:
+            return op.function.apply(*args, **kwargs)
+        versions = [tensor._version for tensor in tensors_in(args)]
+        output = op.function.apply(*args)
+        see(args, output, is_changed=versions != [tensor._version for tensor in tensors_in(args)])
+        return output
+
+    return call_function
+
+
+def stand_in_for(recording: Recording) -> Callable[..., Any]:
+    """``(op, args, kwargs) -> outputs``: tensors like those that Functions gave, while a graph is traced."""
+
+    def stand_in(op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Any:
+        for index, (results, _) in recording.functions.items():
+            call = recording.calls[index]
+            if call.op is op and not kwargs and _are_alike(call.args, args):
+                takes = torch.is_grad_enabled() and any(map(takes_gradient, args))
+                outputs = tuple([_made_like(result, takes=takes) for result in results])
+                return outputs if call.is_sequence else outputs[0]
+        raise NotCapturable(f"{op} is called in another way than in its forward")
+
+    return stand_in
+
+
+def _are_alike(recorded: Any, given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return type(recorded) is Use and recorded.layout[0] == given.shape and recorded.layout.dtype is given.dtype
+    if isinstance(given, (list, tuple)):  # torch.fx has a list of its own
+        is_list = type(recorded) in LISTS and len(recorded) == len(given)
+        return is_list and all(map(_are_alike, recorded, given))
+    return type(recorded) is ObjectUse or (type(recorded) is type(given) and bool(recorded == given))
+
+
+def object_input(translator: Any, variable: Any) -> Any:
+    """The node of a graph's input that is an object, which torch's frontend would not pass to a graph.
+
+    The frontend changes objects, as Python has done, only after the graph has run. So this one must be as it was.
+    """
+    from torch._dynamo.variables.builder import GraphArg
+
+    value = getattr(variable, "value", None)
+    if value is None or variable.source is None or translator.output.side_effects.is_modified(variable):
+        return variable.as_proxy()
+    inputs = translator.output.root_tracer
+    known = next((n for n in inputs.graph.nodes if n.op == "placeholder" and n.meta.get(_OBJECT) is value), None)
+    if known is not None:
+        return inputs.proxy(known)
+    proxy = inputs.create_graph_input("an_object", type(value), None, source=variable.source)
+    proxy.node.meta |= {"grapharg": GraphArg(variable.source, None, False, None, is_tensor=False), _OBJECT: value}
+    return proxy
+
+
+_OBJECT = "recompute.object"
+
+
+def objects_of(graph: torch.fx.Graph) -> list[int]:
+    """The positions of a graph's inputs that are objects."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return [position for position, node in enumerate(inputs) if _OBJECT in node.meta]
+
+
+def _made_like(result: Any, *, takes: bool) -> Any:
+    if type(result) is not FunctionResult:
+        return result
+    layout = result.layout
+    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=result.device)
+    return made.requires_grad_(takes and (layout.dtype.is_floating_point or layout.dtype.is_complex))

@@ -1,0 +1,150 @@
+"""Custom ``autograd.Function``s in a region: a tape takes a forward of one for a single step, which never runs again.
+
+Its kernels may write to memory unseen, so what it makes is kept, and what they reach counts as overwritten. A Function
+that says ``seen_by_dispatcher`` only calls ops that a tape sees, and is no step.
+
+Nobody tells of a Function's call: ``apply`` is C++. So the first op by which a Function is met gives its class another
+``forward``, which goes to the tape that is in force, if any. Until then ops are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from recompute.engine.cut.ops import Kind, OpFacts
+from recompute.engine.reachable_objects import taken_apart
+from recompute.engine.thread_state import local
+
+_SEEN = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
+"""Modules whose custom Functions only call ops that the dispatcher sees."""
+
+
+class FunctionOp:
+    """A custom Function as the op of a step."""
+
+    tags: tuple[Any, ...] = ()
+
+    def __init__(self, function: Any):
+        self._function = weakref.ref(function)
+        self.facts = OpFacts(function.__name__, Kind.OPAQUE, reason="made inside a custom autograd.Function")
+
+    @property
+    def function(self) -> Any:
+        return self._function()
+
+    def __repr__(self) -> str:
+        return self.facts.name
+
+
+_ops: weakref.WeakKeyDictionary[Any, FunctionOp] = weakref.WeakKeyDictionary()
+
+
+def function_op(function: Any) -> FunctionOp:
+    """The op of a Function. There is one of each, so that steps are compared by it."""
+    op = _ops.get(function)
+    return _ops.setdefault(function, FunctionOp(function)) if op is None else op
+
+
+def is_seen(function: Any) -> bool:
+    """Whether all that a custom Function does are ops that the dispatcher sees."""
+    return getattr(function, "seen_by_dispatcher", False) or function.__module__.startswith(_SEEN)
+
+
+def make_whole(function: Any) -> bool:
+    """Have tapes told, from now on, of each forward of a custom Function. Returns whether they were not before."""
+    owner = next(kind for kind in function.__mro__ if "forward" in vars(kind))
+    forward = vars(owner)["forward"]
+    if isinstance(forward, _WholeForward):
+        return False
+    owner.forward = _WholeForward(forward)
+    return True
+
+
+class _WholeForward:
+    """The ``forward`` of a Function's class, which goes to the tape in force."""
+
+    def __init__(self, forward: Any):
+        self._forward = forward
+
+    def __get__(self, instance: Any, function: Any = None) -> Any:
+        forward = self._forward.__get__(instance, function)
+        if not local.active_frames or local.regenerating:
+            return forward
+        runs = (getattr(frame, "run_function", None) for frame in reversed(local.active_frames))
+        run = next(filter(None, runs), None)
+        return forward if run is None else _OnTape(forward, run, function_op(function))
+
+
+class _OnTape:
+    """A Function's forward, as a tape runs it."""
+
+    def __init__(self, forward: Callable[..., Any], run: Callable[..., Any], op: FunctionOp):
+        self._forward, self._run, self._op = forward, run, op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = args
+        forward = self._forward
+        if args and isinstance(args[0], FunctionCtx):
+            forward, given = functools.partial(forward, args[0]), args[1:]
+        return self._run(self._op, forward, given, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)  # torch reads the signature from the code
+
+
+def is_in_function(outermost: CodeType) -> bool:
+    """Whether a custom Function is running, whose kernels may write to memory unseen.
+
+    outermost: the code of the caller at which the search for such a Function ends.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not outermost:
+        if (function := _function_of(frame.f_code)) is not None:
+            return not is_seen(function)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@functools.lru_cache(4096)
+def _function_of(code: CodeType) -> Any:
+    """The custom ``autograd.Function`` whose forward has this code; None for any other code."""
+    if code.co_filename == __file__:
+        return None
+    pending = [torch.autograd.Function]
+    while pending:
+        kind = pending.pop()
+        if any(function.__code__ is code for function in taken_apart(kind.forward)[0]):
+            if not is_seen(kind):
+                make_whole(kind)
+            return kind
+        pending += kind.__subclasses__()
+    return None
+
+
+class Reached:
+    """The tensors that were there before a Function ran and that its ops or kernels have reached, one of a storage."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._keys: set[int] = set()
+        self._made: set[int] = set()
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key not in self._keys and key not in self._made:
+                self._keys.add(key)
+                self.tensors.append(tensor)
+
+    def make(self, tensors: Iterable[Tensor]) -> None:
+        """An op of the Function has given these."""
+        self._made.update(key for tensor in tensors if (key := tensor.untyped_storage()._cdata) not in self._keys)
