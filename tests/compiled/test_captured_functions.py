@@ -458,9 +458,10 @@ class IntoMainGrad(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,), w = ctx.saved_tensors, ctx.weight
-        w.main_grad.add_((gradient * x).sum(0))
+        dw = (gradient * x).sum(0)
+        w.main_grad.add_(dw)
         w.was_added = True
-        return gradient * w, None
+        return gradient * w, dw
 
 
 def test_a_function_finds_and_sets_attributes_of_its_parameters(x: Tensor) -> None:
