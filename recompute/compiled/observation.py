@@ -134,8 +134,9 @@ class Observation:
     """What is recorded of a frame, until its backward has ended.
 
     expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
-    the program that was made, or with the reason why there is none. name: the region's, for errors. generates: whether
-    the program may run in generated kernels.
+    the program that was made, or with the reason why there is none. name: the region's, for errors. known: the programs
+    that were made of frames of equal regions; a new one is added. generates: whether the program may run in generated
+    kernels.
     """
 
     def __init__(
@@ -145,10 +146,12 @@ class Observation:
         autocast: Autocast | None,
         done: Callable[[Program | str], None],
         name: str,
+        known: list[Program],
         *,
         generates: bool,
     ):
         self.name = name
+        self._known = known
         self.reason: str | None = None
         self._recording = Recording(expected=expected, generates=generates)
         self._done: Callable[[Program | str], None] | None = done
@@ -409,7 +412,7 @@ class Observation:
             reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
             if reached != {position for position, _ in self._contributions}:
                 raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
-            program = ProgramWriter(
+            writer = ProgramWriter(
                 self._plan,
                 self._recording,
                 self._steps,
@@ -424,7 +427,10 @@ class Observation:
                 self._backward_autocast,
                 self._cached,
                 self._casts,
-            ).program()
+            )
+            program = next(filter(writer.would_write, self._known), None)
+            if program is None:
+                self._known.append(program := writer.program())
         except NotCapturable as error:
             self._fail(error)
             return

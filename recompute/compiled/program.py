@@ -23,6 +23,9 @@ from recompute.engine.saved_tensors import RegionStatistics
 SMALL = 8
 """What is left for the region's own backward is at least so many times smaller than the outputs that came back."""
 
+ANY = -1
+"""The offset of a gradient that may begin anywhere in its storage: the code counts from where it begins."""
+
 
 class Counts(NamedTuple):
     """What a frame adds to the totals of its region; see ``RegionStatistics``."""
@@ -143,7 +146,7 @@ class Program:
     casts: tuple[int, ...]
     """The positions of the parameters that are given as autocast has cast them, too. Their casts are further inputs."""
     gradients: tuple[Layout | None, ...]
-    """The layout of each output's gradient; None if it has none."""
+    """The layout of each output's gradient, whose offset may be ``ANY``; None if it has none."""
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
     draws: bool
@@ -190,6 +193,29 @@ class ProgramWriter:
         self._again: dict[int, None] = {}
         """The calls of forward that run again, in the order in which backward needs them."""
 
+    def would_write(self, program: Program) -> bool:
+        """Whether a program is what this would write. It was made of the same graph, for inputs of the same kinds."""
+        return (
+            program.plan is self.plan
+            and program.numerics.are(self.numerics)
+            and (program.autocast, program.backward_autocast) == (self.autocast, self.backward_autocast)
+            and (program.cached, program.casts) == (self.cached, tuple(self.casts.values()))
+            and program.edges == self._edges
+            and program.gradients == self._gradient_layouts
+        )
+
+    @property
+    def _edges(self) -> tuple[int, ...]:
+        return tuple([given for given, _ in self.contributions])
+
+    @property
+    def _gradient_layouts(self) -> tuple[Layout | None, ...]:
+        return tuple([None if number is None else self._gradient_layout(number) for number in self.gradients])
+
+    def _gradient_layout(self, number: int) -> Layout:
+        layout = self.recording.buffers[number].layout
+        return layout if number in self.recording.placed else layout._replace(offset=ANY)
+
     def program(self) -> Program:
         backward = self._write_backward()
         again = self._write_outputs()
@@ -218,7 +244,7 @@ class ProgramWriter:
                 again_first=True,
             ),
             outputs=None if again is None else self._dropped_outputs(*again, held, kept, drawn, head),
-            edges=tuple([given for given, _ in self.contributions]),
+            edges=self._edges,
             held=ways,
             hold=code_that_holds(len(positions), ways, others),
             plain=tuple([position for position in positions if position not in self.parameters]),
@@ -230,7 +256,7 @@ class ProgramWriter:
             backward_autocast=self.backward_autocast,
             cached=self.cached,
             casts=tuple(self.casts.values()),
-            gradients=tuple([None if n is None else buffers[n].layout for n in self.gradients]),
+            gradients=self._gradient_layouts,
             fixed=tuple(sorted(self.fixed)),
             draws=any(map(_may_draw, self._forward)),
             reruns=len(backward.reruns),
@@ -285,12 +311,8 @@ class ProgramWriter:
         )
 
     def _offsets(self) -> tuple[tuple[int, int], ...]:
-        found = {}
-        for number in self.recording.placed:
-            buffer = self.recording.buffers[number]
-            assert buffer.given is not None
-            found[buffer.given] = int(buffer.layout.offset)
-        return tuple(found.items())
+        placed = [self.recording.buffers[number] for number in self.recording.placed]
+        return tuple([(buffer.given, int(buffer.layout.offset)) for buffer in placed if buffer.given is not None])
 
     def _nbytes(self, calls: Iterable[Call]) -> int:
         """The bytes that calls give."""

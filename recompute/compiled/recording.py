@@ -103,7 +103,7 @@ class Recording:
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     placed: set[int] = field(default_factory=set)
-    """The given buffers that were read at a place that is counted from the start of their storage."""
+    """The buffers, of inputs and gradients, that were read at a place counted from the start of their storage."""
     _current: dict[int, int] = field(default_factory=dict)
     """The buffer in each storage, by the address of the StorageImpl."""
     _weak: list[Any] = field(default_factory=list)
@@ -283,7 +283,7 @@ class Recording:
     def _place(self, tensor: Tensor) -> None:
         """Note that the place of a tensor is counted from the start of its storage."""
         number = self._current.get(tensor.untyped_storage()._cdata)
-        if number is not None and self.buffers[root := self.buffers[number].root].given is not None:
+        if number is not None and self.buffers[root := self.buffers[number].root].call is None:
             self.placed.add(root)
 
     def _new(self, tensor: Tensor, *, given: int | None = None, call: int | None = None) -> int:

@@ -276,6 +276,64 @@ def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins: Twin
     assert twins.runs_code(on(x, of_a_sum)) == 0
 
 
+class Timed(nn.Module):
+    """A block that is given a tensor which backward does not read, if the block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.time = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return x + F.gelu(self.norm(x) + self.time(time.sigmoid()))
+
+
+class Complex(nn.Module):
+    """A block whose backward sees its gradient as another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        pairs = F.gelu(self.linear(x)).unflatten(-1, (-1, 2))
+        return torch.view_as_real(torch.view_as_complex(pairs).tanh()).flatten(1)
+
+
+class Skip(nn.Module):
+    """As the middle of a UNet: the gradient of the last call is a slice, and those of the calls before it are not."""
+
+    def __init__(self, blocks: list[nn.Module], calls: int, dim: int) -> None:
+        super().__init__()
+        self.blocks, self.calls, self.dim = nn.ModuleList(blocks), calls, dim
+        self.time = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time, skip, found = self.time(x.detach()), x * 2, x
+        for call in range(self.calls):
+            found = self.blocks[call % len(self.blocks)](found, time)
+        del time
+        return torch.cat([skip, found], self.dim).sigmoid()
+
+
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(("block", "count", "dim"), [(Timed, 2, 1), (Timed, 1, 1), (Complex, 2, 0)])
+def test_each_region_runs_code_for_the_gradients_that_it_gets(
+    x: Tensor, block: type[nn.Module], count: int, dim: int, is_frozen: bool, action: str
+) -> None:
+    """Code that was made of another region alike may be for other gradients, and never makes backward fail."""
+    model = Skip([block() for _ in range(count)], 2, dim)
+    model.blocks.requires_grad_(not is_frozen)
+    options = {"via": "hook"} if action == "recompute" else {}
+    twins = Twins(model, {"rules": [{"match": "blocks.*", "action": action, **options}]})
+    for seed in range(3 * STEPS_TO_SETTLE):
+        twins.step(train(x, seed=seed))
+    is_called_twice = count == 1
+    assert twins.is_captured is not is_called_twice
+    assert bool(twins.why_not) is is_called_twice
+    assert twins.runs_code(train(x)) == (0 if is_called_twice else count)
+
+
 def test_forward_does_not_run_again_on_what_has_changed_since(x: Tensor) -> None:
     """Plain PyTorch would not mind: it does not read the bias in backward."""
     twins = captured_twins(Block(), x)
