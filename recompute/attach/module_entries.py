@@ -141,7 +141,8 @@ def _numbered(parent: nn.Module, path: str = "") -> Iterator[_Block]:
     series = _series(parent, path)
     counts = Counter(series.values())
     for child_path, child, _ in _children(parent, path):
-        if counts[series.get(child_path)] < 2 or not _Block(child_path, child, (None, None)).is_whole:
+        repeats = child_path in series and counts[series[child_path]] > 1
+        if not repeats or not _Block(child_path, child, (None, None)).is_whole:
             yield from _numbered(child, child_path)
             continue
         inside = _series(child, child_path).values()
