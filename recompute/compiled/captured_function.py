@@ -15,7 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import autocast_in_force, cast_of
 from recompute.compiled.codegen import GeneratedCode, Versioned
-from recompute.compiled.fallback import Given, Other, contributions_of
+from recompute.compiled.fallback import Given, Other, check_reach, contributions_of
 from recompute.compiled.program import ANY, DroppedOutputs, Program
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
@@ -231,6 +231,7 @@ class CapturedFrame:
         """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
         program, stopwatch, regenerated = self._program, stopwatch_of(self.statistics), self.statistics.regenerated
         is_differentiated = torch.is_grad_enabled()
+        check_reach(self.statistics.name, program.reaches, program.gradients, gradients)
         self._region.count_replay(program, is_differentiated)
         regenerated.count += 1  # as a checkpoint does
         regenerated.nbytes += program.plan.dropped_nbytes

@@ -211,9 +211,9 @@ class _Caller:
     failure: str = ""
     """Why no program was made for it when that was tried last."""
 
-    def is_observed(self) -> bool:
-        """Whether a frame is being observed: until its backward has run, or autograd's graph of it is gone."""
-        return self.observed is not None and self.observed() is not None
+    def observation(self) -> Observation | None:
+        """The one that goes on: until the frame's backward has run, or autograd's graph of it is gone."""
+        return None if self.observed is None else self.observed()
 
     def learn(self, result: Program | str, *, counts: bool = True) -> None:
         """An observation has ended: with a program, or with the reason why there is none.
@@ -263,10 +263,13 @@ class CapturedGraph:
         around, caller = _Surroundings.of(given), self._caller(region)
         program = next(filter(around.are_those_of, caller.programs), None)
         if program is None:
+            if (observed := caller.observation()) is not None:
+                observed.is_called_again = _running.waits = True
+                raise Refusal
             may_observe = not self._unfit and caller.failures < MAX_FAILURES
             if may_observe and (expected := region.recorded_for(self)) is not None:
                 return self._observe(region, caller, given, expected)
-            _running.waits = caller.is_observed()
+            _running.waits = False
             raise Refusal
         for position in program.plain:
             if is_shared(given[position]):
@@ -284,9 +287,6 @@ class CapturedGraph:
 
     def _observe(self, region: GraphCaller, caller: _Caller, given: Sequence[Any], expected: RecordedFrame) -> Any:
         """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
-        if caller.is_observed():
-            _running.waits = True
-            raise Refusal
         region.forget_recorded(self)  # else a region that never runs backward would be observed for ever
         known = self._cached.programs.setdefault((self._code, tuple([_kind(value) for value in given])), [])
         expose_arrays(given)

@@ -21,6 +21,27 @@ _DIFFERS = (
     "rule `capture: false`."
 )
 
+_REACHES_LESS = (
+    "in {}: backward comes by some of its outputs, but those that had gradients before depend on more inputs. Captured "
+    "code is one node of autograd's graph, which would hand a gradient of None to these inputs; plain PyTorch does not "
+    "go there. Give the rule `capture: false`."
+)
+
+
+def check_reach(
+    name: str, reaches: Sequence[frozenset[int]], recorded: Sequence[Any], gradients: Sequence[Tensor | None]
+) -> None:
+    """Refuse gradients of outputs that reach other inputs than those did which had gradients when it was recorded.
+
+    reaches: for each output, the inputs that its gradient reaches. recorded: what stands for the gradients of then.
+    """
+    then, now = (
+        frozenset().union(*[reach for reach, gradient in zip(reaches, given, strict=True) if gradient is not None])
+        for given in (recorded, gradients)
+    )
+    if now and now != then:  # if none has come, plain PyTorch goes on with none, too
+        raise UnsupportedError(_REACHES_LESS.format(name))
+
 
 State = tuple[int, int]
 """The version of a tensor and the address of its memory."""

@@ -151,6 +151,8 @@ class Observation:
         generates: bool,
     ):
         self.name = name
+        self.is_called_again = False
+        """Whether the region has run another frame before this one's backward."""
         self._known = known
         self.reason: str | None = None
         self._recording = Recording(expected=expected, generates=generates)
@@ -165,6 +167,8 @@ class Observation:
         self._saved_views: set[int] = set()
         """The buffers of the parameters of which it has saved views."""
         self._gradients: list[int | None] = []
+        self._reaches: list[frozenset[int]] = []
+        """For each output, the positions of the inputs that its gradient reaches."""
         self._outputs: dict[tuple[int, int], int] = {}
         self._edges: list[list[Edge]] = []
         self._pending: dict[tuple[int, int], Use] = {}
@@ -239,6 +243,7 @@ class Observation:
             if any(use.is_conjugate for use in self._results):
                 raise NotCapturable("it gives conjugates that are not computed yet")
             self._gradients = [None] * len(outputs)
+            self._reaches = [frozenset()] * len(outputs)
             self._fixed = {position for position, tensor in enumerate(outputs) if not tensor.requires_grad}
             return self._walk([*given, *self._find_casts(given)], outputs)
         except NotCapturable as error:
@@ -309,13 +314,10 @@ class Observation:
                     raise NotCapturable("its graph reaches a leaf that it was not given")
                 else:
                     edges.append((number_of(target), slot))
-        reached = [self._reached(number) for number, _ in self._outputs]
-        # If backward used only some outputs, autograd would go on to inputs that these do not depend on.
-        together = frozenset().union(*reached)
-        if not together:
+        for (number, _), position in self._outputs.items():
+            self._reaches[position] = self._reached(number)
+        if not any(self._reaches):
             raise NotCapturable("the gradients of its outputs reach none of its inputs")
-        if together not in reached:
-            raise NotCapturable("its outputs depend on different inputs")
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)
         for place, position in list(self._outputs.items()):
@@ -329,7 +331,7 @@ class Observation:
             node.register_hook(partial(self._after, number))
         return outputs
 
-    def _reached(self, number: int) -> set[int]:
+    def _reached(self, number: int) -> frozenset[int]:
         """The positions of the inputs that the gradients of a node reach."""
         known, pending, positions = {number}, [number], set()
         while pending:
@@ -339,7 +341,7 @@ class Observation:
                 elif edge[0] not in known:
                     known.add(edge[0])
                     pending.append(edge[0])
-        return positions
+        return frozenset(positions)
 
     def _before(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """A node of the graph is about to run."""
@@ -412,12 +414,15 @@ class Observation:
             reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
             if reached != {position for position, _ in self._contributions}:
                 raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
+            if self.is_called_again and reached not in self._reaches:
+                raise NotCapturable("its outputs depend on different inputs, and it runs several times in a step")
             writer = ProgramWriter(
                 self._plan,
                 self._recording,
                 self._steps,
                 self._results,
                 self._gradients,
+                self._reaches,
                 [*self._contributions, *self._missing()],
                 self._parameters,
                 self._saved_views,

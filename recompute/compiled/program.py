@@ -147,6 +147,8 @@ class Program:
     """The positions of the parameters that are given as autocast has cast them, too. Their casts are further inputs."""
     gradients: tuple[Layout | None, ...]
     """The layout of each output's gradient, whose offset may be ``ANY``; None if it has none."""
+    reaches: tuple[frozenset[int], ...]
+    """For each output, the positions of the inputs that its gradient reaches."""
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
     draws: bool
@@ -169,6 +171,8 @@ class ProgramWriter:
     """The region's outputs."""
     gradients: Sequence[int | None]
     """The buffer of each output's gradient."""
+    reaches: Sequence[frozenset[int]]
+    """For each output, the positions of the inputs that its gradient reaches."""
     contributions: Sequence[tuple[int, Use | None]]
     """For each contribution, the input whose gradient it goes to, and the tensor; None if it has not come."""
     parameters: Collection[int]
@@ -257,6 +261,7 @@ class ProgramWriter:
             cached=self.cached,
             casts=tuple(self.casts.values()),
             gradients=self._gradient_layouts,
+            reaches=tuple(self.reaches),
             fixed=tuple(sorted(self.fixed)),
             draws=any(map(_may_draw, self._forward)),
             reruns=len(backward.reruns),

@@ -388,20 +388,60 @@ def test_a_state_that_the_last_call_hands_to_nobody(x: Tensor) -> None:
     assert replays > 0
 
 
+class Streams(nn.Module):
+    """Gives two streams, as the blocks of Flux do: each depends on the other one only where they are mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.mixer = (nn.Linear(SIZE, SIZE) for _ in range(3))
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = F.gelu(self.mixer(x + z))
+        return x + F.gelu(self.first(mixed)), z + F.gelu(self.second(mixed))
+
+
+class OfStreams(nn.Module):
+    """Blocks in a row. Nobody reads the second stream that the last one gives."""
+
+    def __init__(self, blocks: int, calls: int) -> None:
+        super().__init__()
+        self.blocks, self.calls = nn.ModuleList(Streams() for _ in range(blocks)), calls
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        for call in range(self.calls):
+            x, z = self.blocks[call % len(self.blocks)](x, z)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("blocks", "captured", "reason"),
+    [
+        (4, 3, "its backward gives no gradient to some of the tensors that take one"),
+        (1, 0, "its outputs depend on different inputs, and it runs several times in a step"),
+    ],
+)
+def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(
+    x: Tensor, blocks: int, captured: int, reason: str
+) -> None:
+    """Where one is not, a hook of a weight that no gradient reaches must not be called, nor the weight get zeros."""
+    twins = Twins(OfStreams(blocks, 4), rule("blocks.*"))
+    called: list[int] = []
+    twins.under.blocks[-1].second.weight.register_hook(lambda gradient: called.append(1))
+    for seed in range(2 * STEPS_TO_SETTLE):
+        twins.step(train(x, tokens(), seed=seed))
+    assert sum(region.is_captured for region in twins.regions) == captured
+    assert reason in twins.why_not
+    assert bool(called) is (blocks < 4)
+
+
 def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
     """A node has all its inputs behind it, also those that the output in use does not depend on."""
     parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
-    twins = Twins(Around(body(apart, **parts)))
-    twins.settle(train(x, tokens()), captured=False)
-    assert "depend on different inputs" in twins.why_not
-
-    def backward(m: nn.Module, x: Tensor) -> list[Any]:
-        z = x * 2
-        z.register_hook(lambda gradient: gradient * 2)
-        loss_of(m(x * 3, z)[0]).backward()
-        return [x.grad]
-
-    twins.step(on(x, backward))
+    twins = Twins(Around(body(apart, **parts))).settle(train(x, tokens()))
+    z = fresh(x) * 2
+    z.register_hook(lambda gradient: pytest.fail("the hook is called"))
+    with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
+        loss_of(twins.under(x * 3, z)[0]).backward()
 
 
 def test_a_weight_that_regions_share(x: Tensor) -> None:
