@@ -15,8 +15,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import autocast_in_force, cast_of
 from recompute.compiled.codegen import GeneratedCode, Versioned
-from recompute.compiled.fallback import Given, Other, check_reach, contributions_of
-from recompute.compiled.program import ANY, DroppedOutputs, Program
+from recompute.compiled.fallback import Given, Other, contributions_of, refuse_none
+from recompute.compiled.program import ANY, DroppedOutputs, Program, share_memory
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
@@ -217,7 +217,7 @@ class CapturedFrame:
                     return False
             elif type(gradient) is not Tensor or layout not in (of := Layout.of(gradient), of._replace(offset=ANY)):
                 return False
-        return True
+        return all([share_memory(gradients[one], gradients[other]) for one, other in self._program.shared_gradients])
 
     def _values(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """The inputs that backward reads, unless they have changed."""
@@ -227,11 +227,26 @@ class CapturedFrame:
             for held in self._held
         ]
 
+    def _check_reach(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse gradients that reach less than those that were recorded, where that would not be exact."""
+        program = self._program
+        then, now = (
+            frozenset().union(*[reach for reach, each in zip(program.reaches, given, strict=True) if each is not None])
+            for given in (program.gradients, gradients)
+        )
+        if not now:
+            return  # plain PyTorch, too, goes on if no gradient has come
+        others = [(position, other[0]) for (position, _), other in zip(program.others, self._others, strict=True)]
+        inputs = dict(others)
+        count = len({*inputs, *[position for position, _ in program.held]})
+        missing = [position if position < count else program.casts[position - count] for position in then - now]
+        refuse_none(self.statistics.name, [inputs.get(position) for position in missing])
+
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
         program, stopwatch, regenerated = self._program, stopwatch_of(self.statistics), self.statistics.regenerated
         is_differentiated = torch.is_grad_enabled()
-        check_reach(self.statistics.name, program.reaches, program.gradients, gradients)
+        self._check_reach(gradients)
         self._region.count_replay(program, is_differentiated)
         regenerated.count += 1  # as a checkpoint does
         regenerated.nbytes += program.plan.dropped_nbytes

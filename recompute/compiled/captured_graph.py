@@ -261,7 +261,7 @@ class CapturedGraph:
         region = _running.region
         assert region is not None
         around, caller = _Surroundings.of(given), self._caller(region)
-        program = next(filter(around.are_those_of, caller.programs), None)
+        program = next((each for each in caller.programs if around.are_those_of(each) and each.fits(given)), None)
         if program is None:
             if (observed := caller.observation()) is not None:
                 observed.is_called_again = _running.waits = True
@@ -274,9 +274,6 @@ class CapturedGraph:
         for position in program.plain:
             if is_shared(given[position]):
                 _running.waits = False
-                raise Refusal
-        for position, offset in program.offsets:
-            if given[position].storage_offset() != offset:
                 raise Refusal
         _running.has_begun = True
         region.count_frame(program.plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Departure, NotCapturable, Recording, Use
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, are_apart
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import PackedTensor, top_hooks
@@ -184,7 +185,10 @@ class Observation:
         self._is_running = False
         try:
             for position, tensor in enumerate(given):
-                self._recording.give(tensor, position)
+                number = self._recording.give(tensor, position)
+                root = self._recording.buffers[self._recording.buffers[number].root]
+                if root.given != position and self._parameters & {root.given, position}:
+                    raise NotCapturable("one of its parameters shares memory with another tensor that it is given")
         except NotCapturable as error:
             raise Departure(str(error)) from error
 
@@ -238,8 +242,9 @@ class Observation:
             if self._saved_whole & self._saved_views:
                 raise NotCapturable("autograd saves one of its parameters both as it is and as a view")
             self._results = [self._recording.use(tensor) for tensor in outputs]
-            if len({use.buffer for use in self._results}) < len(outputs):
-                raise NotCapturable("two of its outputs share memory")
+            for one, other in combinations(self._results, 2):
+                if one.buffer == other.buffer and not are_apart(one.layout, other.layout):
+                    raise NotCapturable("two of its outputs overlap in memory")
             if any(use.is_conjugate for use in self._results):
                 raise NotCapturable("it gives conjugates that are not computed yet")
             self._gradients = [None] * len(outputs)
@@ -361,9 +366,9 @@ class Observation:
                 if use is not None:
                     self._see(gradient, use)
                 elif (position := self._outputs.get((number, slot))) is not None:
-                    if self._recording.knows(gradient):
+                    self._gradients[position] = buffer = self._recording.receive(gradient)
+                    if self._recording.buffers[buffer].root not in self._gradients:
                         raise NotCapturable("the gradient of an output shares memory with one of its tensors")
-                    self._gradients[position] = self._recording.receive(gradient)
                 else:
                     raise NotCapturable("a gradient comes from outside of its graph")
         except NotCapturable as error:

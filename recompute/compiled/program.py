@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tag
+from torch import Tag, Tensor
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
@@ -131,6 +131,10 @@ class Program:
     "itself": a parameter. "memory": its memory is held, as several outputs take gradients, and backward may come with
     those of others than before. "weak": it is held weakly, and if it is gone, backward is refused.
     """
+    shared: tuple[tuple[int, int], ...]
+    """Pairs of the positions of inputs that must share memory."""
+    shared_gradients: tuple[tuple[int, int], ...]
+    """Pairs of outputs whose gradients must."""
     offsets: tuple[tuple[int, int], ...]
     """The positions of inputs, and the offset in its storage that each must have, as the region counts from there."""
     shown: tuple[int, ...]
@@ -157,6 +161,16 @@ class Program:
     rerun_nbytes: int
     kernels: tuple[GeneratedKernel, ...]
     """The generated kernels that run in it."""
+
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether the inputs lie in memory as the code expects."""
+        return all([given[position].storage_offset() == offset for position, offset in self.offsets]) and all(
+            [share_memory(given[one], given[other]) for one, other in self.shared]
+        )
+
+
+def share_memory(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 @dataclass
@@ -206,7 +220,19 @@ class ProgramWriter:
             and (program.cached, program.casts) == (self.cached, tuple(self.casts.values()))
             and program.edges == self._edges
             and program.gradients == self._gradient_layouts
+            and (program.shared, program.shared_gradients) == (self._shared, self._shared_gradients)
         )
+
+    @property
+    def _shared(self) -> tuple[tuple[int, int], ...]:
+        pairs = [(buffer.given, self.recording.buffers[buffer.root].given) for buffer in self.recording.buffers]
+        return tuple([(one, root) for one, root in pairs if one is not None and root is not None and one != root])
+
+    @property
+    def _shared_gradients(self) -> tuple[tuple[int, int], ...]:
+        roots = [None if number is None else self.recording.buffers[number].root for number in self.gradients]
+        pairs = [(output, self.gradients.index(root)) for output, root in enumerate(roots) if root is not None]
+        return tuple([(one, root) for one, root in pairs if one != root])
 
     @property
     def _edges(self) -> tuple[int, ...]:
@@ -231,6 +257,8 @@ class ProgramWriter:
         grads = ", ".join(["_" if number is None else f"t{number}" for number in self.gradients])
         head = [*_unpacked(held=held, kept=kept, states=drawn), f"{grads}, = gradients"]
         head += ["held.clear()", "kept.clear()", "gradients.clear()"]
+        # Whoever reads one that shares memory reads the first of these.
+        head += [f"del t{number}" for number in self.gradients if number is not None and buffers[number].root != number]
         names, result = self._contributions(backward)
         ways = tuple([(position, how) for position, how, _ in how])
         others = self._others({position for position, _ in ways})
@@ -253,6 +281,8 @@ class ProgramWriter:
             hold=code_that_holds(len(positions), ways, others),
             plain=tuple([position for position in positions if position not in self.parameters]),
             others=others,
+            shared=self._shared,
+            shared_gradients=self._shared_gradients,
             offsets=self._offsets(),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
             numerics=self.numerics,
@@ -351,7 +381,10 @@ class ProgramWriter:
                 held += [(position, how, name) for name, how in ways.items() if name in reads]
                 continue
             is_small = buffers[number].nbytes <= LARGEST_COPY and position not in self._differentiable
-            how = "copy" if number not in saved and is_small else "saved"  # as ``SavePlan.copyable`` has it
+            is_alone = buffers[number].root == number
+            how = (
+                "copy" if number not in saved and is_small and is_alone else "saved"
+            )  # as ``SavePlan.copyable`` has it
             held.append((position, how, f"t{number}"))
         return held
 
@@ -415,7 +448,12 @@ class ProgramWriter:
             if number in code.tensors:
                 pending.pop()
             elif buffer.given is not None:
-                self._held[number] = None
+                # With all that shares its memory, for each may have a version of its own.
+                self._held |= {
+                    n: None
+                    for n, each in enumerate(self.recording.buffers)
+                    if each.root == number and each.given is not None
+                }
                 code.tensors[number] = f"t{number}"
             elif buffer.constant is not None:
                 code.tensors[number] = code.constant(number)

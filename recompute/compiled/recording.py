@@ -134,15 +134,28 @@ class Recording:
         """Add a tensor that no call has made."""
         if not is_plain(tensor):
             raise NotCapturable(f"it is given a {type(tensor).__name__} that is no plain view of a storage")
-        if tensor.untyped_storage()._cdata in self._current:
-            raise NotCapturable("two of the tensors that it is given share memory")
-        return self._new(tensor, given=position)
+        return self._given(tensor, position)
 
     def receive(self, gradient: Tensor) -> int:
         """Add the gradient of an output, which backward is given."""
         if not is_plain(gradient) or not torch._C._has_storage(gradient):  # a batch of gradients has none
             raise NotCapturable(f"its backward is given a {type(gradient).__name__} that is no plain view of a storage")
-        return self._new(gradient)
+        return self._given(gradient, None)
+
+    def _given(self, tensor: Tensor, position: int | None) -> int:
+        """A buffer of its own for a tensor that no call has made.
+
+        Where it shares memory with one before it, no op reads this buffer: whoever reads a part of that memory reads
+        the buffer that came first, at a place which is counted from the start of the storage.
+        """
+        root = self._current.get(tensor.untyped_storage()._cdata)
+        if root is None:
+            return self._new(tensor, given=position)
+        number = len(self.buffers)
+        nbytes = tensor.untyped_storage().nbytes()
+        self.buffers.append(Buffer(Layout.of(tensor), nbytes, root, position, device=tensor.device))
+        self.placed |= {root, number}
+        return number
 
     def use(self, tensor: Tensor) -> Use:
         """A tensor that an op reads, as a ``Use`` of a buffer that has been seen before."""

@@ -434,12 +434,100 @@ def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(
     assert bool(called) is (blocks < 4)
 
 
-def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
+class Slices(nn.Module):
+    """Reads and gives two slices of one tensor, as the blocks of Flux do that have one stream."""
+
+    def __init__(self, first: int = SIZE // 2, second: int = SIZE // 2) -> None:
+        super().__init__()
+        self.linear, self.first, self.second = nn.Linear(SIZE, SIZE), first, second
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        both = F.gelu(self.linear(torch.cat([x.sin(), z.cos()], 1)))
+        return both[:, : self.first], both[:, self.second :]
+
+
+class OfSlices(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Slices() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: tuple[Tensor, ...] = (x * 2).split(SIZE // 2, 1)
+        for block in self.blocks:
+            parts = block(*parts)
+        return torch.cat(parts, 1)
+
+
+def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x: Tensor) -> None:
+    twins = Twins(OfSlices(3), rule("blocks.*")).settle(train(x))
+
+    def of_other_memory(offset: int) -> Step:
+        def step(m: nn.Module, x: Tensor) -> list[Any]:
+            wide = torch.cat([x, x], 1) * 2
+            loss_of(m.blocks[0](wide[:, : SIZE // 2], wide[:, offset : offset + SIZE // 2])).backward()
+            return [x.grad]
+
+        return on(x, step)
+
+    def apart(m: nn.Module, x: Tensor) -> list[Any]:
+        loss_of(m.blocks[0](*[part.clone() for part in (x * 2).split(SIZE // 2, 1)])).backward()
+        return [x.grad]
+
+    for step in of_other_memory(SIZE // 2), of_other_memory(SIZE), on(x, apart), train(x):
+        twins.step(step)
+        twins.step(step)
+    assert twins.runs_code(train(x)) == 3
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x: Tensor, position: int) -> None:
+    twins = Twins(OfSlices(2), rule("blocks.*")).settle(train(x))
+    for model in (twins.plain, twins.under):
+        parts = model.blocks[0](*(x * 2).split(SIZE // 2, 1))
+        loss = loss_of(model.blocks[1](*parts))
+        with torch.no_grad():
+            parts[position].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_region_whose_outputs_overlap_is_not_captured(x: Tensor) -> None:
+    twins = Twins(Around(Slices(SIZE // 2 + 1)), rule())
+    twins.settle(train(tokens(ROWS, SIZE // 2), tokens(ROWS, SIZE // 2)), captured=False)
+    assert "two of its outputs overlap in memory" in twins.why_not
+
+
+def two_towers(x: Tensor) -> Twins:
+    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
+    return Twins(Around(body(apart, **parts))).settle(train(x, tokens(grad=False)))
+
+
+def of_one_tower(m: nn.Module, x: Tensor) -> list[Any]:
+    loss_of(m(x * 3, x.detach())[0]).backward()
+    return [x.grad]
+
+
+def test_weights_of_an_output_without_gradient_get_none(x: Tensor) -> None:
+    twins = two_towers(x)
+    for _ in range(3):
+        found = twins.step(on(x, of_one_tower))
+    assert found["gradient of inside.b.weight"] is None
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x: Tensor, register: str) -> None:
     """A node has all its inputs behind it, also those that the output in use does not depend on."""
+    twins = two_towers(x)
+    getattr(twins.under.inside.b.weight, register)(lambda _: pytest.fail("the hook is called"))
+    with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
+        of_one_tower(twins.under, fresh(x))
+
+
+def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
     parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
     twins = Twins(Around(body(apart, **parts))).settle(train(x, tokens()))
     z = fresh(x) * 2
-    z.register_hook(lambda gradient: pytest.fail("the hook is called"))
+    z.register_hook(lambda _: pytest.fail("the hook is called"))
     with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
         loss_of(twins.under(x * 3, z)[0]).backward()
 
