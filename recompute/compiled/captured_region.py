@@ -422,7 +422,7 @@ class CapturedRegion:
                 return result
             frame = RecordedFrame(recording, tapes[0].variant, numerics, autocast, is_sure=departed is not None)
             if departed is None:
-                self.recorded = frame
+                self.recorded, self._hits = frame, 0
             else:
                 self._recorded_of[departed] = frame
             if self._shared_graphs is None:
