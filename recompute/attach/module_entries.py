@@ -65,7 +65,8 @@ def _blocks(model: nn.Module, name: str, decorated: bool) -> dict[str, Place]:
 
     Where the model's own class is called a layer or a block, it is the model itself. Elsewhere a block is a child of a
     ModuleList, ModuleDict or Sequential whose class is called so, or occurs there several times and has a norm. A model
-    with none of these is the block itself if it is decorated, and else has blocks that repeat without a norm.
+    with none of these is the block itself if it is decorated, and else has blocks that repeat without a norm. Where no
+    list holds any, siblings of one class with a norm count that are called by numbers, as the blocks of timm's RegNet.
 
     Blocks are outermost: what repeats inside of one, as experts and attention heads do, is part of it.
     """
@@ -75,7 +76,7 @@ def _blocks(model: nn.Module, name: str, decorated: bool) -> dict[str, Place]:
     whole = [block for block in found if block.is_whole]
     if decorated and not whole:
         return {"": (None, None)}
-    return {block.path: block.place for block in whole or found}
+    return {block.path: block.place for block in whole or found or _numbered(model)}
 
 
 def _heads(parent: nn.Module, blocks: Collection[str], size: tuple[int, int] | None, path: str = "") -> Iterator[str]:
@@ -130,6 +131,35 @@ def _repeated(parent: nn.Module, path: str = "") -> Iterator[_Block]:
             yield block
         else:
             yield from inside
+
+
+def _numbered(parent: nn.Module, path: str = "") -> Iterator[_Block]:
+    """The outermost siblings of one class, with a norm, whose names differ in their numbers: ``b1`` and ``b2``.
+
+    Where all that such a module holds is called so, it is a stage, and what it holds counts in its place.
+    """
+    series = _series(parent, path)
+    counts = Counter(series.values())
+    for child_path, child, _ in _children(parent, path):
+        repeats = child_path in series and counts[series[child_path]] > 1
+        if not repeats or not _Block(child_path, child, (None, None)).is_whole:
+            yield from _numbered(child, child_path)
+            continue
+        inside = _series(child, child_path).values()
+        is_stage = len(inside) == len(child._modules) and len(set(inside)) == 1
+        blocks = _children(child, child_path) if is_stage else [(child_path, child, None)]
+        yield from [_Block(block_path, module, (None, None)) for block_path, module, _ in blocks]
+
+
+def _series(parent: nn.Module, path: str) -> dict[str, tuple[type[nn.Module], str]]:
+    """For each child with parts and a number in its name: what it has in common with those of other numbers."""
+    found = {}
+    for child_path, child, _ in _children(parent, path):
+        name = child_path.rpartition(".")[2]
+        stem = name.rstrip("0123456789")
+        if stem not in ("", name) and _has_parts(child):
+            found[child_path] = type(child), stem
+    return found
 
 
 def _has_parts(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import autocast_in_force, cast_of
 from recompute.compiled.codegen import GeneratedCode, Versioned
-from recompute.compiled.fallback import Given, Other, contributions_of
-from recompute.compiled.program import DroppedOutputs, Program
+from recompute.compiled.fallback import Given, Other, contributions_of, refuse_none
+from recompute.compiled.program import ANY, DroppedOutputs, Program, share_memory
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
@@ -40,6 +40,29 @@ _NOTHING = nullcontext()
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 
+class FrameOwner(Protocol):
+    """What a frame needs of the region that it is one of."""
+
+    statistics: RegionStatistics
+    is_checkpoint: bool
+    """Whether the statistics count a backward as one of a checkpoint."""
+
+    @property
+    def has_tape(self) -> bool:
+        """Whether the program's plan is to be seen in the statistics."""
+        ...
+
+    def trusts(self, program: Program) -> bool:
+        """Whether backward of a program has come here, and has always been as it was recorded."""
+        ...
+
+    def count_backward(self, program: Program) -> None:
+        """Backward of a program was as it was recorded."""
+        ...
+
+    def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
+
+
 class CapturedFrame:
     """One run of a program, and what it holds for backward."""
 
@@ -49,16 +72,14 @@ class CapturedFrame:
         "_casts",
         "_given",
         "_graph",
-        "_has_plan",
         "_held",
-        "_is_checkpoint",
         "_kept",
         "_left",
         "_numerics",
         "_objects",
-        "_on_replay",
         "_others",
         "_program",
+        "_region",
         "_rng",
         "_states",
         "_versions",
@@ -70,31 +91,23 @@ class CapturedFrame:
         self,
         program: Program,
         graph: Callable[..., Any],
-        statistics: RegionStatistics,
+        region: FrameOwner,
         given: Sequence[Tensor],
         casts: Sequence[Tensor],
         numerics: Numerics,
-        on_replay: Callable[[Program, bool], None],
         *,
         objects: Sequence[Any] = (),
-        is_checkpoint: bool = False,
-        has_plan: bool = True,
     ):
         """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
         casts: what autocast has cast of the inputs, as the program wants it.
         objects: what custom Functions in it are given beside tensors.
-        on_replay: called when it does, with the program, and whether backward is differentiated in its turn.
-        is_checkpoint: whether the statistics count a backward as one of a checkpoint.
-        has_plan: whether the program's plan is to be seen in the statistics.
         """
-        self._is_checkpoint = is_checkpoint
-        self._has_plan = has_plan
-        self._on_replay = on_replay
+        self._region = region
         self._program = program
         self._graph = graph
         self._numerics = numerics
-        self.statistics = statistics
+        self.statistics = region.statistics
         self._given: Sequence[Tensor] = given
         self._casts: Sequence[Tensor] = casts
         self._objects = objects
@@ -123,9 +136,14 @@ class CapturedFrame:
         self._held: list[Versioned | None]
         self._others: list[Other]
         self.saved, self._held, self._others = program.hold(*given)
+        if not self._region.trusts(program):  # backward may turn out to need another run of forward
+            self._others = [
+                (other, given[position].detach() if how == "weak" else memory, state)
+                for (position, how), (other, memory, state) in zip(program.others, self._others, strict=True)
+            ]
         self._given = self._casts = self._objects = ()
         plan = program.plan
-        statistics.plan = plan if self._has_plan else None
+        statistics.plan = plan if self._region.has_tape else None
         if program.outputs is not None and (book := open_book()) is not None:
             recipe = _Outputs(self, program.outputs, given)
             for slot, (position, value) in enumerate(program.outputs.values):
@@ -145,6 +163,7 @@ class CapturedFrame:
         program, statistics = self._program, self.statistics
         if not self._is_as_recorded(gradients):
             return self._replay(saved, gradients)
+        self._region.count_backward(program)
         kept, held, left = self._kept, self._values(saved), self._take_left()
         if self._are_packed:  # and what packs them checks their versions
             kept = fetch(kept)
@@ -183,8 +202,8 @@ class CapturedFrame:
     def _count(self, reruns: int, nbytes: int) -> None:
         """Count what backward runs again."""
         regenerated = self.statistics.regenerated
-        regenerated.count += 1 if self._is_checkpoint else reruns
-        regenerated.nbytes += self._program.plan.dropped_nbytes if self._is_checkpoint else nbytes
+        regenerated.count += 1 if self._region.is_checkpoint else reruns
+        regenerated.nbytes += self._program.plan.dropped_nbytes if self._region.is_checkpoint else nbytes
 
     def leave(self, left: Sequence[Tensor]) -> None:
         """Hold what gave back outputs until backward, if that is still to come."""
@@ -208,11 +227,9 @@ class CapturedFrame:
             if gradient is None or layout is None:
                 if gradient is not layout:
                     return False
-            elif (
-                type(gradient) is not Tensor or Layout.of(gradient)[:2] != layout[:2] or gradient.dtype != layout.dtype
-            ):
+            elif type(gradient) is not Tensor or layout not in (of := Layout.of(gradient), of._replace(offset=ANY)):
                 return False
-        return True
+        return all([share_memory(gradients[one], gradients[other]) for one, other in self._program.shared_gradients])
 
     def _values(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """The inputs that backward reads, unless they have changed."""
@@ -222,11 +239,27 @@ class CapturedFrame:
             for held in self._held
         ]
 
+    def _check_reach(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse gradients that reach less than those that were recorded, where that would not be exact."""
+        program = self._program
+        then, now = (
+            frozenset().union(*[reach for reach, each in zip(program.reaches, given, strict=True) if each is not None])
+            for given in (program.gradients, gradients)
+        )
+        if not now:
+            return  # plain PyTorch, too, goes on if no gradient has come
+        others = [(position, other[0]) for (position, _), other in zip(program.others, self._others, strict=True)]
+        inputs = dict(others)
+        count = len({*inputs, *[position for position, _ in program.held]})
+        missing = [position if position < count else program.casts[position - count] for position in then - now]
+        refuse_none(self.statistics.name, [inputs.get(position) for position in missing])
+
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
         program, stopwatch, regenerated = self._program, stopwatch_of(self.statistics), self.statistics.regenerated
         is_differentiated = torch.is_grad_enabled()
-        self._on_replay(program, is_differentiated)
+        self._check_reach(gradients)
+        self._region.count_replay(program, is_differentiated)
         regenerated.count += 1  # as a checkpoint does
         regenerated.nbytes += program.plan.dropped_nbytes
         inputs = Given(self.statistics.name)

@@ -11,13 +11,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
-from recompute.compiled.captured_function import CapturedFrame, apply_captured
+from recompute.compiled.captured_function import CapturedFrame, FrameOwner, apply_captured
 from recompute.compiled.function_calls import objects_of
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
 from recompute.compiled.observation import Observation
@@ -29,13 +30,12 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.rng import RngState
-from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.op_arguments import PLAIN
 from recompute.engine.tape.recorder import TapeRegion
 
 MAX_FAILURES = 3
-"""How many calls of equal regions torch's frontend may fail on, and frames of one graph may be observed in vain."""
+"""How many calls of equal regions torch's frontend may fail on, and how often a region may observe a graph in vain."""
 
 
 class RecordedFrame(NamedTuple):
@@ -54,12 +54,10 @@ class RecordedFrame(NamedTuple):
         return self.numerics.are_in_force() and self.autocast == autocast_in_force()
 
 
-class GraphCaller(Protocol):
+class GraphCaller(FrameOwner, Protocol):
     """What a graph needs of the region that calls it."""
 
     tape: TapeRegion
-    statistics: RegionStatistics
-    is_checkpoint: bool
     generates: bool
     """Whether its code may run in generated kernels."""
     recorded: RecordedFrame | None
@@ -68,11 +66,9 @@ class GraphCaller(Protocol):
 
     def recorded_for(self, graph: CapturedGraph) -> RecordedFrame | None: ...
     def forget_recorded(self, graph: CapturedGraph) -> None: ...
-    def can_run(self, program: Program) -> bool: ...
     def knows(self, plan: SavePlan) -> bool: ...
     def count(self, plan: SavePlan | None) -> None: ...
     def count_frame(self, plan: SavePlan) -> None: ...
-    def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
     def deoptimize(self, reason: str) -> None: ...
 
 
@@ -185,8 +181,37 @@ class Refusal(Exception):
     """A graph does not run this call. Nothing of the call has run."""
 
 
+@dataclass
+class _Caller:
+    """What a graph has learned of one of the regions that call it."""
+
+    programs: list[Program] = field(default_factory=list)
+    """What was seen to do what the region does, in backward, too: equal regions may get other gradients."""
+    observed: weakref.ref[Observation] | None = None
+    failures: int = 0
+    failure: str = ""
+    """Why no program was made for it when that was tried last."""
+
+    def observation(self) -> Observation | None:
+        """The one that goes on: until the frame's backward has run, or autograd's graph of it is gone."""
+        return None if self.observed is None else self.observed()
+
+    def learn(self, result: Program | str, *, counts: bool = True) -> None:
+        """An observation has ended: with a program, or with the reason why there is none.
+
+        counts: whether it counts as a failure if there is none.
+        """
+        self.observed = None
+        if isinstance(result, Program):
+            self.programs.append(result)
+            self.failure = ""
+        else:
+            self.failures += counts
+            self.failure = result
+
+
 class CapturedGraph:
-    """A graph of a region, and the programs that were made of it: one for each plan."""
+    """A graph of a region, and the programs that were made of it: one for each plan, and way to go backward."""
 
     def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
         """failure: why no program can be made of it; "" if one can."""
@@ -195,16 +220,24 @@ class CapturedGraph:
         self._code = module.code
         self._objects = objects_of(module.graph)
         """The positions of the inputs that are no tensors, and go to custom Functions as they are."""
-        self._programs: list[Program] = []
-        self._observed: weakref.ref[Observation] | None = None
-        self._failures = 0
-        self.failure = failure
-        """Why no program was made of it when that was tried last."""
-        self.has_failed = bool(failure)
+        self._unfit = failure
+        self._callers: weakref.WeakKeyDictionary[GraphCaller, _Caller] = weakref.WeakKeyDictionary()
 
     def program(self, region: GraphCaller) -> Program | None:
-        """The program that does what a frame of this region has done."""
-        return next((program for program in self._programs if region.can_run(program)), None)
+        """A program that does what frames of this region have done."""
+        return next(iter(self._caller(region).programs), None)
+
+    def forget(self, region: GraphCaller, program: Program) -> None:
+        """Have a region not run a program any more."""
+        if program in (programs := self._caller(region).programs):
+            programs.remove(program)
+
+    def failure(self, region: GraphCaller) -> str:
+        """Why there is no program for this region, if that was tried."""
+        return self._unfit or self._caller(region).failure
+
+    def _caller(self, region: GraphCaller) -> _Caller:
+        return self._callers.setdefault(region, _Caller())
 
     def run(self, *inputs: Any) -> Any:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
@@ -216,37 +249,25 @@ class CapturedGraph:
             graph = functools.partial(self._with_objects, objects)
         region = _running.region
         assert region is not None
-        around = _Surroundings.of(given)
-        program = _fitting(self._programs, region, around)
-        if program is None and not self.has_failed and (expected := region.recorded_for(self)) is not None:
-            program = self._known(region, given, around, expected.recording)
-            if program is None:
-                return self._observe(region, graph, given, objects, expected)
+        around, caller = _Surroundings.of(given), self._caller(region)
+        program = next((each for each in caller.programs if around.are_those_of(each) and each.fits(given)), None)
         if program is None:
-            _running.waits = self._is_observed()
+            if (observed := caller.observation()) is not None:
+                observed.is_called_again = _running.waits = True
+                raise Refusal
+            may_observe = not self._unfit and caller.failures < MAX_FAILURES
+            if may_observe and (expected := region.recorded_for(self)) is not None:
+                return self._observe(region, caller, graph, given, objects, expected)
+            _running.waits = False
             raise Refusal
         for position in program.plain:
             if is_shared(given[position]):
                 _running.waits = False
                 raise Refusal
-        for position, offset in program.offsets:
-            if given[position].storage_offset() != offset:
-                raise Refusal
         _running.has_begun = True
         region.count_frame(program.plan)
         casts = [cast_of(given[position]) for position in program.casts]
-        frame = CapturedFrame(
-            program,
-            graph,
-            region.statistics,
-            given,
-            casts,
-            around.numerics,
-            region.count_replay,
-            objects=objects,
-            is_checkpoint=region.is_checkpoint,
-            has_plan=not region.is_checkpoint,
-        )
+        frame = CapturedFrame(program, graph, region, given, casts, around.numerics, objects=objects)
         inputs = (*given, *casts) if casts else given
         try:
             return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
@@ -261,33 +282,20 @@ class CapturedGraph:
             inputs.insert(position, value)
         return self._forward(*inputs)
 
-    def _known(
-        self, region: GraphCaller, given: Sequence[Any], around: _Surroundings, recording: Recording
-    ) -> Program | None:
-        """The program that was made of the same graph in an equal region."""
-        program = _fitting(self._cached.programs.get(self._key(given, recording), ()), region, around)
-        if program is not None:
-            self._programs.append(program)
-        return program
-
-    def _key(self, given: Sequence[Any], recording: Recording) -> Hashable:
-        functions = tuple([recording.calls[index].op for index in recording.functions])
-        return self._code, functions, tuple([_kind(value) for value in given])
-
     def _observe(
         self,
         region: GraphCaller,
+        caller: _Caller,
         graph: Callable[..., Any],
         given: Sequence[Any],
         objects: Sequence[Any],
         expected: RecordedFrame,
     ) -> Any:
         """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
-        if self._is_observed():
-            _running.waits = True
-            raise Refusal
         region.forget_recorded(self)  # else a region that never runs backward would be observed for ever
-        learn = functools.partial(self._learn, self._key(given, expected.recording))
+        functions = tuple([expected.recording.calls[index].op for index in expected.recording.functions])
+        key = self._code, functions, tuple([_kind(value) for value in given])
+        known = self._cached.programs.setdefault(key, [])
         expose_arrays(given)
         state = _GlobalState()
         try:
@@ -297,12 +305,13 @@ class CapturedGraph:
                 given,
                 expected.recording,
                 expected.autocast,
-                learn,
+                caller.learn,
                 region.statistics.name,
+                known,
                 objects,
                 generates=region.generates,
             )
-            self._observed = weakref.ref(seen)
+            caller.observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
             with tape:
                 outputs = graph(*given)
@@ -314,34 +323,15 @@ class CapturedGraph:
             has_departed = isinstance(error, Departure)
             if has_departed:
                 region.departed = self
-            learn(_first_line(error), counts=expected.is_sure or not has_departed)
+            caller.learn(_first_line(error), counts=expected.is_sure or not has_departed)
             raise Refusal from None
         _running.has_begun = True
         plan = tape.finish(outputs)
         region.count(plan)
         if plan is None or not region.knows(plan):
-            learn("its graph saves other tensors than its forward does")
+            caller.learn("its graph saves other tensors than its forward does")
             return outputs
         return seen.finish(plan, given, outputs)
-
-    def _is_observed(self) -> bool:
-        """Whether a frame of it is being observed: until its backward has run, or autograd's graph of it is gone."""
-        return self._observed is not None and self._observed() is not None
-
-    def _learn(self, key: Hashable, result: Program | str, *, counts: bool = True) -> None:
-        """An observation has ended: with a program, or with the reason why there is none.
-
-        counts: whether it counts as a failure if there is none.
-        """
-        self._observed = None
-        if isinstance(result, Program):
-            self._programs.append(result)
-            self._cached.programs.setdefault(key, []).append(result)
-            self.failure = ""
-            return
-        self._failures += counts
-        self.failure = result
-        self.has_failed = self._failures >= MAX_FAILURES
 
 
 class _GlobalState:
@@ -409,11 +399,6 @@ def _as_plain(value: Any) -> Any:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return nn.Parameter(value.detach(), requires_grad=False)
-
-
-def _fitting(programs: Iterable[Program], region: GraphCaller, around: _Surroundings) -> Program | None:
-    """The program that does what the region's own frames do, and that was made under the same settings of torch."""
-    return next((each for each in programs if region.can_run(each) and around.are_those_of(each)), None)
 
 
 def _kind(value: Any) -> Hashable:

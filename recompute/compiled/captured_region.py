@@ -135,8 +135,8 @@ class CapturedRegion:
         """Backwards that were not as recorded."""
         self._first_replays: dict[Program, tuple[int, int]] = {}
         """Programs with such backwards: in which frame that happened first, and how often it has."""
-        self._replayed: set[Program] = set()
-        """Programs whose backward is mostly not as recorded here. This region uses them no more; equal regions may."""
+        self._trusted: set[Program] = set()
+        """Programs of which backward has come, and has always been as it was recorded."""
         self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
         """For each kernel, what it has counted in the last frame that was recorded, beside what the tape counts."""
         self._frame_counts: dict[int, list[tuple[RegionStatistics, Counts]]] = {}
@@ -172,9 +172,10 @@ class CapturedRegion:
         if self._recorded_of.pop(graph, None) is None:
             self.recorded = None
 
-    def can_run(self, program: Program) -> bool:
-        """Whether a program does what frames of the region did, and its backward is mostly as recorded here."""
-        return program not in self._replayed and self.knows(program.plan)
+    @property
+    def has_tape(self) -> bool:
+        """Whether it runs by a tape as long as it is not captured."""
+        return not self.is_checkpoint
 
     def knows(self, plan: SavePlan) -> bool:
         """Whether the region's own frames have had this plan."""
@@ -201,6 +202,15 @@ class CapturedRegion:
         self._refusal = self._refusal or reason
         self._cache = self._shared_graphs = self._own_graphs = None
 
+    def trusts(self, program: Program) -> bool:
+        """Whether backward of a program has come here, and has always been as it was recorded."""
+        return program in self._trusted
+
+    def count_backward(self, program: Program) -> None:
+        """Backward of a program was as it was recorded."""
+        if program not in self._first_replays:
+            self._trusted.add(program)
+
     def count_replay(self, program: Program, is_differentiated: bool) -> None:
         """A backward of a program was not as it was recorded, so that forward ran again.
 
@@ -209,6 +219,7 @@ class CapturedRegion:
         """
         if is_differentiated and self._replays < MAX_REPLAYS:
             _warn_of_rounding(self.statistics.name)
+        self._trusted.discard(program)
         self._replays += MAX_REPLAYS if is_differentiated else 1
         if self._replays >= MAX_REPLAYS:
             self.deoptimize(_DIFFERENTIATED if is_differentiated else "its backward differs from time to time")
@@ -217,7 +228,8 @@ class CapturedRegion:
         self._first_replays[program] = first, count + 1
         is_the_rule = self.statistics.frames - first < 2 * MAX_FAILURES
         if count + 1 == MAX_FAILURES and is_the_rule:
-            self._replayed.add(program)
+            for graph in self._graphs():  # another one may do what is done now
+                graph.forget(self, program)
             self._recordings = self._unused = 0
 
     @property
@@ -227,7 +239,7 @@ class CapturedRegion:
             return reason
         if self.is_captured or self._shared_graphs is None:
             return ""
-        failures = [graph.failure for graph in self._graphs() if graph.failure]
+        failures = [reason for graph in self._graphs() if (reason := graph.failure(self))]
         return failures[-1] if failures else self._shared_graphs.failure or "it has not run backward since"
 
     def _graphs(self) -> list[CapturedGraph]:
@@ -365,7 +377,7 @@ class CapturedRegion:
                 return result
             frame = RecordedFrame(recording, tapes[0].variant, numerics, autocast, is_sure=departed is not None)
             if departed is None:
-                self.recorded = frame
+                self.recorded, self._hits = frame, 0
             else:
                 self._recorded_of[departed] = frame
             if self._shared_graphs is None:

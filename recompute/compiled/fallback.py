@@ -5,12 +5,12 @@ The backward of that is exact for any gradients, and can be differentiated in it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recompute.engine.saved_tensors import describe
 from recompute.errors import UnsupportedError
@@ -20,6 +20,24 @@ _DIFFERS = (
     "runs under another autocast, or it is differentiated in its turn), and forward cannot run again, as {}. Give the "
     "rule `capture: false`."
 )
+
+_REACHES_LESS = (
+    "in {}: backward comes by some of its outputs, but those that had gradients before depend on more inputs. Captured "
+    "code is one node of autograd's graph, which would hand a gradient of None to these inputs, and so to hooks and "
+    "modules before them; plain PyTorch does not go there. Give the rule `capture: false`."
+)
+
+
+def refuse_none(name: str, inputs: Iterable[Any]) -> None:
+    """Refuse to hand None to these inputs, where plain PyTorch would not go, unless that has no effect.
+
+    It has none on a parameter without hooks. In a distributed run there may be hooks that nobody can see.
+    """
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for tensor in inputs:
+        is_quiet = isinstance(tensor, nn.Parameter) and tensor.is_leaf and not is_distributed
+        if not is_quiet or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise UnsupportedError(_REACHES_LESS.format(name))
 
 
 State = tuple[int, int]

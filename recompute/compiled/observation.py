@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from recompute.compiled.autocast_settings import Autocast, autocast_in_force, ca
 from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
 from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, are_apart
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import PackedTensor
@@ -66,8 +67,9 @@ class Observation:
     """What is recorded of a frame, until its backward has ended.
 
     expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
-    the program that was made, or with the reason why there is none. name: the region's, for errors. objects: what the
-    graph is given beside tensors. generates: whether the program may run in generated kernels.
+    the program that was made, or with the reason why there is none. name: the region's, for errors. known: the programs
+    that were made of frames of equal regions; a new one is added. objects: what the graph is given beside tensors.
+    generates: whether the program may run in generated kernels.
     """
 
     def __init__(
@@ -77,11 +79,15 @@ class Observation:
         autocast: Autocast | None,
         done: Callable[[Program | str], None],
         name: str,
+        known: list[Program],
         objects: Sequence[Any] = (),
         *,
         generates: bool,
     ):
         self.name = name
+        self.is_called_again = False
+        """Whether the region has run another frame before this one's backward."""
+        self._known = known
         self.reason: str | None = None
         self._recording = Recording(objects, expected=expected, generates=generates)
         self._done: Callable[[Program | str], None] | None = done
@@ -95,6 +101,8 @@ class Observation:
         self._saved_views: set[int] = set()
         """The buffers of the parameters of which it has saved views."""
         self._gradients: list[int | None] = []
+        self._reaches: list[frozenset[int]] = []
+        """For each output, the positions of the inputs that its gradient reaches."""
         self._outputs: dict[tuple[int, int], int] = {}
         self._edges: list[list[Edge]] = []
         self._pending: dict[tuple[int, int], Use] = {}
@@ -118,7 +126,10 @@ class Observation:
         self._is_running = False
         try:
             for position, tensor in enumerate(given):
-                self._recording.give(tensor, position)
+                number = self._recording.give(tensor, position)
+                root = self._recording.buffers[self._recording.buffers[number].root]
+                if root.given != position and self._parameters & {root.given, position}:
+                    raise NotCapturable("one of its parameters shares memory with another tensor that it is given")
         except NotCapturable as error:
             raise Departure(str(error)) from error
 
@@ -187,11 +198,13 @@ class Observation:
             if self._saved_whole & self._saved_views:
                 raise NotCapturable("autograd saves one of its parameters both as it is and as a view")
             self._results = [self._recording.use(tensor) for tensor in outputs]
-            if len({use.buffer for use in self._results}) < len(outputs):
-                raise NotCapturable("two of its outputs share memory")
+            for one, other in combinations(self._results, 2):
+                if one.buffer == other.buffer and not are_apart(one.layout, other.layout):
+                    raise NotCapturable("two of its outputs overlap in memory")
             if any(use.is_conjugate for use in self._results):
                 raise NotCapturable("it gives conjugates that are not computed yet")
             self._gradients = [None] * len(outputs)
+            self._reaches = [frozenset()] * len(outputs)
             self._fixed = {position for position, tensor in enumerate(outputs) if not tensor.requires_grad}
             return self._walk([*given, *self._find_casts(given)], outputs)
         except NotCapturable as error:
@@ -262,13 +275,10 @@ class Observation:
                     raise NotCapturable("its graph reaches a leaf that it was not given")
                 else:
                     edges.append((number_of(target), slot))
-        reached = [self._reached(number) for number, _ in self._outputs]
-        # If backward used only some outputs, autograd would go on to inputs that these do not depend on.
-        together = frozenset().union(*reached)
-        if not together:
+        for (number, _), position in self._outputs.items():
+            self._reaches[position] = self._reached(number)
+        if not any(self._reaches):
             raise NotCapturable("the gradients of its outputs reach none of its inputs")
-        if together not in reached:
-            raise NotCapturable("its outputs depend on different inputs")
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)
         for place, position in list(self._outputs.items()):
@@ -283,7 +293,7 @@ class Observation:
             node.register_hook(partial(self._after, number))
         return outputs
 
-    def _reached(self, number: int) -> set[int]:
+    def _reached(self, number: int) -> frozenset[int]:
         """The positions of the inputs that the gradients of a node reach."""
         known, pending, positions = {number}, [number], set()
         while pending:
@@ -293,7 +303,7 @@ class Observation:
                 elif edge[0] not in known:
                     known.add(edge[0])
                     pending.append(edge[0])
-        return positions
+        return frozenset(positions)
 
     def _before(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """A node of the graph is about to run."""
@@ -321,9 +331,9 @@ class Observation:
         if use is not None:
             self._see(gradient, use)
         elif (position := self._outputs.get((number, slot))) is not None:
-            if self._recording.knows(gradient):
+            self._gradients[position] = buffer = self._recording.receive(gradient)
+            if self._recording.buffers[buffer].root not in self._gradients:
                 raise NotCapturable("the gradient of an output shares memory with one of its tensors")
-            self._gradients[position] = self._recording.receive(gradient)
         else:
             raise NotCapturable("a gradient comes from outside of its graph")
         return self._recording.use(gradient)
@@ -414,12 +424,15 @@ class Observation:
             reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
             if reached != {position for position, _ in self._contributions}:
                 raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
-            program = ProgramWriter(
+            if self.is_called_again and reached not in self._reaches:
+                raise NotCapturable("its outputs depend on different inputs, and it runs several times in a step")
+            writer = ProgramWriter(
                 self._plan,
                 self._recording,
                 self._steps,
                 self._results,
                 self._gradients,
+                self._reaches,
                 [*self._contributions, *self._missing()],
                 self._parameters,
                 self._saved_views,
@@ -430,7 +443,10 @@ class Observation:
                 self._cached,
                 self._casts,
                 self._functions,
-            ).program()
+            )
+            program = next(filter(writer.would_write, self._known), None)
+            if program is None:
+                self._known.append(program := writer.program())
         except NotCapturable as error:
             self._fail(error)
             return

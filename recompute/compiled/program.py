@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tag
+from torch import Tag, Tensor
 
 from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
@@ -24,6 +24,9 @@ from recompute.engine.tape.functions import FunctionOp
 
 SMALL = 8
 """What is left for the region's own backward is at least so many times smaller than the outputs that came back."""
+
+ANY = -1
+"""The offset of a gradient that may begin anywhere in its storage: the code counts from where it begins."""
 
 
 class Counts(NamedTuple):
@@ -125,6 +128,10 @@ class Program:
     "itself": a parameter. "memory": its memory is held, as several outputs take gradients, and backward may come with
     those of others than before. "weak": it is held weakly, and if it is gone, backward is refused.
     """
+    shared: tuple[tuple[int, int], ...]
+    """Pairs of the positions of inputs that must share memory."""
+    shared_gradients: tuple[tuple[int, int], ...]
+    """Pairs of outputs whose gradients must."""
     offsets: tuple[tuple[int, int], ...]
     """The positions of inputs, and the offset in its storage that each must have, as the region counts from there."""
     shown: tuple[int, ...]
@@ -140,7 +147,9 @@ class Program:
     casts: tuple[int, ...]
     """The positions of the parameters that are given as autocast has cast them, too. Their casts are further inputs."""
     gradients: tuple[Layout | None, ...]
-    """The layout of each output's gradient; None if it has none."""
+    """The layout of each output's gradient, whose offset may be ``ANY``; None if it has none."""
+    reaches: tuple[frozenset[int], ...]
+    """For each output, the positions of the inputs that its gradient reaches."""
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
     draws: bool
@@ -149,6 +158,16 @@ class Program:
     rerun_nbytes: int
     kernels: tuple[GeneratedKernel, ...]
     """The generated kernels that run in it."""
+
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether the inputs lie in memory as the code expects."""
+        return all([given[position].storage_offset() == offset for position, offset in self.offsets]) and all(
+            [share_memory(given[one], given[other]) for one, other in self.shared]
+        )
+
+
+def share_memory(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 @dataclass
@@ -163,6 +182,8 @@ class ProgramWriter:
     """The region's outputs."""
     gradients: Sequence[int | None]
     """The buffer of each output's gradient."""
+    reaches: Sequence[frozenset[int]]
+    """For each output, the positions of the inputs that its gradient reaches."""
     contributions: Sequence[tuple[int, Use | None]]
     """For each contribution, the input whose gradient it goes to, and the tensor; None if it has not come."""
     parameters: Collection[int]
@@ -191,6 +212,41 @@ class ProgramWriter:
         self._differentiated = {call.op.call for call in self._backward if type(call.op) is FunctionBackward}
         """The calls of forward that are of custom Functions, and whose backward runs."""
 
+    def would_write(self, program: Program) -> bool:
+        """Whether a program is what this would write. It was made of the same graph, for inputs of the same kinds."""
+        return (
+            program.plan is self.plan
+            and program.numerics.are(self.numerics)
+            and (program.autocast, program.backward_autocast) == (self.autocast, self.backward_autocast)
+            and (program.cached, program.casts) == (self.cached, tuple(self.casts.values()))
+            and program.edges == self._edges
+            and program.gradients == self._gradient_layouts
+            and (program.shared, program.shared_gradients) == (self._shared, self._shared_gradients)
+        )
+
+    @property
+    def _shared(self) -> tuple[tuple[int, int], ...]:
+        pairs = [(buffer.given, self.recording.buffers[buffer.root].given) for buffer in self.recording.buffers]
+        return tuple([(one, root) for one, root in pairs if one is not None and root is not None and one != root])
+
+    @property
+    def _shared_gradients(self) -> tuple[tuple[int, int], ...]:
+        roots = [None if number is None else self.recording.buffers[number].root for number in self.gradients]
+        pairs = [(output, self.gradients.index(root)) for output, root in enumerate(roots) if root is not None]
+        return tuple([(one, root) for one, root in pairs if one != root])
+
+    @property
+    def _edges(self) -> tuple[int, ...]:
+        return tuple([given for given, _ in self.contributions])
+
+    @property
+    def _gradient_layouts(self) -> tuple[Layout | None, ...]:
+        return tuple([None if number is None else self._gradient_layout(number) for number in self.gradients])
+
+    def _gradient_layout(self, number: int) -> Layout:
+        layout = self.recording.buffers[number].layout
+        return layout if number in self.recording.placed else layout._replace(offset=ANY)
+
     def program(self) -> Program:
         backward = self._write_backward()
         again = self._write_outputs()
@@ -202,6 +258,8 @@ class ProgramWriter:
         grads = ", ".join(["_" if number is None else f"t{number}" for number in self.gradients])
         head = [*_unpacked(held=held, kept=kept, states=drawn), f"{grads}, = gradients"]
         head += ["held.clear()", "kept.clear()", "gradients.clear()"]
+        # Whoever reads one that shares memory reads the first of these.
+        head += [f"del t{number}" for number in self.gradients if number is not None and buffers[number].root != number]
         names, result = self._contributions(backward)
         ways = tuple([(position, how) for position, how, _ in how])
         others = self._others({position for position, _ in ways})
@@ -219,11 +277,13 @@ class ProgramWriter:
                 again_first=True,
             ),
             outputs=None if again is None else self._dropped_outputs(*again, held, kept, drawn, head),
-            edges=tuple([given for given, _ in self.contributions]),
+            edges=self._edges,
             held=ways,
             hold=code_that_holds(len(positions), ways, others),
             plain=tuple([position for position in positions if position not in self.parameters]),
             others=others,
+            shared=self._shared,
+            shared_gradients=self._shared_gradients,
             offsets=self._offsets(),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
             numerics=self.numerics,
@@ -231,7 +291,8 @@ class ProgramWriter:
             backward_autocast=self.backward_autocast,
             cached=self.cached,
             casts=tuple(self.casts.values()),
-            gradients=tuple([None if n is None else buffers[n].layout for n in self.gradients]),
+            gradients=self._gradient_layouts,
+            reaches=tuple(self.reaches),
             fixed=tuple(sorted(self.fixed)),
             draws=any(map(_may_draw, self._forward)),
             reruns=len(backward.reruns),
@@ -286,12 +347,8 @@ class ProgramWriter:
         )
 
     def _offsets(self) -> tuple[tuple[int, int], ...]:
-        found = {}
-        for number in self.recording.placed:
-            buffer = self.recording.buffers[number]
-            assert buffer.given is not None
-            found[buffer.given] = int(buffer.layout.offset)
-        return tuple(found.items())
+        placed = [self.recording.buffers[number] for number in self.recording.placed]
+        return tuple([(buffer.given, int(buffer.layout.offset)) for buffer in placed if buffer.given is not None])
 
     def _nbytes(self, calls: Iterable[Call]) -> int:
         """The bytes that calls give."""
@@ -325,7 +382,10 @@ class ProgramWriter:
                 held += [(position, how, name) for name, how in ways.items() if name in reads]
                 continue
             is_small = buffers[number].nbytes <= LARGEST_COPY and position not in self._differentiable
-            how = "copy" if number not in saved and is_small else "saved"  # as ``SavePlan.copyable`` has it
+            is_alone = buffers[number].root == number
+            how = (
+                "copy" if number not in saved and is_small and is_alone else "saved"
+            )  # as ``SavePlan.copyable`` has it
             held.append((position, how, f"t{number}"))
         return held
 
@@ -398,7 +458,12 @@ class ProgramWriter:
             if number in code.tensors:
                 pending.pop()
             elif buffer.given is not None:
-                self._held[number] = None
+                # With all that shares its memory, for each may have a version of its own.
+                self._held |= {
+                    n: None
+                    for n, each in enumerate(self.recording.buffers)
+                    if each.root == number and each.given is not None
+                }
                 code.tensors[number] = f"t{number}"
             elif buffer.constant is not None:
                 code.tensors[number] = code.constant(number)

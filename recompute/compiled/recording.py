@@ -134,7 +134,7 @@ class Recording:
     """The calls of custom Functions."""
     _reached: Sequence[int | None] = ()
     placed: set[int] = field(default_factory=set)
-    """The given buffers that were read at a place that is counted from the start of their storage."""
+    """The buffers, of inputs and gradients, that were read at a place counted from the start of their storage."""
     _current: dict[int, int] = field(default_factory=dict)
     """The buffer in each storage, by the address of the StorageImpl."""
     _weak: list[Any] = field(default_factory=list)
@@ -165,15 +165,28 @@ class Recording:
         """Add a tensor that no call has made."""
         if not is_plain(tensor):
             raise NotCapturable(f"it is given a {type(tensor).__name__} that is no plain view of a storage")
-        if tensor.untyped_storage()._cdata in self._current:
-            raise NotCapturable("two of the tensors that it is given share memory")
-        return self._new(tensor, given=position)
+        return self._given(tensor, position)
 
     def receive(self, gradient: Tensor, call: int | None = None) -> int:
         """Add a gradient that backward is given, or that ``call``, a custom Function's backward, has given."""
         if not is_plain(gradient) or not torch._C._has_storage(gradient):  # a batch of gradients has none
             raise NotCapturable(f"its backward is given a {type(gradient).__name__} that is no plain view of a storage")
-        return self._new(gradient, call=call)
+        return self._given(gradient, None) if call is None else self._new(gradient, call=call)
+
+    def _given(self, tensor: Tensor, position: int | None) -> int:
+        """A buffer of its own for a tensor that no call has made.
+
+        Where it shares memory with one before it, no op reads this buffer: whoever reads a part of that memory reads
+        the buffer that came first, at a place which is counted from the start of the storage.
+        """
+        root = self._current.get(tensor.untyped_storage()._cdata)
+        if root is None:
+            return self._new(tensor, given=position)
+        number = len(self.buffers)
+        nbytes = tensor.untyped_storage().nbytes()
+        self.buffers.append(Buffer(Layout.of(tensor), nbytes, root, position, device=tensor.device))
+        self.placed |= {root, number}
+        return number
 
     def use(self, tensor: Tensor) -> Use:
         """A tensor that an op reads, as a ``Use`` of a buffer that has been seen before."""
@@ -337,7 +350,7 @@ class Recording:
     def _place(self, tensor: Tensor) -> None:
         """Note that the place of a tensor is counted from the start of its storage."""
         number = self._current.get(tensor.untyped_storage()._cdata)
-        if number is not None and self.buffers[root := self.buffers[number].root].given is not None:
+        if number is not None and self.buffers[root := self.buffers[number].root].call is None:
             self.placed.add(root)
 
     def _new(self, tensor: Tensor, *, given: int | None = None, call: int | None = None) -> int:

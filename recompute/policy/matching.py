@@ -178,7 +178,8 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
         if rule.type == (BLOCK,):
             return (
                 f"type {BLOCK!r} finds no layers that repeat: no ModuleList, ModuleDict or Sequential holds modules "
-                "with parts of one class, or one of a class *Layer or *Block"
+                "with parts of one class, or one of a class *Layer or *Block, and no siblings of one class have a norm "
+                "and names such as b1 and b2"
             )
         if rule.type == (HEAD,):
             return (

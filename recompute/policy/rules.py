@@ -271,7 +271,8 @@ class Rule(BaseModel):
     match: globs over dotted module paths ("*" one part, "**" any number, "?" one character); () is any path.
     type: globs over class names, or the words "block" and "head"; () is any class. A block is one of a model's repeated
         layers: a child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or occurs
-        there several times and has a norm. Only the outermost count: experts and attention heads are parts of a block.
+        there several times and has a norm; or, where there are none, siblings of one class with a norm and names such
+        as "b1" and "b2". Only the outermost count: experts and attention heads are parts of a block.
         A stage of a vision model is not a block, but the blocks in it are. A head is a Linear with as many inputs
         and outputs as the words' Embedding has columns and rows, and in no block, or else what is called lm_head.
     layers: indices in the nearest ModuleList around a module, or in the Sequential or ModuleDict that its block is a

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import recompute
 from recompute.attach.runners import region_in
 from recompute.compiled.captured_function import CapturedFrame
-from recompute.compiled.captured_graph import MAX_FAILURES
 from recompute.compiled.captured_region import MAX_SHARED_GRAPHS, CapturedRegion
 
 SIZE = 4
@@ -216,4 +215,4 @@ def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_co
     for seed in range(16):
         pair.step(transposed, seed=seed)
     assert all(region.is_captured for region in pair.regions)
-    assert len(runs) == MAX_FAILURES
+    assert not runs

@@ -144,6 +144,44 @@ def test_two_kinds_of_calls_that_take_turns_are_both_captured(
     assert twins.runs_code(step) == 2
 
 
+class Adapted(nn.Module):
+    """A frozen Linear with adapters, one of which is active."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.base = nn.Linear(SIZE, SIZE).requires_grad_(False)
+        self.adapters = nn.ModuleDict({name: nn.Linear(SIZE, SIZE, bias=False) for name in names})
+        self.active = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapters[self.active](x) if self.active in self.adapters else self.base(x)
+
+
+def activate(model: nn.Module, name: str) -> None:
+    for module in model.modules():
+        if isinstance(module, Adapted):
+            module.active = name
+            for each, adapter in module.adapters.items():
+                adapter.requires_grad_(each == name)
+
+
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
+@pytest.mark.parametrize("of_second", ["ab", "b"])
+def test_adapters_that_take_turns_are_captured_in_each_layer(of_second: str, action: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x + self.second(F.gelu(self.first(self.norm(x))))
+
+    def layer() -> nn.Module:
+        return body(forward, norm=nn.LayerNorm(SIZE), first=Adapted("ab"), second=Adapted(of_second))
+
+    layers = nn.Sequential(layer(), layer())
+    twins = Twins(Around(layers), {"rules": [{"match": "inside.*", "action": action}]})
+    for step in range(14):
+        twins.both(lambda model, step=step: activate(model, "ab"[step % 2]))  # type: ignore[misc]
+        count = twins.runs_code(train(tokens()))
+        assert count == 2 or step < 12
+
+
 @dataclasses.dataclass
 class Batch:
     x: Tensor

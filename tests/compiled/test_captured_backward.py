@@ -276,6 +276,64 @@ def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins: Twin
     assert twins.runs_code(on(x, of_a_sum)) == 0
 
 
+class Timed(nn.Module):
+    """A block that is given a tensor which backward does not read, if the block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.time = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return x + F.gelu(self.norm(x) + self.time(time.sigmoid()))
+
+
+class Complex(nn.Module):
+    """A block whose backward sees its gradient as another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        pairs = F.gelu(self.linear(x)).unflatten(-1, (-1, 2))
+        return torch.view_as_real(torch.view_as_complex(pairs).tanh()).flatten(1)
+
+
+class Skip(nn.Module):
+    """As the middle of a UNet: the gradient of the last call is a slice, and those of the calls before it are not."""
+
+    def __init__(self, blocks: list[nn.Module], calls: int, dim: int) -> None:
+        super().__init__()
+        self.blocks, self.calls, self.dim = nn.ModuleList(blocks), calls, dim
+        self.time = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time, skip, found = self.time(x.detach()), x * 2, x
+        for call in range(self.calls):
+            found = self.blocks[call % len(self.blocks)](found, time)
+        del time
+        return torch.cat([skip, found], self.dim).sigmoid()
+
+
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(("block", "count", "dim"), [(Timed, 2, 1), (Timed, 1, 1), (Complex, 2, 0)])
+def test_each_region_runs_code_for_the_gradients_that_it_gets(
+    x: Tensor, block: type[nn.Module], count: int, dim: int, is_frozen: bool, action: str
+) -> None:
+    """Code that was made of another region alike may be for other gradients, and never makes backward fail."""
+    model = Skip([block() for _ in range(count)], 2, dim)
+    model.blocks.requires_grad_(not is_frozen)
+    options = {"via": "hook"} if action == "recompute" else {}
+    twins = Twins(model, {"rules": [{"match": "blocks.*", "action": action, **options}]})
+    for seed in range(3 * STEPS_TO_SETTLE):
+        twins.step(train(x, seed=seed))
+    is_called_twice = count == 1
+    assert twins.is_captured is not is_called_twice
+    assert bool(twins.why_not) is is_called_twice
+    assert twins.runs_code(train(x)) == (0 if is_called_twice else count)
+
+
 def test_forward_does_not_run_again_on_what_has_changed_since(x: Tensor) -> None:
     """Plain PyTorch would not mind: it does not read the bias in backward."""
     twins = captured_twins(Block(), x)
@@ -330,20 +388,148 @@ def test_a_state_that_the_last_call_hands_to_nobody(x: Tensor) -> None:
     assert replays > 0
 
 
-def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
-    """A node has all its inputs behind it, also those that the output in use does not depend on."""
-    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
-    twins = Twins(Around(body(apart, **parts)))
-    twins.settle(train(x, tokens()), captured=False)
-    assert "depend on different inputs" in twins.why_not
+class Streams(nn.Module):
+    """Gives two streams, as the blocks of Flux do: each depends on the other one only where they are mixed."""
 
-    def backward(m: nn.Module, x: Tensor) -> list[Any]:
-        z = x * 2
-        z.register_hook(lambda gradient: gradient * 2)
-        loss_of(m(x * 3, z)[0]).backward()
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.mixer = (nn.Linear(SIZE, SIZE) for _ in range(3))
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = F.gelu(self.mixer(x + z))
+        return x + F.gelu(self.first(mixed)), z + F.gelu(self.second(mixed))
+
+
+class OfStreams(nn.Module):
+    """Blocks in a row. Nobody reads the second stream that the last one gives."""
+
+    def __init__(self, blocks: int, calls: int) -> None:
+        super().__init__()
+        self.blocks, self.calls = nn.ModuleList(Streams() for _ in range(blocks)), calls
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        for call in range(self.calls):
+            x, z = self.blocks[call % len(self.blocks)](x, z)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("blocks", "captured", "reason"),
+    [
+        (4, 3, "its backward gives no gradient to some of the tensors that take one"),
+        (1, 0, "its outputs depend on different inputs, and it runs several times in a step"),
+    ],
+)
+def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(
+    x: Tensor, blocks: int, captured: int, reason: str
+) -> None:
+    """Where one is not, a hook of a weight that no gradient reaches must not be called, nor the weight get zeros."""
+    twins = Twins(OfStreams(blocks, 4), rule("blocks.*"))
+    called: list[int] = []
+    twins.under.blocks[-1].second.weight.register_hook(lambda gradient: called.append(1))
+    for seed in range(2 * STEPS_TO_SETTLE):
+        twins.step(train(x, tokens(), seed=seed))
+    assert sum(region.is_captured for region in twins.regions) == captured
+    assert reason in twins.why_not
+    assert bool(called) is (blocks < 4)
+
+
+class Slices(nn.Module):
+    """Reads and gives two slices of one tensor, as the blocks of Flux do that have one stream."""
+
+    def __init__(self, first: int = SIZE // 2, second: int = SIZE // 2) -> None:
+        super().__init__()
+        self.linear, self.first, self.second = nn.Linear(SIZE, SIZE), first, second
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        both = F.gelu(self.linear(torch.cat([x.sin(), z.cos()], 1)))
+        return both[:, : self.first], both[:, self.second :]
+
+
+class OfSlices(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Slices() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: tuple[Tensor, ...] = (x * 2).split(SIZE // 2, 1)
+        for block in self.blocks:
+            parts = block(*parts)
+        return torch.cat(parts, 1)
+
+
+def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x: Tensor) -> None:
+    twins = Twins(OfSlices(3), rule("blocks.*")).settle(train(x))
+
+    def of_other_memory(offset: int) -> Step:
+        def step(m: nn.Module, x: Tensor) -> list[Any]:
+            wide = torch.cat([x, x], 1) * 2
+            loss_of(m.blocks[0](wide[:, : SIZE // 2], wide[:, offset : offset + SIZE // 2])).backward()
+            return [x.grad]
+
+        return on(x, step)
+
+    def apart(m: nn.Module, x: Tensor) -> list[Any]:
+        loss_of(m.blocks[0](*[part.clone() for part in (x * 2).split(SIZE // 2, 1)])).backward()
         return [x.grad]
 
-    twins.step(on(x, backward))
+    for step in of_other_memory(SIZE // 2), of_other_memory(SIZE), on(x, apart), train(x):
+        twins.step(step)
+        twins.step(step)
+    assert twins.runs_code(train(x)) == 3
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x: Tensor, position: int) -> None:
+    twins = Twins(OfSlices(2), rule("blocks.*")).settle(train(x))
+    for model in (twins.plain, twins.under):
+        parts = model.blocks[0](*(x * 2).split(SIZE // 2, 1))
+        loss = loss_of(model.blocks[1](*parts))
+        with torch.no_grad():
+            parts[position].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_region_whose_outputs_overlap_is_not_captured(x: Tensor) -> None:
+    twins = Twins(Around(Slices(SIZE // 2 + 1)), rule())
+    twins.settle(train(tokens(ROWS, SIZE // 2), tokens(ROWS, SIZE // 2)), captured=False)
+    assert "two of its outputs overlap in memory" in twins.why_not
+
+
+def two_towers(x: Tensor) -> Twins:
+    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
+    return Twins(Around(body(apart, **parts))).settle(train(x, tokens(grad=False)))
+
+
+def of_one_tower(m: nn.Module, x: Tensor) -> list[Any]:
+    loss_of(m(x * 3, x.detach())[0]).backward()
+    return [x.grad]
+
+
+def test_weights_of_an_output_without_gradient_get_none(x: Tensor) -> None:
+    twins = two_towers(x)
+    for _ in range(3):
+        found = twins.step(on(x, of_one_tower))
+    assert found["gradient of inside.b.weight"] is None
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x: Tensor, register: str) -> None:
+    """A node has all its inputs behind it, also those that the output in use does not depend on."""
+    twins = two_towers(x)
+    getattr(twins.under.inside.b.weight, register)(lambda _: pytest.fail("the hook is called"))
+    with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
+        of_one_tower(twins.under, fresh(x))
+
+
+def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
+    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
+    twins = Twins(Around(body(apart, **parts))).settle(train(x, tokens()))
+    z = fresh(x) * 2
+    z.register_hook(lambda _: pytest.fail("the hook is called"))
+    with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
+        loss_of(twins.under(x * 3, z)[0]).backward()
 
 
 def test_a_weight_that_regions_share(x: Tensor) -> None:

@@ -21,3 +21,21 @@ class Layout(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> Layout:
         return _new(Layout, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
+
+
+def are_apart(one: Layout, other: Layout) -> bool:
+    """Whether two tensors in one storage are slices of one tensor along a dimension, and have no element in common."""
+    first, second = sorted((one, other), key=lambda layout: int(layout.offset))
+    if first.stride != second.stride or first.dtype is not second.dtype:
+        return False
+    sizes = [max(pair) for pair in zip(first.shape, second.shape, strict=True)]
+    for dim, stride in enumerate(first.stride):
+        distance = int(second.offset) - int(first.offset)
+        others = [(s, n) for i, (s, n) in enumerate(zip(first.stride, sizes, strict=True)) if i != dim and n > 1]
+        period = min([s for s, _ in others if s > stride], default=None)  # in which the slices lie side by side
+        is_slice = stride > 0 and distance % stride == 0 and distance >= stride * first.shape[dim]
+        fits = period is None or period >= distance + stride * second.shape[dim]
+        is_regular = all(s <= stride or s % (period or 1) == 0 for s, _ in others)
+        if is_slice and fits and is_regular and sum((n - 1) * s for s, n in others if s <= stride) < stride:
+            return True
+    return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -91,7 +91,7 @@ class TapeRegion:
             with _NestedRegion(around, self.op_policy):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
-        tape = (start or Tape)(self, _kinds_of((*args, *kwargs.values())))
+        tape = (start or Tape)(self, _kinds_of((function, *args, *kwargs.values())))
         with tape:
             result = function(*args, **kwargs)
         self.plan = tape.finish(result)
@@ -106,6 +106,8 @@ def _kinds_of(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
             kinds.append((value.shape, value.stride(), value.dtype, value.requires_grad))
         elif value is None or type(value) is bool:
             kinds.append(value)
+        elif isinstance(module := getattr(value, "__self__", None), nn.Module):  # of which adapters may take turns
+            kinds.append(tuple([parameter.requires_grad for parameter in module.parameters()]))
         else:
             kinds.append(type(value))
     return tuple(kinds)
