@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recompute.engine.thread_state import is_tracing
 from recompute.errors import KernelError
 
 
@@ -40,7 +41,7 @@ def cast_if_made(parameters: Sequence[Tensor | None], narrow: torch.dtype | None
     Parameters are alive anyway: then no copy of them is held for backward. What was made in forward is cast here, so
     that the Function holds the smaller of the two.
     """
-    if narrow is None or torch.compiler.is_compiling():  # the compiler chooses what to hold
+    if narrow is None or (torch.compiler.is_compiling() and not is_tracing()):  # a compiler chooses what to hold
         return cast(parameters, narrow)
     return tuple(each if each is None or _is_alive_anyway(each) else cast((each,), narrow)[0] for each in parameters)
 

@@ -28,7 +28,6 @@ from recompute.source_files import OURS, lies_in
 
 
 class _Local(threading.local):
-    is_tracing = False
     asks = False
     meets = False
     called: CalledMethods | None = None
@@ -36,14 +35,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-def is_tracing() -> bool:
-    """Whether torch's frontend is tracing for a captured region, and not for a user's ``torch.compile``."""
-    return _local.is_tracing
-
-
-is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 def asks_about_tracing() -> bool:
@@ -105,7 +96,7 @@ def _prepare_frontend() -> None:
 
     @functools.wraps(mark)
     def noticed(self: Any) -> None:
-        if _local.is_tracing and not _may_ask(self):
+        if local.is_tracing and not _may_ask(self):
             _local.asks = True
         mark(self)
 
@@ -115,7 +106,7 @@ def _prepare_frontend() -> None:
 
     @functools.wraps(begin)
     def noting(parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
-        if _local.is_tracing and _local.called is not None and args:
+        if local.is_tracing and _local.called is not None and args:
             _local.called.note(getattr(function, "fn", None), _value_of(args[0]))
         return begin(parent, function, args, *others, **options)
 
@@ -128,7 +119,7 @@ def _prepare_frontend() -> None:
     if session is not None:
 
         def context() -> AbstractContextManager[None]:
-            return nullcontext() if _local.is_tracing else session()
+            return nullcontext() if local.is_tracing else session()
 
         torch.compiler._compile_session_context = context  # type: ignore[assignment]
 
@@ -150,7 +141,7 @@ def _take_functions_whole() -> None:
 
     @functools.wraps(call)
     def whole(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if not _local.is_tracing or name != "apply" or is_seen(self.fn_cls):
+        if not local.is_tracing or name != "apply" or is_seen(self.fn_cls):
             return call(self, translator, name, args, kwargs)
         _local.meets = make_whole(self.fn_cls) or _local.meets
         target = graph_call(function_op(self.fn_cls))
@@ -281,7 +272,7 @@ class GuardedCalls:
 @contextmanager
 def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
     """The span in which the frontend traces a region, and notes the methods that it calls."""
-    before, _local.is_tracing = _local.is_tracing, True
+    before, local.is_tracing = local.is_tracing, True
     _local.asks, _local.meets, _local.called = False, False, methods
     local.books.append(None)  # what runs on tensors without values makes no recipes
     local.function_stand_in = stand_in_for(recording)
@@ -303,4 +294,4 @@ def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
     finally:
         local.books.pop()
         local.function_stand_in = None
-        _local.is_tracing, _local.called = before, None
+        local.is_tracing, _local.called = before, None

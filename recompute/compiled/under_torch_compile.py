@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from recompute.compiled.guards import is_tracing
 from recompute.compiled.partitioner import RegionPartitioner, merge_with_region_before
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import facts_of_call
 from recompute.engine.keeping import keep_op
+from recompute.engine.thread_state import is_tracing
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Mechanism
 from recompute.policy.rules import PRICE

@@ -35,11 +35,20 @@ class _ThreadState(threading.local):
         """Whether a tensor is packed for a recipe, and not because autograd saves it."""
         self.function_stand_in: Any = None
         """``(op, args, kwargs) -> outputs``: what runs in the place of the custom Functions of a graph being traced."""
+        self.is_tracing = False
         self.simulates_cuda = False
         """Whether fake CPU tensors stand for CUDA's, because backward of fake CUDA tensors needs a GPU."""
 
 
 local = _ThreadState()
+
+
+def is_tracing() -> bool:
+    """Whether torch's frontend is tracing for a captured region, and not for a user's ``torch.compile``."""
+    return local.is_tracing
+
+
+is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 @contextmanager
