@@ -100,12 +100,14 @@ def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainR
 def _kernels_inside(
     path: str, module: nn.Module, meaning: Meaning, governed: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
+    # The code of a region that was captured on CUDA fuses an MLP's activation with more than the MLP's kernel does.
+    mlps = meaning.kernels is Kernels.EVERYWHERE or meaning.compresses or meaning.tile is not None
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        kernel = find_kernel(statistics, child, _instead_of_kernel(statistics, meaning))
+        kernel = find_kernel(statistics, child, _instead_of_kernel(statistics, meaning), mlps=mlps)
         if kernel is None:
             yield from _kernels_inside(child_path, child, meaning, governed)
         else:

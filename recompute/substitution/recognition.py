@@ -11,12 +11,14 @@ from recompute.substitution.kernel_runner import KernelRunner
 from recompute.substitution.norm import KernelNormRunner, find_norm
 
 
-def find_kernel(statistics: RegionStatistics, module: nn.Module, fallback: Runner | None) -> KernelRunner | None:
+def find_kernel(
+    statistics: RegionStatistics, module: nn.Module, fallback: Runner | None, *, mlps: bool = True
+) -> KernelRunner | None:
     """The runner of the kernels that compute what ``module`` does, if there are any.
 
-    fallback: as ``KernelRunner`` has it.
+    fallback: as ``KernelRunner`` has it. mlps: whether it may be an MLP.
     """
-    if (mlp := find_kernel_mlp(module)) is not None:
+    if mlps and (mlp := find_kernel_mlp(module)) is not None:
         return KernelMLPRunner(statistics, fallback, mlp)
     norm = None if any(module.children()) else find_norm(module)
     return None if norm is None else KernelNormRunner(statistics, fallback, norm)

@@ -276,7 +276,7 @@ def test_a_rule_that_compresses_holds_what_up_gives_in_8_bits() -> None:
 
 def test_on_the_cpu_auto_leaves_them_to_the_tape() -> None:
     model, handle = under("starcoder2", layers("auto"), 2)
-    assert "kernel: mlp (gelu_tanh) on CUDA, else" in handle.explain(wide=True)
+    assert "kernel: layer_norm on CUDA, else" in handle.explain(wide=True)
     assert_same(outcome(model, "starcoder2"), outcome(make("starcoder2"), "starcoder2"))
 
 
