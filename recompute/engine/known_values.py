@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,7 @@ class KnownValues:
 
     def run(self, op: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """What ``run``, which runs ``op`` on fake tensors, returns; also where its shape depends on known values."""
-        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = list(_tensors((*args, *kwargs.values())))
         known = [value for each in tensors if (value := getattr(each, "_known", None)) is not None]
         if not known:
             output = run(op, args, kwargs)
@@ -166,6 +166,14 @@ class KnownValues:
             return torch.arange(math.prod(shape)).remainder(choices).reshape(rows).movedim(-1, dim).contiguous()
 
         indices._known = _Value(in_turn)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for each in values:  # of an op's arguments only lists hold others
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors(each)
 
 
 def _like(fake: Tensor, values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -30,6 +30,13 @@ _WORTH_IT = 2  # times as many layers as run
 _SHARED = 1e-3  # of the peak: by so much a shared tensor may move a moment
 
 
+Neighbourhood = tuple[int | None, int, int | None, bool]
+"""The kinds of the layer before, of a layer and of the one after it, and whether it is the first of its kind.
+
+Backward frees in the first of a kind what those of the kind share, as a mask.
+"""
+
+
 class LayerStack(NamedTuple):
     """A list of layers, each with a number that equal layers share, and how many of the first ones stand for all."""
 
@@ -38,11 +45,6 @@ class LayerStack(NamedTuple):
     kinds: tuple[int, ...]
     fewer: int
     few: int
-
-    def neighbourhood(self, index: int, count: int) -> tuple[int, int | None, int | None]:
-        """The kinds of a layer and its neighbours in a list of the first ``count`` layers."""
-        before = None if index == 0 else self.kinds[index - 1]
-        return self.kinds[index], before, None if index == count - 1 else self.kinds[index + 1]
 
     def named(self, index: int) -> str:
         return f"{self.path}.{index}"
@@ -81,17 +83,24 @@ def _rules_in(rules: Mapping[str, Any], layer: str) -> tuple[Any, ...]:
 def _few(kinds: Sequence[int]) -> tuple[int, int] | None:
     """How many of the first layers show every neighbourhood, the usual one twice; and fewer that show no other."""
 
-    def shown(count: int) -> Counter[Any]:
-        ends = (None, *kinds[:count], None)
-        return Counter(zip(ends, ends[1:], ends[2:], strict=False))
+    def shown(count: int) -> Counter[Neighbourhood]:
+        return Counter(_neighbourhoods(kinds[:count]))
 
     every = shown(len(kinds))
-    usual, times = every.most_common(1)[0] if kinds else (None, 0)
+    if not kinds:
+        return None
+    usual, times = every.most_common(1)[0]
     for count in range(_LEAST, len(kinds) // _WORTH_IT):
         if shown(count).keys() == every.keys() and shown(count)[usual] >= min(2, times):
             fewer = next((n for n in range(count - 1, 0, -1) if shown(n).keys() <= every.keys()), 0)
             return (fewer, count) if fewer and fewer + count < len(kinds) else None
     return None
+
+
+def _neighbourhoods(kinds: Sequence[int]) -> list[Neighbourhood]:
+    ends, first = (None, *kinds, None), {kind: kinds.index(kind) for kind in set(kinds)}
+    around = zip(ends, kinds, ends[2:], strict=False)
+    return [(before, kind, after, first[kind] == index) for index, (before, kind, after) in enumerate(around)]
 
 
 def structure_of(module: nn.Module) -> Any:
@@ -130,18 +139,22 @@ def _shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
         yield
 
 
-def extrapolated_step(stacks: Sequence[LayerStack], simulate: Callable[[], SimulatedStep]) -> SimulatedStep | None:
-    """What ``simulate()`` would give, from two runs of it with few layers; None where these do not agree."""
+def extrapolated_step(
+    stacks: Sequence[LayerStack], governed: Callable[[], AbstractContextManager[Callable[[], SimulatedStep]]]
+) -> SimulatedStep | None:
+    """What a step of all layers takes, from two steps with few of them; None where these do not agree.
+
+    governed: puts the policy on the layers that there are; what it yields runs a step with those that there are then.
+    """
     if not stacks:
         return None
-    steps = []
-    for which in ("fewer", "few"):
-        with _shortened(stacks, which):
-            try:
-                steps.append(simulate())
-            except ModelError:  # the model has the number of its layers elsewhere, too
-                return None
-    less, more = steps
+    try:
+        with _shortened(stacks, "few"), governed() as simulate:
+            more = simulate()
+            with _shortened(stacks, "fewer"):
+                less = simulate()
+    except ModelError:  # the model has the number of its layers elsewhere, too
+        return None
     try:
         rows = _Extrapolation(stacks, less, more)
         if not rows.of([stack.fewer for stack in stacks]).is_like(less, rows.tolerance):
@@ -213,8 +226,8 @@ class _Extrapolation:
 
     def _layers(self, counts: Mapping[int, int]) -> Iterator[tuple[LayerStack, int, Any]]:
         for stack in self._stacks:
-            for index in range(counts[id(stack)]):
-                yield stack, index, (stack.path, stack.neighbourhood(index, counts[id(stack)]))
+            for index, around in enumerate(_neighbourhoods(stack.kinds[: counts[id(stack)]])):
+                yield stack, index, (stack.path, around)
 
     def _sums(self, counts: Mapping[int, int]) -> _Sums:
         rows = list(self._layers(counts))
@@ -252,7 +265,8 @@ class _Extrapolation:
         held, gradients = self._elsewhere("held"), self._elsewhere("gradients")
         for each, index, key in self._layers(counts):
             held |= {each.named(index) + inside: nbytes for inside, nbytes in self._held[key]}
-            gradients[each.named(index)] = self._gradients[key]
+            if self._gradients[key]:
+                gradients[each.named(index)] = self._gradients[key]
         if self._less.logits_peak_nbytes != self._more.logits_peak_nbytes:
             raise _NotAlike
         return replace(self._more, moments=tuple(moments), held=held, gradients=gradients)
@@ -265,9 +279,9 @@ class _Extrapolation:
         return "", None
 
     def _of_stack(self, phase: str, stack: LayerStack, count: int, sums: _Sums) -> Iterator[MomentMemory]:
-        order = range(count) if phase == _PHASES[0] else reversed(range(count))
-        for index in order:
-            path, key = stack.named(index), (phase, (stack.path, stack.neighbourhood(index, count)))
+        layers = list(enumerate(_neighbourhoods(stack.kinds[:count])))
+        for index, around in layers if phase == _PHASES[0] else reversed(layers):
+            path, key = stack.named(index), (phase, (stack.path, around))
             if key in self._alive:  # a frozen layer has no backward
                 alive = [(g + _left(sums, phase, path), n + sums.held[path]) for g, n in self._alive[key]]
                 yield MomentMemory(phase + path, dict(alive))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
 from recompute.engine.cut.ops import Kind, facts, work
-from recompute.engine.fake_mode import FakeMode
+from recompute.engine.fake_mode import DEVICE, FakeMode, device_of
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
@@ -30,7 +30,7 @@ from recompute.estimation.factories import describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.gpus import Gpu, find_gpu
 from recompute.estimation.static_memory import check_sharding
-from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.estimation.workspaces import cublas_nbytes
 from recompute.profiling.cost_table import HostLink, Profile
 from recompute.profiling.dry_run import DryRun, OptimizerFactory, nbytes_of
