@@ -79,8 +79,9 @@ def estimate(
     from recompute.estimation.attention_choice import Platform
     from recompute.estimation.model_and_batch import fake_model_and_batch
     from recompute.estimation.model_estimator import ModelEstimator
+    from recompute.substitution.module_formula import tracing_once
 
-    with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject:
+    with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject, tracing_once():
         estimator = ModelEstimator(subject, Platform.of(device))
         found = estimator.estimate(options, loaded)
         return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found
@@ -101,7 +102,8 @@ def changes_that_fit(
     from recompute.estimation.fitting_changes import fewest_changes
     from recompute.estimation.model_and_batch import fake_model_and_batch
     from recompute.estimation.model_estimator import ModelEstimator
+    from recompute.substitution.module_formula import tracing_once
 
     platform = Platform.of(None if gpu is None else find_gpu(gpu))
-    with fake_model_and_batch(model, options, batch_size, seq_len, None) as subject:
+    with fake_model_and_batch(model, options, batch_size, seq_len, None) as subject, tracing_once():
         return fewest_changes(ModelEstimator(subject, platform), options, policy, capacity)

@@ -39,6 +39,7 @@ from recompute.profiling.model_run import Loss, arguments_of, named
 from recompute.profiling.repeated_layers import continued, representative, shortened
 from recompute.profiling.shards import Shards
 from recompute.profiling.step_trace import StepTrace
+from recompute.substitution.module_formula import tracing_once
 
 # The shares of a device's peak that large GEMMs and large copies reach: on an H200, GEMMs reach 690 to 790 TFLOP/s.
 _OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85
@@ -90,6 +91,7 @@ def roofline(
         as_on_cuda(Platform.of(gpu)),
         torch.inference_mode(False),
         torch.enable_grad(),
+        tracing_once(),
     ):
         fake = fake_copy(model, parameters[0].dtype)
         args, kwargs = arguments_of(fake_batch(batch))
