@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+
+from recompute.engine.cut.ops import tensors_in
 
 _aten = torch.ops.aten
 _MOST, _MOST_FLOATS = 2**27, 2**12  # elements of a tensor whose values are worth calculating
@@ -74,7 +76,7 @@ class KnownValues:
 
     def run(self, op: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """What ``run``, which runs ``op`` on fake tensors, returns; also where its shape depends on known values."""
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = tensors_in((args, kwargs))
         known = [value for each in tensors if (value := getattr(each, "_known", None)) is not None]
         if not known:
             output = run(op, args, kwargs)
@@ -166,14 +168,6 @@ class KnownValues:
             return torch.arange(math.prod(shape)).remainder(choices).reshape(rows).movedim(-1, dim).contiguous()
 
         indices._known = _Value(in_turn)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for each in values:  # of an op's arguments only lists hold others
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from _tensors(each)
 
 
 def _like(fake: Tensor, values: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
 from recompute.counters import MemoryTrace
+from recompute.engine.cut.ops import tensors_in
 from recompute.engine.fake_mode import DEVICE, device_of
 from recompute.engine.thread_state import local
 from recompute.estimation.workspaces import workspace_nbytes
@@ -83,7 +83,7 @@ class StorageTrace(MemoryTrace):
 
         replaces_input: whether the output takes the place of an input, so that the two never take memory together.
         """
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(output)
         if extra_nbytes:
             self._grown(self._rounded(extra_nbytes) + sum(self._rounded(_nbytes(tensor)) for tensor in tensors))
         given: set[int] | None = None
@@ -93,7 +93,7 @@ class StorageTrace(MemoryTrace):
             if key in self._alive or not (nbytes := self._rounded(storage.nbytes())):
                 continue
             if given is None:
-                given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)}
+                given = {each.untyped_storage()._cdata for each in tensors_in(args)}
             if key in given:  # a storage from before the block
                 continue
             # The entry is removed when the storage dies. Only after that can another storage have the same address.

@@ -25,7 +25,6 @@ from recompute.profiling.dry_run import DryRun
 from recompute.profiling.regions import find_regions
 from recompute.profiling.step_trace import StepPart
 
-
 _WORTH_IT = 2 / 3  # of the layers, or fewer
 
 

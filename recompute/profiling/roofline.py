@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
-from recompute.engine.cut.ops import Kind, facts, work
+from recompute.engine.cut.ops import Kind, facts, tensors_in, work
 from recompute.engine.fake_mode import DEVICE, FakeMode, device_of
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
@@ -309,8 +308,8 @@ class _WithoutAddresses(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = op(*args, **(kwargs or {}))
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.is_meta:
+        for each in tensors_in(output):
+            if each.is_meta:
                 torch._C._set_throw_on_mutable_data_ptr(each)
         return output
 
