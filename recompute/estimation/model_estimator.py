@@ -62,6 +62,10 @@ class ModelEstimator:
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
 
+    def of_sizes(self, batch_size: int, length: int) -> ModelEstimator:
+        """Estimates the same model for a batch of other sizes, as ``ModelAndBatch.of_sizes`` makes it."""
+        return ModelEstimator(self._subject.of_sizes(batch_size, length), self._platform, strict=self._strict)
+
     def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
         governing = self._with_chunked_loss(policy) if options.loss == "chunked" else policy
