@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from recompute.attach.module_entries import module_entries
@@ -174,14 +175,15 @@ Alive = tuple[tuple[int, int], ...]
 
 @dataclass
 class _Sums:
-    """For a number of layers in each list: what is held before each layer, and the gradients from after it.
+    """For a number of layers in each list: what is alive before each layer, and the gradients from after it.
 
-    Lists are in the order in which forward runs them. Behind the layers comes what is held, or left, by whole lists.
+    Lists are in the order in which forward runs them. Behind the layers comes what is alive, or left, by whole lists.
     """
 
-    held: dict[str, int]
+    before: dict[str, dict[str, int]]
+    """By phase: in forward what earlier layers hold, in backward also what came back of them."""
     left: dict[str, int]
-    held_by: list[int]
+    before_by: dict[str, list[int]]
     left_by: list[int]
 
 
@@ -194,6 +196,11 @@ class _Extrapolation:
         self.tolerance = int(_SHARED * max(nbytes for moment in more.moments for nbytes in moment.alive.values()))
         self._held: dict[Any, tuple[tuple[str, int], ...]] = {}
         self._alive: dict[Any, Alive] = {}
+        self._returned: dict[tuple[str, int], int] = {}
+        """By list and kind: what is alive of a layer in backward of later ones beside what it holds.
+
+        Where a layer's input comes back from the layer before it, those of all layers are there from the start on.
+        """
         self._gradients: dict[Any, int] = {}
         self._learn()
 
@@ -206,15 +213,37 @@ class _Extrapolation:
             seen = tuple(sorted(held)), gradient
             if (self._held.setdefault(key, seen[0]), self._gradients.setdefault(key, gradient)) != seen:
                 raise _NotAlike
-        sums = self._sums(counts)
         moments = {moment.name: moment for moment in self._more.moments}
+        self._learn_what_returns(self._sums(counts), moments)
+        sums = self._sums(counts)
         for stack, index, key in self._layers(counts):
             path = stack.named(index)
             for phase in _PHASES:
                 moment = moments.get(phase + path)
                 if moment is not None:
-                    alive = _shifted(moment, -sums.held[path], -_left(sums, phase, path))
+                    alive = _shifted(moment, -sums.before[phase][path], -_left(sums, phase, path))
                     self._alive[phase, key] = self._most(self._alive.get((phase, key), alive), alive)
+
+    def _learn_what_returns(self, sums: _Sums, moments: Mapping[str, MomentMemory]) -> None:
+        """From layers with one neighbourhood: by how much more than is held does backward have before the later one?"""
+        for stack in self._stacks:
+            latest: dict[Neighbourhood, tuple[int, int]] = {}
+            kinds = sorted(set(stack.kinds))
+            between, found = [], []
+            for index, around in enumerate(_neighbourhoods(stack.kinds[: stack.few])):
+                path = stack.named(index)
+                moment = moments.get(_PHASES[1] + path)
+                if moment is None:
+                    continue
+                nbytes = max(moment.alive.values()) - sums.before[_PHASES[1]][path]
+                if around in latest:
+                    start, before = latest[around]
+                    between.append([stack.kinds[start:index].count(kind) for kind in kinds])
+                    found.append(nbytes - before)
+                latest[around] = index, nbytes
+            if any(abs(nbytes) > self.tolerance for nbytes in found):
+                returned = np.linalg.lstsq(np.array(between), np.array(found), rcond=None)[0]
+                self._returned |= {(stack.path, kind): round(n) for kind, n in zip(kinds, returned, strict=True)}
 
     def _most(self, first: Alive, second: Alive) -> Alive:
         """The more of the two at each number of bytes of gradients."""
@@ -232,14 +261,17 @@ class _Extrapolation:
     def _sums(self, counts: Mapping[int, int]) -> _Sums:
         rows = list(self._layers(counts))
         held = [sum(nbytes for _, nbytes in self._held[key]) for _, _, key in rows]
+        returned = [self._returned.get((stack.path, stack.kinds[index]), 0) for stack, index, _ in rows]
         left = [self._gradients[key] for _, _, key in rows]
         paths = [stack.named(index) for stack, index, _ in rows]
-        before, after = [0, *accumulate(held)], [0, *accumulate(reversed(left))][::-1]
+        alive = {_PHASES[0]: held, _PHASES[1]: [sum(pair) for pair in zip(held, returned, strict=True)]}
+        before = {phase: [0, *accumulate(each)] for phase, each in alive.items()}
+        after = [0, *accumulate(reversed(left))][::-1]
         borders = [0, *accumulate(counts[id(stack)] for stack in self._stacks)]
         return _Sums(
-            dict(zip(paths, before, strict=False)),
+            {phase: dict(zip(paths, each, strict=False)) for phase, each in before.items()},
             dict(zip(paths, after[1:], strict=True)),
-            [before[border] for border in borders],
+            {phase: [each[border] for border in borders] for phase, each in before.items()},
             [after[border] for border in borders],
         )
 
@@ -283,8 +315,8 @@ class _Extrapolation:
         for index, around in layers if phase == _PHASES[0] else reversed(layers):
             path, key = stack.named(index), (phase, (stack.path, around))
             if key in self._alive:  # a frozen layer has no backward
-                alive = [(g + _left(sums, phase, path), n + sums.held[path]) for g, n in self._alive[key]]
-                yield MomentMemory(phase + path, dict(alive))
+                before, left = sums.before[phase][path], _left(sums, phase, path)
+                yield MomentMemory(phase + path, {g + left: n + before for g, n in self._alive[key]})
 
     def _moved(
         self, old: MomentMemory, new: MomentMemory, less: _Sums, more: _Sums, sums: _Sums
@@ -293,10 +325,11 @@ class _Extrapolation:
         rows = [sorted(moment.alive.items()) for moment in (old, new)]
         if len(rows[0]) != len(rows[1]):
             raise _NotAlike
+        alive = [[each for phase in _PHASES for each in of.before_by[phase]] for of in (less, more, sums)]
         for first, second in zip(*rows, strict=True):
             yield (
                 second[0] + _grown(second[0] - first[0], less.left_by, more.left_by, sums.left_by),
-                second[1] + _grown(second[1] - first[1], less.held_by, more.held_by, sums.held_by, self.tolerance),
+                second[1] + _grown(second[1] - first[1], alive[0], alive[1], alive[2], self.tolerance),
             )
 
     def _elsewhere(self, table: str) -> dict[str, int]:

@@ -183,7 +183,7 @@ class ModelEstimator:
 
     @contextmanager
     def _governed(self, policy: Policy | None, autocast: bool) -> Iterator[Callable[[], SimulatedStep]]:
-        """Inside, the model is under the policy, which has learned what it does in a first forward.
+        """Inside, the model is under the policy, which has learned what it does.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
@@ -195,7 +195,8 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             if policy is not None and any(_learns(rule) for rule in policy.rules):
-                run_forward(subject.model, subject.run, surroundings)
+                for _ in range(_FORWARDS_TO_LEARN):
+                    run_forward(subject.model, subject.run, surroundings)
             yield lambda: simulate(
                 subject.model, subject.run, surroundings, tokens=self._tokens(), classes=self._classes()
             )
@@ -261,6 +262,7 @@ class ModelEstimator:
 
 
 _CHUNKED = "chunked"
+_FORWARDS_TO_LEARN = 2  # where regions of two kinds begin alike, one takes the other's plan in the first
 _WHOLE = (torch.int64, torch.int32)
 
 
