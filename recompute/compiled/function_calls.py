@@ -18,8 +18,9 @@ from torch.autograd.graph import GradientEdge
 
 from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.ops import tensors_in
 from recompute.engine.tape.functions import FunctionOp
-from recompute.engine.tape.op_arguments import LISTS, tensors_in
+from recompute.engine.tape.op_arguments import LISTS
 from recompute.engine.thread_state import local
 from recompute.errors import UnsupportedError
 

@@ -16,11 +16,11 @@ from torch._ops import OpOverload
 
 from recompute.compiled.generated.switch import is_generating
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call
+from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call, tensors_in
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
-from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, parameter_of, tensors_in
+from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, parameter_of
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}

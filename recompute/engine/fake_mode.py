@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from recompute.engine.known_layouts import KnownLayouts
 from recompute.engine.known_values import KnownValues
 from recompute.errors import ModelError
 
+DEVICE = torch.ops.prim.device.default  # each op on fake tensors calls this many times
 _GROUPED_MM, _CAST = torch.ops.aten._grouped_mm.default, torch.ops.aten._to_copy.default
 
 
@@ -26,6 +28,7 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._allow_unsafe_data_ptr_access = False
         self.values = KnownValues()
+        self._layouts = KnownLayouts(self)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
@@ -33,10 +36,19 @@ class FakeMode(FakeTensorMode):
             raise refused_address(error) from error
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        whole = super().__torch_dispatch__
+        if op is DEVICE:
+            return device_of(args[0])
+        with torch._C.DisableTorchFunction():  # modes for functions have seen the function that calls this op
+            return self._run(op, types, args, kwargs or {})
+
+    def _run(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        whole, layouts = super().__torch_dispatch__, self._layouts
         if op is not _GROUPED_MM:
-            return self.values.run(op, args, kwargs, lambda op, args, kwargs: whole(op, types, args, kwargs))
+
+            def run(op: Any, args: Any, kwargs: Any) -> Any:
+                return layouts.run(op, args, kwargs, lambda: whole(op, types, args, kwargs))
+
+            return self.values.run(op, args, kwargs, run)
         if args[0].dtype is torch.bfloat16 or kwargs.get("out_dtype") is not None:
             return super().__torch_dispatch__(op, types, args, kwargs)
         narrow = [self._cast(value, torch.bfloat16) for value in args]
@@ -46,6 +58,11 @@ class FakeMode(FakeTensorMode):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         return super().__torch_dispatch__(_CAST, (type(value),), (value,), {"dtype": dtype})
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """What ``DEVICE`` returns, without asking other modes. Half of all ops on fake tensors are this one."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else DEVICE(tensor)
 
 
 def asks_for_address(error: Exception) -> bool:

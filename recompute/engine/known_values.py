@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
+from recompute.engine.cut.ops import tensors_in
+
 _aten = torch.ops.aten
 _MOST, _MOST_FLOATS = 2**27, 2**12  # elements of a tensor whose values are worth calculating
 _CHOOSES = {
@@ -74,7 +76,7 @@ class KnownValues:
 
     def run(self, op: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """What ``run``, which runs ``op`` on fake tensors, returns; also where its shape depends on known values."""
-        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = tensors_in((args, kwargs))
         known = [value for each in tensors if (value := getattr(each, "_known", None)) is not None]
         if not known:
             output = run(op, args, kwargs)

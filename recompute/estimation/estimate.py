@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recompute.errors import EstimateError
+from recompute.estimation.check_paths import names_factory
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
 from recompute.estimation.gpus import find_gpu
@@ -79,8 +81,9 @@ def estimate(
     from recompute.estimation.attention_choice import Platform
     from recompute.estimation.model_and_batch import fake_model_and_batch
     from recompute.estimation.model_estimator import ModelEstimator
+    from recompute.substitution.formulas import looking_once
 
-    with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject:
+    with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject, looking_once():
         estimator = ModelEstimator(subject, Platform.of(device))
         found = estimator.estimate(options, loaded)
         return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found
@@ -95,13 +98,17 @@ def changes_that_fit(
     batch_size: int,
     seq_len: int,
     gpu: str | None = None,
+    progress: Callable[[str, int, int], None],
 ) -> FittingChanges | None:
     """The fewest changes with which the step that ``estimate`` describes fits ``capacity``; None if none was found."""
     from recompute.estimation.attention_choice import Platform
-    from recompute.estimation.fitting_changes import fewest_changes
+    from recompute.estimation.fitting_changes import Sizes, fewest_changes
     from recompute.estimation.model_and_batch import fake_model_and_batch
     from recompute.estimation.model_estimator import ModelEstimator
+    from recompute.substitution.formulas import looking_once
 
     platform = Platform.of(None if gpu is None else find_gpu(gpu))
-    with fake_model_and_batch(model, options, batch_size, seq_len, None) as subject:
-        return fewest_changes(ModelEstimator(subject, platform), options, policy, capacity)
+    with fake_model_and_batch(model, options, batch_size, seq_len, None) as subject, looking_once():
+        given = None if names_factory(model) else Sizes(batch_size, seq_len)
+        estimator = ModelEstimator(subject, platform)
+        return fewest_changes(estimator, options, policy, capacity, given=given, progress=progress)

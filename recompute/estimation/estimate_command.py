@@ -86,7 +86,6 @@ class EstimateRequest:
             return answer
         fitting = fit(self._peak_nbytes, self.device, self.batch_size, self.seq_len, progress)
         if not fitting.fits:
-            progress("looking for changes that fit", 0, 0)
             found = changes_that_fit(
                 self.model,
                 self.options,
@@ -95,6 +94,7 @@ class EstimateRequest:
                 batch_size=self.batch_size,
                 seq_len=self.seq_len,
                 gpu=self._gpu,
+                progress=progress,
             )
             if found is not None:
                 fitting = fitting._replace(changes=found.changes, changed_peak_nbytes=found.peak_nbytes)

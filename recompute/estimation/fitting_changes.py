@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -14,6 +15,14 @@ from recompute.policy.rules import Policy
 
 _POLICIES = ("elementwise", "auto", "full")
 _MOST_DEVICES = 1024
+_LEAST_TOKENS = 256
+
+
+class Sizes(NamedTuple):
+    """Those of the batch that is made for a model."""
+
+    batch_size: int
+    seq_len: int
 
 
 class FittingChanges(NamedTuple):
@@ -23,29 +32,73 @@ class FittingChanges(NamedTuple):
     peak_nbytes: int
 
 
+class _Combination(NamedTuple):
+    told: tuple[str, ...]
+    options: EstimateOptions
+    policy: Policy | None
+    sizes: Sizes | None
+    """None: the batch as it is."""
+    smallest: Sizes | None
+    """If not even these fit, neither do others in which as much is changed."""
+
+
 def fewest_changes(
-    estimator: ModelEstimator, options: EstimateOptions, policy: Policy | None, capacity: int
+    estimator: ModelEstimator,
+    options: EstimateOptions,
+    policy: Policy | None,
+    capacity: int,
+    *,
+    given: Sizes | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> FittingChanges | None:
     """The fewest changes with which the step fits ``capacity``; None if none of those that are tried does.
 
-    Of as few, those with the fewest devices, and then those that cost the least time: a loss without logits, a policy,
-    an optimizer with states of 8 bits.
+    given: the batch's sizes, which may be halved again and again; None: they are the model's own.
+
+    Of as few, those with the fewest devices, then those with the largest batch, and then those that cost the least
+    time: a loss without logits, a policy, an optimizer with states of 8 bits.
     """
-    for changes, changed, under in sorted(_combinations(estimator, options, policy), key=lambda each: len(each[0])):
-        if estimator.static_nbytes(changed) > capacity:
-            continue
+
+    @functools.cache
+    def sized(sizes: Sizes | None) -> ModelEstimator:
+        return estimator if sizes is None else estimator.of_sizes(*sizes)
+
+    def peak(found: _Combination, sizes: Sizes | None) -> int | None:
+        if sized(sizes).static_nbytes(found.options) > capacity:
+            return None
         try:
-            peak = estimator.estimate(changed, under).peak_bytes
+            nbytes = sized(sizes).estimate(found.options, found.policy).peak_bytes
         except NoEffectError:  # nothing for that preset to govern
+            return None
+        return nbytes if nbytes <= capacity else None
+
+    combinations = sorted(_combinations(estimator, options, policy, given), key=lambda each: len(each.told))
+    for done, found in enumerate(combinations):
+        progress("looking for changes that fit", done, len(combinations))
+        if estimator.static_nbytes(found.options) > capacity or peak(found, found.smallest) is None:
             continue
-        if peak <= capacity:
-            return FittingChanges(changes, peak)
+        if (nbytes := peak(found, found.sizes)) is not None:
+            return FittingChanges(found.told, nbytes)
     return None
 
 
+def _smaller(given: Sizes | None) -> Iterator[tuple[Sizes | None, Sizes | None]]:
+    """Sizes to try, from the largest, each with the smallest of its kind: batches, sequences, one sequence."""
+    yield None, None
+    if given is None:
+        return
+    batches = [given.batch_size >> by for by in range(1, given.batch_size.bit_length())]
+    lengths = [
+        given.seq_len >> by for by in range(1, given.seq_len.bit_length()) if given.seq_len >> by >= _LEAST_TOKENS
+    ]
+    yield from ((Sizes(batch, given.seq_len), Sizes(1, given.seq_len)) for batch in batches)
+    for batch in dict.fromkeys((given.batch_size, 1)):
+        yield from ((Sizes(batch, length), Sizes(batch, lengths[-1])) for length in lengths)
+
+
 def _combinations(
-    estimator: ModelEstimator, options: EstimateOptions, policy: Policy | None
-) -> Iterator[tuple[tuple[str, ...], EstimateOptions, Policy | None]]:
+    estimator: ModelEstimator, options: EstimateOptions, policy: Policy | None, given: Sizes | None
+) -> Iterator[_Combination]:
     sharding = "fsdp2" if options.sharding in ("none", "ddp") else options.sharding
     devices = [options.devices]
     while 2 * devices[-1] <= _MOST_DEVICES:
@@ -53,9 +106,15 @@ def _combinations(
     losses = [options.loss, *(["chunked"] if options.loss == "full" and estimator.head() is not None else [])]
     optimizers = [options.optimizer, *(["adamw-8bit"] if options.optimizer.startswith("adamw") else [])]
     policies = [policy, *(load_policy(name) for name in _POLICIES if policy is None or policy.name != name)]
-    for count, optimizer, under, loss in product(devices, dict.fromkeys(optimizers), policies, losses):
+    ways = product(devices, _smaller(given), dict.fromkeys(optimizers), policies, losses)
+    for count, (sizes, smallest), optimizer, under, loss in ways:
         changed = options._replace(optimizer=optimizer, loss=loss)
-        told = ["a chunked cross-entropy"] if loss != options.loss else []
+        told = []
+        if sizes is not None and given is not None:
+            names = ("batch size", "sequence length")
+            told += [f"{name} {now:,}" for name, now, was in zip(names, sizes, given, strict=True) if now != was]
+        if loss != options.loss:
+            told.append("a chunked cross-entropy")
         if under is not policy and under is not None:
             told.append(f"policy {under.name}")
         if optimizer != options.optimizer:
@@ -63,4 +122,4 @@ def _combinations(
         if count != options.devices:
             told.append(f"{sharding} over {count} devices")
             changed = changed._replace(sharding=sharding, devices=count)
-        yield tuple(told), changed, under
+        yield _Combination(tuple(told), changed, under, sizes, smallest)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from recompute.attach.module_entries import module_entries
@@ -30,6 +31,13 @@ _WORTH_IT = 2  # times as many layers as run
 _SHARED = 1e-3  # of the peak: by so much a shared tensor may move a moment
 
 
+Neighbourhood = tuple[int | None, int, int | None, bool]
+"""The kinds of the layer before, of a layer and of the one after it, and whether it is the first of its kind.
+
+Backward frees in the first of a kind what those of the kind share, as a mask.
+"""
+
+
 class LayerStack(NamedTuple):
     """A list of layers, each with a number that equal layers share, and how many of the first ones stand for all."""
 
@@ -38,11 +46,6 @@ class LayerStack(NamedTuple):
     kinds: tuple[int, ...]
     fewer: int
     few: int
-
-    def neighbourhood(self, index: int, count: int) -> tuple[int, int | None, int | None]:
-        """The kinds of a layer and its neighbours in a list of the first ``count`` layers."""
-        before = None if index == 0 else self.kinds[index - 1]
-        return self.kinds[index], before, None if index == count - 1 else self.kinds[index + 1]
 
     def named(self, index: int) -> str:
         return f"{self.path}.{index}"
@@ -81,17 +84,24 @@ def _rules_in(rules: Mapping[str, Any], layer: str) -> tuple[Any, ...]:
 def _few(kinds: Sequence[int]) -> tuple[int, int] | None:
     """How many of the first layers show every neighbourhood, the usual one twice; and fewer that show no other."""
 
-    def shown(count: int) -> Counter[Any]:
-        ends = (None, *kinds[:count], None)
-        return Counter(zip(ends, ends[1:], ends[2:], strict=False))
+    def shown(count: int) -> Counter[Neighbourhood]:
+        return Counter(_neighbourhoods(kinds[:count]))
 
     every = shown(len(kinds))
-    usual, times = every.most_common(1)[0] if kinds else (None, 0)
+    if not kinds:
+        return None
+    usual, times = every.most_common(1)[0]
     for count in range(_LEAST, len(kinds) // _WORTH_IT):
         if shown(count).keys() == every.keys() and shown(count)[usual] >= min(2, times):
             fewer = next((n for n in range(count - 1, 0, -1) if shown(n).keys() <= every.keys()), 0)
             return (fewer, count) if fewer and fewer + count < len(kinds) else None
     return None
+
+
+def _neighbourhoods(kinds: Sequence[int]) -> list[Neighbourhood]:
+    ends, first = (None, *kinds, None), {kind: kinds.index(kind) for kind in set(kinds)}
+    around = zip(ends, kinds, ends[2:], strict=False)
+    return [(before, kind, after, first[kind] == index) for index, (before, kind, after) in enumerate(around)]
 
 
 def structure_of(module: nn.Module) -> Any:
@@ -130,18 +140,22 @@ def _shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
         yield
 
 
-def extrapolated_step(stacks: Sequence[LayerStack], simulate: Callable[[], SimulatedStep]) -> SimulatedStep | None:
-    """What ``simulate()`` would give, from two runs of it with few layers; None where these do not agree."""
+def extrapolated_step(
+    stacks: Sequence[LayerStack], governed: Callable[[], AbstractContextManager[Callable[[], SimulatedStep]]]
+) -> SimulatedStep | None:
+    """What a step of all layers takes, from two steps with few of them; None where these do not agree.
+
+    governed: puts the policy on the layers that there are; what it yields runs a step with those that there are then.
+    """
     if not stacks:
         return None
-    steps = []
-    for which in ("fewer", "few"):
-        with _shortened(stacks, which):
-            try:
-                steps.append(simulate())
-            except ModelError:  # the model has the number of its layers elsewhere, too
-                return None
-    less, more = steps
+    try:
+        with _shortened(stacks, "few"), governed() as simulate:
+            more = simulate()
+            with _shortened(stacks, "fewer"):
+                less = simulate()
+    except ModelError:  # the model has the number of its layers elsewhere, too
+        return None
     try:
         rows = _Extrapolation(stacks, less, more)
         if not rows.of([stack.fewer for stack in stacks]).is_like(less, rows.tolerance):
@@ -161,14 +175,15 @@ Alive = tuple[tuple[int, int], ...]
 
 @dataclass
 class _Sums:
-    """For a number of layers in each list: what is held before each layer, and the gradients from after it.
+    """For a number of layers in each list: what is alive before each layer, and the gradients from after it.
 
-    Lists are in the order in which forward runs them. Behind the layers comes what is held, or left, by whole lists.
+    Lists are in the order in which forward runs them. Behind the layers comes what is alive, or left, by whole lists.
     """
 
-    held: dict[str, int]
+    before: dict[str, dict[str, int]]
+    """By phase: in forward what earlier layers hold, in backward also what came back of them."""
     left: dict[str, int]
-    held_by: list[int]
+    before_by: dict[str, list[int]]
     left_by: list[int]
 
 
@@ -181,6 +196,11 @@ class _Extrapolation:
         self.tolerance = int(_SHARED * max(nbytes for moment in more.moments for nbytes in moment.alive.values()))
         self._held: dict[Any, tuple[tuple[str, int], ...]] = {}
         self._alive: dict[Any, Alive] = {}
+        self._returned: dict[tuple[str, int], int] = {}
+        """By list and kind: what is alive of a layer in backward of later ones beside what it holds.
+
+        Where a layer's input comes back from the layer before it, those of all layers are there from the start on.
+        """
         self._gradients: dict[Any, int] = {}
         self._learn()
 
@@ -193,15 +213,37 @@ class _Extrapolation:
             seen = tuple(sorted(held)), gradient
             if (self._held.setdefault(key, seen[0]), self._gradients.setdefault(key, gradient)) != seen:
                 raise _NotAlike
-        sums = self._sums(counts)
         moments = {moment.name: moment for moment in self._more.moments}
+        self._learn_what_returns(self._sums(counts), moments)
+        sums = self._sums(counts)
         for stack, index, key in self._layers(counts):
             path = stack.named(index)
             for phase in _PHASES:
                 moment = moments.get(phase + path)
                 if moment is not None:
-                    alive = _shifted(moment, -sums.held[path], -_left(sums, phase, path))
+                    alive = _shifted(moment, -sums.before[phase][path], -_left(sums, phase, path))
                     self._alive[phase, key] = self._most(self._alive.get((phase, key), alive), alive)
+
+    def _learn_what_returns(self, sums: _Sums, moments: Mapping[str, MomentMemory]) -> None:
+        """From layers with one neighbourhood: by how much more than is held does backward have before the later one?"""
+        for stack in self._stacks:
+            latest: dict[Neighbourhood, tuple[int, int]] = {}
+            kinds = sorted(set(stack.kinds))
+            between, found = [], []
+            for index, around in enumerate(_neighbourhoods(stack.kinds[: stack.few])):
+                path = stack.named(index)
+                moment = moments.get(_PHASES[1] + path)
+                if moment is None:
+                    continue
+                nbytes = max(moment.alive.values()) - sums.before[_PHASES[1]][path]
+                if around in latest:
+                    start, before = latest[around]
+                    between.append([stack.kinds[start:index].count(kind) for kind in kinds])
+                    found.append(nbytes - before)
+                latest[around] = index, nbytes
+            if any(abs(nbytes) > self.tolerance for nbytes in found):
+                returned = np.linalg.lstsq(np.array(between), np.array(found), rcond=None)[0]
+                self._returned |= {(stack.path, kind): round(n) for kind, n in zip(kinds, returned, strict=True)}
 
     def _most(self, first: Alive, second: Alive) -> Alive:
         """The more of the two at each number of bytes of gradients."""
@@ -213,20 +255,23 @@ class _Extrapolation:
 
     def _layers(self, counts: Mapping[int, int]) -> Iterator[tuple[LayerStack, int, Any]]:
         for stack in self._stacks:
-            for index in range(counts[id(stack)]):
-                yield stack, index, (stack.path, stack.neighbourhood(index, counts[id(stack)]))
+            for index, around in enumerate(_neighbourhoods(stack.kinds[: counts[id(stack)]])):
+                yield stack, index, (stack.path, around)
 
     def _sums(self, counts: Mapping[int, int]) -> _Sums:
         rows = list(self._layers(counts))
         held = [sum(nbytes for _, nbytes in self._held[key]) for _, _, key in rows]
+        returned = [self._returned.get((stack.path, stack.kinds[index]), 0) for stack, index, _ in rows]
         left = [self._gradients[key] for _, _, key in rows]
         paths = [stack.named(index) for stack, index, _ in rows]
-        before, after = [0, *accumulate(held)], [0, *accumulate(reversed(left))][::-1]
+        alive = {_PHASES[0]: held, _PHASES[1]: [sum(pair) for pair in zip(held, returned, strict=True)]}
+        before = {phase: [0, *accumulate(each)] for phase, each in alive.items()}
+        after = [0, *accumulate(reversed(left))][::-1]
         borders = [0, *accumulate(counts[id(stack)] for stack in self._stacks)]
         return _Sums(
-            dict(zip(paths, before, strict=False)),
+            {phase: dict(zip(paths, each, strict=False)) for phase, each in before.items()},
             dict(zip(paths, after[1:], strict=True)),
-            [before[border] for border in borders],
+            {phase: [each[border] for border in borders] for phase, each in before.items()},
             [after[border] for border in borders],
         )
 
@@ -252,7 +297,8 @@ class _Extrapolation:
         held, gradients = self._elsewhere("held"), self._elsewhere("gradients")
         for each, index, key in self._layers(counts):
             held |= {each.named(index) + inside: nbytes for inside, nbytes in self._held[key]}
-            gradients[each.named(index)] = self._gradients[key]
+            if self._gradients[key]:
+                gradients[each.named(index)] = self._gradients[key]
         if self._less.logits_peak_nbytes != self._more.logits_peak_nbytes:
             raise _NotAlike
         return replace(self._more, moments=tuple(moments), held=held, gradients=gradients)
@@ -265,12 +311,12 @@ class _Extrapolation:
         return "", None
 
     def _of_stack(self, phase: str, stack: LayerStack, count: int, sums: _Sums) -> Iterator[MomentMemory]:
-        order = range(count) if phase == _PHASES[0] else reversed(range(count))
-        for index in order:
-            path, key = stack.named(index), (phase, (stack.path, stack.neighbourhood(index, count)))
+        layers = list(enumerate(_neighbourhoods(stack.kinds[:count])))
+        for index, around in layers if phase == _PHASES[0] else reversed(layers):
+            path, key = stack.named(index), (phase, (stack.path, around))
             if key in self._alive:  # a frozen layer has no backward
-                alive = [(g + _left(sums, phase, path), n + sums.held[path]) for g, n in self._alive[key]]
-                yield MomentMemory(phase + path, dict(alive))
+                before, left = sums.before[phase][path], _left(sums, phase, path)
+                yield MomentMemory(phase + path, {g + left: n + before for g, n in self._alive[key]})
 
     def _moved(
         self, old: MomentMemory, new: MomentMemory, less: _Sums, more: _Sums, sums: _Sums
@@ -279,10 +325,11 @@ class _Extrapolation:
         rows = [sorted(moment.alive.items()) for moment in (old, new)]
         if len(rows[0]) != len(rows[1]):
             raise _NotAlike
+        alive = [[each for phase in _PHASES for each in of.before_by[phase]] for of in (less, more, sums)]
         for first, second in zip(*rows, strict=True):
             yield (
                 second[0] + _grown(second[0] - first[0], less.left_by, more.left_by, sums.left_by),
-                second[1] + _grown(second[1] - first[1], less.held_by, more.held_by, sums.held_by, self.tolerance),
+                second[1] + _grown(second[1] - first[1], alive[0], alive[1], alive[2], self.tolerance),
             )
 
     def _elsewhere(self, table: str) -> dict[str, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from recompute.estimation.fake_tensors import shapes_chosen_in_turn
 from recompute.estimation.layer_extrapolation import extrapolated_step, find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
-from recompute.estimation.simulation import SimulatedStep, optimizer_peak_nbytes, simulate
+from recompute.estimation.simulation import SimulatedStep, Surroundings, optimizer_peak_nbytes, run_forward, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -59,6 +61,10 @@ class ModelEstimator:
         self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
+
+    def of_sizes(self, batch_size: int, length: int) -> ModelEstimator:
+        """Estimates the same model for a batch of other sizes, as ``ModelAndBatch.of_sizes`` makes it."""
+        return ModelEstimator(self._subject.of_sizes(batch_size, length), self._platform, strict=self._strict)
 
     def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
@@ -167,26 +173,32 @@ class ModelEstimator:
     def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
         """What a step takes under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
         if (policy, autocast) not in self._steps:
-            stacks = find_stacks(self._subject.model, policy)
-            step = extrapolated_step(stacks, lambda: self._simulate(policy, autocast))
-            self._steps[policy, autocast] = step or self._simulate(policy, autocast)
+            governed = partial(self._governed, policy, autocast)
+            step = extrapolated_step(find_stacks(self._subject.model, policy), governed)
+            if step is None:
+                with governed() as simulate_all:
+                    step = simulate_all()
+            self._steps[policy, autocast] = step
         return self._steps[policy, autocast]
 
-    def _simulate(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
+    @contextmanager
+    def _governed(self, policy: Policy | None, autocast: bool) -> Iterator[Callable[[], SimulatedStep]]:
+        """Inside, the model is under the policy, which has learned what it does.
+
+        Yields a function that runs a step of the model with the layers that it then has.
+        """
         subject = self._subject
         with warnings.catch_warnings():
             if policy is not None and policy.name == _CHUNKED:  # its rule for the head comes before any other
                 warnings.simplefilter("ignore", PolicyWarning)
             handle = None if policy is None else apply(subject.model, policy, strict=self._strict)
+        surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
-            return simulate(
-                subject.model,
-                subject.run,
-                tokens=self._tokens(),
-                classes=self._classes(),
-                autocast=torch.bfloat16 if autocast else None,
-                warm_up=policy is not None and any(_learns(rule) for rule in policy.rules),
-                platform=self._platform,
+            if policy is not None and any(_learns(rule) for rule in policy.rules):
+                for _ in range(_FORWARDS_TO_LEARN):
+                    run_forward(subject.model, subject.run, surroundings)
+            yield lambda: simulate(
+                subject.model, subject.run, surroundings, tokens=self._tokens(), classes=self._classes()
             )
         finally:
             if handle is not None:
@@ -250,6 +262,7 @@ class ModelEstimator:
 
 
 _CHUNKED = "chunked"
+_FORWARDS_TO_LEARN = 2  # where regions of two kinds begin alike, one takes the other's plan in the first
 _WHOLE = (torch.int64, torch.int32)
 
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,29 +74,53 @@ class SimulatedStep:
         return replace(self, moments=tuple(moments), held=held)
 
 
+class Surroundings(NamedTuple):
+    """What forward and backward run in."""
+
+    platform: Platform | None = None
+    """The device to count as; None: to the byte, as the CPU runs it."""
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast of forward and loss."""
+
+    @contextmanager
+    def entered(self) -> Iterator[tuple[Callable[[], Any], set[str]]]:
+        """The modes for forward and backward.
+
+        Yields a function that returns those for forward alone, and the names of the kernels of attention that have run.
+        """
+        dtype = self.autocast
+        if self.platform is not None:
+            with as_on_cuda(self.platform) as attention:
+                yield lambda: as_on_cuda(autocast=dtype), attention
+        else:
+            yield lambda: torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None), set()
+
+
+AS_ON_THE_CPU = Surroundings()
+
+
+def run_forward(model: nn.Module, run: Callable[[], Any], surroundings: Surroundings) -> None:
+    """Run a forward for what a policy learns in the first one."""
+    with surroundings.entered() as (forward_only, _), forward_only(), _following(model, ModuleTracker()):
+        run()
+
+
 def simulate(
     model: nn.Module,
     run: Callable[[], tuple[Tensor, Any]],
+    surroundings: Surroundings = AS_ON_THE_CPU,
     *,
     tokens: int = 0,
     classes: int | None = None,
-    autocast: torch.dtype | None = None,
-    warm_up: bool = False,
-    platform: Platform | None = None,
 ) -> SimulatedStep:
     """Trace one forward and backward of a model on fake tensors, under their mode. Leaves no gradients.
 
     run: runs forward; returns the loss, and what else the model returned.
     tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
-    warm_up: run a forward before, for what a policy learns in the first one.
-    platform: count as on this device; None: to the byte, as the CPU runs it.
     """
-    if warm_up:
-        with _environment(autocast, platform) as (forward_only, _), forward_only(), _following(model, ModuleTracker()):
-            run()
     units: dict[Tensor, str] = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
     recorder = _MemoryRecorder(classes, tokens, units)
-    trace = StorageTrace(1 if platform is None else BLOCK_NBYTES)
+    trace = StorageTrace(1 if surroundings.platform is None else BLOCK_NBYTES)
     recorder.watch(trace)
     hooks = [
         parameter.register_post_accumulate_grad_hook(recorder.take_gradient)
@@ -104,7 +128,7 @@ def simulate(
         if parameter.requires_grad
     ]
     try:
-        with _without_garbage_collection(), _environment(autocast, platform) as (forward_only, attention), trace:
+        with _without_garbage_collection(), surroundings.entered() as (forward_only, attention), trace:
             with forward_only(), _following(model, recorder.tracker):
                 loss, output = run()
             logits = _logits(output, classes)
@@ -156,21 +180,6 @@ def _peak_of_step(
 
 
 @contextmanager
-def _environment(
-    autocast: torch.dtype | None, platform: Platform | None
-) -> Iterator[tuple[Callable[[], Any], set[str]]]:
-    """The modes for forward and backward.
-
-    Yields a function that returns those for forward alone, and the names of the kernels of attention that have run.
-    """
-    if platform is not None:
-        with as_on_cuda(platform) as attention:
-            yield lambda: as_on_cuda(autocast=autocast), attention
-    else:
-        yield lambda: torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None), set()
-
-
-@contextmanager
 def _without_garbage_collection() -> Iterator[None]:
     """Garbage collection is off inside.
 
@@ -178,7 +187,6 @@ def _without_garbage_collection() -> Iterator[None]:
     earlier than in a real step.
     """
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

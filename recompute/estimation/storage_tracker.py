@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
 from recompute.counters import MemoryTrace
+from recompute.engine.cut.ops import tensors_in
+from recompute.engine.fake_mode import DEVICE, device_of
 from recompute.engine.thread_state import local
 from recompute.estimation.workspaces import workspace_nbytes
 from recompute.kernels.launch import IMPLEMENTATIONS
@@ -24,7 +25,6 @@ _aten = torch.ops.aten
 _is_made_of_tensors = functools.cache(is_traceable_wrapper_subclass_type)
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _WRAPPERS = ("inner", "_fn")  # functions of torch._compile around a dispatch mode, which keep it from being compiled
-DEVICE = torch.ops.prim.device.default  # each op on fake tensors calls this many times
 
 BLOCK_NBYTES = 512
 """What CUDA's caching allocator rounds sizes up to."""
@@ -83,7 +83,7 @@ class StorageTrace(MemoryTrace):
 
         replaces_input: whether the output takes the place of an input, so that the two never take memory together.
         """
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(output)
         if extra_nbytes:
             self._grown(self._rounded(extra_nbytes) + sum(self._rounded(_nbytes(tensor)) for tensor in tensors))
         given: set[int] | None = None
@@ -93,7 +93,7 @@ class StorageTrace(MemoryTrace):
             if key in self._alive or not (nbytes := self._rounded(storage.nbytes())):
                 continue
             if given is None:
-                given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)}
+                given = {each.untyped_storage()._cdata for each in tensors_in(args)}
             if key in given:  # a storage from before the block
                 continue
             # The entry is removed when the storage dies. Only after that can another storage have the same address.
@@ -140,7 +140,8 @@ class _StorageMode(TorchDispatchMode):
                 return IMPLEMENTATIONS[op](*args, **kwargs)
         if local.simulates_cuda and op is _aten.addmm.dtype_out:
             return _add_product(args[1], args[2], kwargs["out"])
-        output = op(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # modes for functions have seen the function that calls this op
+            output = op(*args, **kwargs)
         extra = workspace_nbytes(op, args, output) if local.simulates_cuda else 0
         replaces_input = op is _aten.add.Tensor and local.simulates_cuda and _is_called_by_autograd()
         self._trace.made(output, (args, kwargs), extra, replaces_input=replaces_input)
@@ -168,11 +169,6 @@ def _is_called_by_autograd() -> bool:
     while frame.f_code.co_name in _WRAPPERS and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code is _RUN_BACKWARD
-
-
-def device_of(tensor: Tensor) -> torch.device:
-    """What ``DEVICE`` returns, without asking other modes. Half of all ops on fake tensors are this one."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else DEVICE(tensor)
 
 
 def _nbytes(tensor: Tensor) -> int:

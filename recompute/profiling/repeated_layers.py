@@ -25,6 +25,8 @@ from recompute.profiling.dry_run import DryRun
 from recompute.profiling.regions import find_regions
 from recompute.profiling.step_trace import StepPart
 
+_WORTH_IT = 2 / 3  # of the layers, or fewer
+
 
 class RepeatedLayers(NamedTuple):
     """A list of layers in which a sequence of kinds repeats up to the end, and how few of the layers need to run.
@@ -51,7 +53,7 @@ class RepeatedLayers(NamedTuple):
 
 
 def find_repeated(model: nn.Module) -> list[RepeatedLayers]:
-    """The outermost lists of layers of which less than half need to run."""
+    """The outermost lists of layers of which a part is enough."""
     found: list[RepeatedLayers] = []
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -62,7 +64,7 @@ def find_repeated(model: nn.Module) -> list[RepeatedLayers]:
         kinds = [numbers.setdefault(structure_of(layer), len(numbers)) for layer in module]
         if path and kinds:
             few, period = min(map(_few(kinds), range(1, len(kinds) + 1)))
-            if 2 * few < len(kinds):
+            if few < _WORTH_IT * len(kinds):
                 found.append(RepeatedLayers(path, module, len(kinds), few, period))
     return found
 
@@ -70,14 +72,15 @@ def find_repeated(model: nn.Module) -> list[RepeatedLayers]:
 def _few(kinds: Sequence[int]) -> Callable[[int], tuple[int, int]]:
     """A function of a period: how few layers need to run if ``kinds`` repeat with it up to the end; and the period.
 
-    At least two periods have to run, because layers are measured in pairs of neighbours that run in the same way.
+    Three periods have to run: the first and the last differ from those between them, as the first layer of all does.
+    Where a period is one layer, there are two between them, as layers are measured in pairs that run in the same way.
     """
 
     def few(period: int) -> tuple[int, int]:
         start = len(kinds) - period
         while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
             start -= 1
-        return start + (2 + 2 // period) * period + (len(kinds) - start) % period, period
+        return start + max(3 * period, 8) + (len(kinds) - start) % period, period
 
     return few
 

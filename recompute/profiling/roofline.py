@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
-from recompute.engine.cut.ops import Kind, facts, work
-from recompute.engine.fake_mode import FakeMode
+from recompute.engine.cut.ops import Kind, facts, tensors_in, work
+from recompute.engine.fake_mode import DEVICE, FakeMode, device_of
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
@@ -30,7 +29,7 @@ from recompute.estimation.factories import describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.gpus import Gpu, find_gpu
 from recompute.estimation.static_memory import check_sharding
-from recompute.estimation.storage_tracker import BLOCK_NBYTES, DEVICE, StorageTrace, device_of
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.estimation.workspaces import cublas_nbytes
 from recompute.profiling.cost_table import HostLink, Profile
 from recompute.profiling.dry_run import DryRun, OptimizerFactory, nbytes_of
@@ -39,6 +38,7 @@ from recompute.profiling.model_run import Loss, arguments_of, named
 from recompute.profiling.repeated_layers import continued, representative, shortened
 from recompute.profiling.shards import Shards
 from recompute.profiling.step_trace import StepTrace
+from recompute.substitution.formulas import looking_once
 
 # The shares of a device's peak that large GEMMs and large copies reach: on an H200, GEMMs reach 690 to 790 TFLOP/s.
 _OF_FLOPS, _OF_BANDWIDTH = 0.75, 0.85
@@ -90,6 +90,7 @@ def roofline(
         as_on_cuda(Platform.of(gpu)),
         torch.inference_mode(False),
         torch.enable_grad(),
+        looking_once(),
     ):
         fake = fake_copy(model, parameters[0].dtype)
         args, kwargs = arguments_of(fake_batch(batch))
@@ -307,8 +308,8 @@ class _WithoutAddresses(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = op(*args, **(kwargs or {}))
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.is_meta:
+        for each in tensors_in(output):
+            if each.is_meta:
                 torch._C._set_throw_on_mutable_data_ptr(each)
         return output
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import models
 import pytest
@@ -12,9 +15,10 @@ from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.capacity import Fit, fit, read_capacity
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.fitting_changes import fewest_changes
+from recompute.estimation.fitting_changes import Sizes, fewest_changes
 from recompute.estimation.model_and_batch import fake_model_and_batch
 from recompute.estimation.model_estimator import ModelEstimator
+from recompute.policy.rules import Policy
 
 PEAKS: dict[str, Callable[[int, int], int]] = {
     "a line": lambda batch, length: 1000 + 3 * batch * length,
@@ -102,3 +106,49 @@ def test_the_fewest_changes_that_fit_are_offered() -> None:
     assert close.changes == ("fsdp2 over 4 devices",)
     assert small is not None
     assert small.peak_nbytes <= peak // 4
+
+
+class Tokens:
+    """Stands for an estimator: ``static`` bytes a device, and for each token 16 bytes, or fewer by a policy."""
+
+    def __init__(self, static: int, sizes: Sizes) -> None:
+        self.static, self.sizes = static, sizes
+
+    def of_sizes(self, batch_size: int, seq_len: int) -> Tokens:
+        return Tokens(self.static, Sizes(batch_size, seq_len))
+
+    def head(self) -> None:
+        return None
+
+    def static_nbytes(self, options: EstimateOptions) -> int:
+        return self.static // options.devices
+
+    def estimate(self, options: EstimateOptions, policy: Policy | None) -> SimpleNamespace:
+        per_token = {None: 16, "elementwise": 12, "auto": 8, "full": 4}[policy and policy.name]
+        return SimpleNamespace(peak_bytes=self.static_nbytes(options) + per_token * math.prod(self.sizes))
+
+
+@pytest.mark.parametrize(
+    ("static", "given", "capacity", "changes"),
+    [
+        (0, Sizes(8, 1024), 16 * 8192, ()),
+        (0, Sizes(8, 1024), 4 * 8192, ("policy full",)),
+        (0, Sizes(8, 1024), 4 * 8192 - 1, ("batch size 1",)),
+        (0, Sizes(8, 1024), 16 * 1024 - 1, ("batch size 2", "policy full")),
+        (0, Sizes(1, 1024), 4 * 1024 - 1, ("sequence length 512", "policy full")),
+        (0, Sizes(8, 1024), 4 * 512, ("batch size 1", "sequence length 512", "policy full")),
+        (0, Sizes(8, 1024), 4 * 512 - 1, ("batch size 1", "sequence length 256", "policy full")),
+        (64 * 8192, Sizes(8, 1024), 4 * 8192, ("batch size 1", "fsdp2 over 32 devices")),
+        (64 * 8192, Sizes(1, 128), 16 * 128, ("policy auto", "fsdp2 over 512 devices")),
+        (64 * 8192, None, 8 * 8192, ("policy full", "fsdp2 over 16 devices")),
+    ],
+)
+def test_smaller_batches_and_shorter_sequences_are_among_the_changes(
+    static: int, given: Sizes | None, capacity: int, changes: tuple[str, ...]
+) -> None:
+    estimator: Any = Tokens(static, given or Sizes(8, 1024))
+    options = EstimateOptions("bfloat16", "sgd", "none", 1, "full")
+    found = fewest_changes(estimator, options, None, capacity, given=given)
+    assert found is not None
+    assert found.changes == changes
+    assert found.peak_nbytes <= capacity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -142,26 +143,41 @@ def test_small_models_at_long_sequence_and_large_ones_get_different_advice() -> 
     assert large.advice[0].what.startswith("the optimizer's states")
 
 
-@pytest.mark.slow
+MANY = {**models.SHAPE, "num_hidden_layers": 26}
+DEEP = {
+    "llama": tiny(num_hidden_layers=26, tie_word_embeddings=False),
+    "tied": tiny(num_hidden_layers=26, tie_word_embeddings=True),
+    "inputs that come back one from the other": transformers.Olmo2Config(**MANY),
+    "two kinds of masks": transformers.GptOssConfig(**MANY, num_local_experts=2, num_experts_per_tok=1),
+    "images": transformers.Qwen2VLConfig(
+        text_config={**MANY, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        vision_config={"depth": 12, "embed_dim": 32, "hidden_size": models.HIDDEN, "num_heads": 4},
+        image_token_id=3,
+        architectures=["Qwen2VLForConditionalGeneration"],
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("policy", "tied"),
+    ("name", "policy"),
     [
-        ("elementwise", False),
-        *slow(*((policy, False) for policy in (None, "full", "auto", "kernel", "hook"))),
-        *slow(*((policy, True) for policy in (None, "full", "elementwise", "auto", "kernel", "hook"))),
+        ("llama", "elementwise"),
+        ("inputs that come back one from the other", "elementwise"),
+        ("two kinds of masks", "elementwise"),
+        *slow(*product(DEEP, (None, "full", "elementwise", "auto", "kernel", "hook"))),
     ],
 )
-def test_many_layers_from_few_are_all_of_them(policy: str | None, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny(num_hidden_layers=26, tie_word_embeddings=tied)
+def test_many_layers_from_few_are_all_of_them(name: str, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DEEP[name]
     monkeypatch.setattr(model_estimator, "find_stacks", lambda *arguments: [])
-    whole = estimate(config, seq_len=64, policy=policy)
+    whole = estimate(config, seq_len=512, policy=policy)
     monkeypatch.undo()
     few = []
     simulate = model_estimator.simulate
     monkeypatch.setattr(
         model_estimator, "simulate", lambda *given, **options: few.append(1) or simulate(*given, **options)
     )
-    found = estimate(config, seq_len=64, policy=policy)
+    found = estimate(config, seq_len=512, policy=policy)
     assert dict(found.moments) == dict(whole.moments)
     assert found.activation_bytes == whole.activation_bytes
     assert len(few) == 2

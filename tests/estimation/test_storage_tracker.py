@@ -25,7 +25,13 @@ from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.module_tracker import unit_of
-from recompute.estimation.simulation import SimulatedStep, optimizer_peak_nbytes, simulate
+from recompute.estimation.simulation import (
+    SimulatedStep,
+    Surroundings,
+    optimizer_peak_nbytes,
+    run_forward,
+    simulate,
+)
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.estimation.workspaces import workspace_nbytes
 
@@ -132,7 +138,8 @@ def fake_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> Simula
     with without_packing("model"), FakeMode():
         fake, given = fake_copy(model, torch.float32), fake_batch(batch)
         recompute.apply(fake, policy)
-        return simulate(fake, lambda: run(fake, given), warm_up=True)
+        run_forward(fake, lambda: run(fake, given), Surroundings())
+        return simulate(fake, lambda: run(fake, given))
 
 
 def real_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> tuple[int, int]:
@@ -251,7 +258,7 @@ def test_autograd_sums_gradients_in_place() -> None:
             return gradient.expand(1000, 1000) * 2 + torch.ones(1000, 1000)
 
     def peak(run: Callable[[Tensor], Tensor]) -> int:
-        step = simulate(nn.Module(), lambda: (loss := run(weight), loss), platform=Platform.of(None))
+        step = simulate(nn.Module(), lambda: (loss := run(weight), loss), Surroundings(Platform.of(None)))
         return max(nbytes for moment in step.moments for nbytes in moment.alive.values())
 
     weight_nbytes = 4 * 1000 * 1000

@@ -17,7 +17,6 @@ import torch
 from torch import Tag, Tensor
 from torch._library import simple_registry
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_leaves
 
 PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
 
@@ -537,21 +536,31 @@ def seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any)
     return max(flops / FLOPS, nbytes / BANDWIDTH)
 
 
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in ``values``: lists, tuples and dicts inside of each other."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
 def work(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[float, int]:
     """The floating-point operations of ``output = op(*args, **kwargs)``, if it is costly, and the bytes that it moves.
 
     ``torch.utils.flop_counter`` does not serve for this: its formulas refuse some shapes (attention with grouped
     heads), read lengths back from the device, and know no op of other libraries.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs, output)))
     return _flops(facts(op), args, output), nbytes
 
 
 def _flops(known: OpFacts, args: tuple[Any, ...], output: Any) -> float:
     """The arithmetic of a costly op; 0 for other ops, and for arguments that its family does not expect."""
     operands = [value for value in args if isinstance(value, Tensor)]
-    result = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+    result = next(iter(tensors_in(output)), None)
     if result is None or len(operands) < 2:
         return 0.0
     if known.family == "gemm":

@@ -20,7 +20,7 @@ from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.compression import Codec
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import OpFacts, seconds
+from recompute.engine.cut.ops import OpFacts, seconds, tensors_in
 from recompute.engine.cut.save_plan import (
     HAND_OUT,
     KEEP,
@@ -49,7 +49,7 @@ from recompute.engine.saved_tensors import (
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch, without_graph
 from recompute.engine.tape.kept_values import KeptValues, PackKept, make_recipes, resolve_handles
-from recompute.engine.tape.op_arguments import NotRegenerable, at, is_plain, parameter_of, tensors_in
+from recompute.engine.tape.op_arguments import NotRegenerable, at, is_plain, parameter_of
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
     RecordedCall,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.ops import tensors_in
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 from recompute.engine.thread_state import is_fake, is_in_cuda_graph
@@ -42,17 +43,6 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 def without(places: Collection[int | str], args: Sequence[Any]) -> list[Any]:
     return [None if place in places else value for place, value in enumerate(args)]
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in ``values``: lists, tuples and dicts inside of each other."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def at(places: tuple[int | str, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import Kind, OpFacts
+from recompute.engine.cut.ops import Kind, OpFacts, tensors_in
 from recompute.engine.cut.save_plan import SavePlan, ValueFacts, ValueRef
 from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.tape.frame_values import FrameValues
@@ -23,7 +23,6 @@ from recompute.engine.tape.op_arguments import (
     is_dense,
     is_plain,
     parameter_of,
-    tensors_in,
     watch,
     without,
 )

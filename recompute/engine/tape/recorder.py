@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.engine.compression import Codec
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import Kind, facts_of_call
+from recompute.engine.cut.ops import Kind, facts_of_call, tensors_in
 from recompute.engine.cut.save_plan import PlanCache, SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
@@ -43,7 +43,7 @@ from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
 from recompute.engine.tape.functions import FunctionOp, Reached, is_in_function
-from recompute.engine.tape.op_arguments import PLAIN, is_plain, tensors_in
+from recompute.engine.tape.op_arguments import PLAIN, is_plain
 from recompute.engine.thread_state import in_backward, local
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks

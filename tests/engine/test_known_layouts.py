@@ -1,0 +1,52 @@
+"""What an op on fake tensors returned once, it returns again: of the same layout, in a storage of its own or a view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from recompute.engine.fake_mode import FakeMode
+
+OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "an add": lambda x, y: x + y,
+    "an add of another number": lambda x, y: x + 1,
+    "a product": lambda x, y: x @ y.mT,
+    "a view": lambda x, y: x.unsqueeze(1),
+    "a slice": lambda x, y: x[:, 1:3],
+    "a transposed sum": lambda x, y: x.mT.sum(0, keepdim=True),
+    "parts": lambda x, y: x.split(2, dim=-1),
+    "a cast": lambda x, y: x.to(torch.float64),
+    "what is there already": lambda x, y: x.to(torch.float32),
+    "several outputs, some none": lambda x, y: torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5),
+    "a list of tensors": lambda x, y: torch.cat([x, y, x], dim=1),
+    "complex numbers": lambda x, y: x.to(torch.complex64).conj(),
+    "an addition in place": lambda x, y: x.clone().add_(y),
+    "a mask": lambda x, y: x.masked_fill(y > 0, -1.0),
+}
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+@pytest.mark.parametrize("other", [lambda x: x, lambda x: x.mT.contiguous().mT], ids=["dense", "transposed"])
+def test_what_an_op_returned_before_is_returned_as_torch_makes_it(op: Any, other: Any) -> None:
+    def told(mode: Any) -> list[Any]:
+        with mode:
+            x, y = (other(torch.empty(2, 3, 4)) for _ in range(2))
+            op(x, y)  # its layouts are remembered
+            found = tree_leaves(op(x, y))
+        given = [each.untyped_storage()._cdata for each in (x, y)]
+        return [_told(each, given) for each in found]
+
+    assert told(FakeMode()) == told(FakeTensorMode())
+
+
+def _told(tensor: Tensor, given: list[int]) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()
+    layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, storage.nbytes()
+    shares = [storage._cdata == each for each in given]
+    return *layout, shares, type(tensor), tensor.is_conj(), tensor._is_view(), tensor.requires_grad
