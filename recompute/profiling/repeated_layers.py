@@ -80,7 +80,7 @@ def _few(kinds: Sequence[int]) -> Callable[[int], tuple[int, int]]:
         start = len(kinds) - period
         while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
             start -= 1
-        return start + max(3 * period, 8) + (len(kinds) - start) % period, period
+        return start + max(3 * period, 4) + (len(kinds) - start) % period, period
 
     return few
 
