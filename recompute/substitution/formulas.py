@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
@@ -30,6 +29,7 @@ from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, depends_on_sizes, has_effects
 from recompute.compiled.recording import Recording
 from recompute.engine.checkpoint.module_state import RUNNER
+from recompute.engine.dtensors import are_sharded
 from recompute.engine.modes import under
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
@@ -131,14 +131,14 @@ def takes_one_argument(module: nn.Module) -> bool:
         return False
 
 
-_PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor, DTensor)
+_PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 _ASK_FOR_DEVICE = {"device", "is_cuda", "is_cpu", "is_meta", "get_device"}
 """Names by which a forward asks where a tensor is. It is looked at on a device on which nothing trains."""
 
 
 def _formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
     tensors = [*module.parameters(), *module.buffers()]
-    if any(is_lazy(each) or type(each) not in _PLAIN_TENSORS for each in tensors):
+    if any(is_lazy(each) or not (type(each) in _PLAIN_TENSORS or are_sharded((type(each),))) for each in tensors):
         return None
     if any(_ASK_FOR_DEVICE & names_in(base_of(part)) for part in module.modules()):
         return None
@@ -230,9 +230,18 @@ class _Taken(Exception):
         self.graph, self.given = graph, given
 
 
-_MOST_GRAPHS = 64
-_calls: dict[Any, GuardedCalls] = {}
-"""For each forward, the graphs that were taken of it. Their guards tell whether one is that of another module, too."""
+class _Graphs(GuardedCalls):
+    """The graphs that were taken of a forward. Their guards tell whether one is that of another module, too."""
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        super().__init__(_compile)
+        self.count = 0
+
+
+_graphs: dict[Any, _Graphs] = {}
+"""By the forward that they are of."""
 _lock = threading.RLock()
 
 
@@ -244,13 +253,14 @@ def _graph_of(module: nn.Module, x: Tensor) -> _Taken | None:
     forward = base_of(module).forward
     call: tuple[Any, tuple, dict] = MethodType(forward, module), (x,), {}
     with _lock:
-        calls = _calls.get(forward)
-        if calls is None or not calls.are_current:
-            calls = _calls[forward] = GuardedCalls(_compile)
         try:
-            with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, accumulated_recompile_limit=_MOST_GRAPHS):
-                if calls.run(*call) is MISSED:
-                    calls.trace(*call, Recording(), (forward, *module.modules()))
+            graphs = _graphs.get(forward)
+            if graphs is None or not graphs.are_current or graphs.count >= _Graphs.MOST:
+                graphs = _graphs[forward] = _Graphs()
+            with torch._dynamo.config.patch(recompile_limit=2 * _Graphs.MOST):
+                if graphs.run(*call) is MISSED:
+                    graphs.count += 1
+                    graphs.trace(*call, Recording(), (forward, *module.modules()))
         except _Taken as taken:
             return taken
         except Exception:
