@@ -268,7 +268,7 @@ _WHOLE = (torch.int64, torch.int32)
 
 def _learns(rule: Rule) -> bool:
     """Whether a second forward may hold less than the first."""
-    return meaning_of(rule).mechanism is Mechanism.TAPE
+    return meaning_of(rule).mechanism in (Mechanism.TAPE, Mechanism.CHECKPOINT)
 
 
 _MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = {
