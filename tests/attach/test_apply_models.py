@@ -7,6 +7,7 @@ import inspect
 import statistics
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tiny import assert_same, of_one_more, snapshot, train
 from torch import Tensor, nn
 
 import recompute
-from recompute.errors import PolicyWarning
+from recompute.errors import NoEffectError, PolicyWarning
 
 TOKENS = BATCH * LENGTH
 CONFIGS: dict[str, Callable[..., Any]] = {
@@ -271,7 +272,8 @@ def test_hugging_faces_checkpointing_runs_inside_the_policy(reentrant: bool, pre
     for each in (model, without):
         each.gradient_checkpointing_enable({"use_reentrant": reentrant})
         each.enable_input_require_grads()
-    with pytest.warns(PolicyWarning, match="its own checkpointing"):
+    # The preset none governs nothing, and so has nothing to tell of.
+    with nullcontext() if preset == "none" else pytest.warns(PolicyWarning, match="its own checkpointing"):
         handle = recompute.apply(model, preset)
     if preset == "kernel":
         torch.testing.assert_close(steps(model), steps(without))
@@ -387,6 +389,10 @@ def test_a_preset_does_something_to_each_architecture_and_changes_no_bit(name: s
         )
     else:
         model, batch = models.make(name), models.batch(name)
+    if (name, preset) == ("convnet", "hook"):
+        with pytest.raises(NoEffectError):  # what batch norms hold are their inputs and a few statistics
+            recompute.verify(model, batch, policy=preset)
+        return
     found = recompute.verify(model, batch, policy=preset)
     assert found.bitwise
     share = found.dropped_nbytes / (found.dropped_nbytes + found.kept_nbytes)
