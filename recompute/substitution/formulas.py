@@ -147,7 +147,7 @@ def _formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
         for width in _widths(module):
             taken = _graph_of(stand_in, _input(conditions, width))
             if taken is not None:
-                return None if taken.graph is None else _Writer(stand_in, taken.graph, taken.given).formula()
+                return _Writer(stand_in, taken.graph, taken.given).formula()
     return None
 
 
@@ -222,12 +222,15 @@ def _silent(logger: logging.Logger) -> Iterator[None]:
         logger.disabled = before
 
 
-class _Taken(Exception):
-    """A graph, and the tensors that it is given. It goes no further than this module."""
+class _Taken:
+    """A graph, and the tensors that it is given. It stands for what the graph gives."""
 
-    def __init__(self, graph: fx.Graph | None, given: Sequence[Any]):
-        """graph: None if it does not tell all that forward does."""
+    def __init__(self, graph: fx.Graph, given: Sequence[Any]):
         self.graph, self.given = graph, given
+
+
+class _Untold(Exception):
+    """A graph does not tell all that forward does. It goes no further than this module."""
 
 
 class _Graphs(GuardedCalls):
@@ -246,9 +249,9 @@ _lock = threading.RLock()
 
 
 def _graph_of(module: nn.Module, x: Tensor) -> _Taken | None:
-    """What torch's frontend takes of a module's forward; None if it takes nothing.
+    """What torch's frontend takes of a module's forward, if that is all that it returns; None if it takes nothing.
 
-    No forward runs: what stands for the graph raises, before anything is changed.
+    No forward runs, but for what packs the outputs of its graph.
     """
     forward = base_of(module).forward
     call: tuple[Any, tuple, dict] = MethodType(forward, module), (x,), {}
@@ -258,23 +261,24 @@ def _graph_of(module: nn.Module, x: Tensor) -> _Taken | None:
             if graphs is None or not graphs.are_current or graphs.count >= _Graphs.MOST:
                 graphs = _graphs[forward] = _Graphs()
             with torch._dynamo.config.patch(recompile_limit=2 * _Graphs.MOST):
-                if graphs.run(*call) is MISSED:
+                result = graphs.run(*call)
+                if result is MISSED:
                     graphs.count += 1
-                    graphs.trace(*call, Recording(), (forward, *module.modules()))
-        except _Taken as taken:
-            return taken
+                    result = graphs.trace(*call, Recording(), (forward, *module.modules()))
         except Exception:
             # Any module's forward comes here, and the frontend may raise anything. Then it is not recognized.
             return None
-    return None
+    return result if type(result) is _Taken else None
 
 
 def _compile(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     tells_all = not (asks_about_tracing() or has_effects() or depends_on_sizes())
-    graph = module.graph if tells_all else None
+    outputs = len(next(node for node in module.graph.nodes if node.op == "output").args[0])
 
     def taken(*given: Any) -> Any:
-        raise _Taken(graph, given)
+        if not tells_all:
+            raise _Untold  # before anything is changed
+        return (_Taken(module.graph, given),) * outputs
 
     return taken
 
