@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -23,7 +24,7 @@ from recompute.engine.reachable_objects import references_of_function, reference
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.policy.meaning import Meaning
+from recompute.policy.meaning import Kernels, Meaning
 from recompute.substitution.codec import Blockwise8Bit
 
 
@@ -225,7 +226,10 @@ def _region(
     codec = Blockwise8Bit() if meaning.compresses else None
     tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache, codec)
     region = CapturedRegion(tape, cache if meaning.capture else None, checkpoint)
-    region.generates = meaning.compiled
+    if not meaning.compiled:
+        region.generates = Generates.NOTHING
+    elif meaning.kernels is not Kernels.NEVER:  # which round in their own way, too
+        region.generates = Generates.ROUNDED
     return region
 
 
