@@ -21,6 +21,7 @@ from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
+from recompute.compiled.generated.row_sums import can_add_rows, index_put_rows
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
@@ -61,7 +62,8 @@ class Code:
         """Write a call of an op whose arguments have variables. again: it runs on copies of what it writes to."""
         if again:
             self.reruns.append(call)
-        if self.recording.is_generated and self.recording.generates is Generates.ROUNDED and call.op in READERS:
+        rounds = self.recording.is_generated and self.recording.generates is Generates.ROUNDED
+        if rounds and call.op in READERS:
             parts = {use: self._part(use, again) for use in call.uses()}
             call = call._replace(args=_with(call.args, parts), kwargs=_with(call.kwargs, parts))
         if again and call.written:
@@ -81,7 +83,9 @@ class Code:
                 self.tensors[after] = self.tensors[before]
         variables = {use.buffer: self._memory(use, again) for use in call.uses()}
         writes = tuple([self.tensors[after] for _, after in call.written])
-        text = f"{self._function(call.op)}({', '.join(arguments)})"
+        adds_rows = rounds and can_add_rows(call, self.recording)
+        function = self.named(index_put_rows) if adds_rows else self._function(call.op)
+        text = f"{function}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
         known = facts(call.op)

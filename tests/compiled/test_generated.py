@@ -17,6 +17,7 @@ from recompute.compiled.generated import device_functions, generated_kernel
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.index_forms import Form
+from recompute.compiled.generated.row_sums import can_add_rows, index_put_rows
 from recompute.compiled.generated.spaces import Elements
 from recompute.compiled.generated.switch import Generates, generating_on
 
@@ -185,6 +186,52 @@ class TestRows:
         )
         assert {kernel.name.partition("_")[0] for kernel in kernels} == {"by", "pointwise"}
         assert others == []
+
+
+ADDED = {
+    "rows": (9, (40,), (6,), torch.float32),
+    "many rows of few places": (3, (200,), (300,), torch.bfloat16),
+    "elements": (5, (64,), (), torch.float16),
+    "rows of matrices, and places without any": (50, (20,), (3, 4), torch.float32),
+}
+
+
+class TestRowSums:
+    @staticmethod
+    def of(name: str, device: str) -> tuple[Tensor, Tensor]:
+        places, rows, shape, dtype = ADDED[name]
+        index = torch.randint(-places, places, rows, generator=torch.Generator().manual_seed(0)).to(device)
+        initial, values = draw(places, *shape).to(device, dtype), draw(*rows, *shape).to(device, dtype)
+        code, _ = written(
+            lambda x, i, v: x.index_put([i], v, accumulate=True), initial, index, values, generates=Generates.ROUNDED
+        )
+        (call,) = code.recording.calls
+        assert can_add_rows(call, code.recording)
+        exact = initial.double().index_put([index], values.double(), accumulate=True).to(dtype)
+        return index_put_rows(initial, [index], values, True), exact
+
+    @interpreted
+    @pytest.mark.parametrize("name", ADDED)
+    def test_rows_add_up_where_they_go_to(self, name: str) -> None:
+        torch.testing.assert_close(*self.of(name, "cpu"))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("name", ADDED)
+    def test_rows_add_up_in_the_same_order_each_time(self, name: str) -> None:
+        found, exact = self.of(name, "cuda")
+        torch.testing.assert_close(found, exact)
+        assert all(torch.equal(found, self.of(name, "cuda")[0]) for _ in range(5))
+
+    @interpreted
+    def test_a_policy_that_may_round_adds_rows_by_a_kernel(self) -> None:
+        def gradient(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
+            return x.index_put([i], v, accumulate=True)
+
+        given = draw(4, 6), torch.tensor([1, 1, 3]), draw(3, 6)
+        for generates, by_kernel in ((Generates.ROUNDED, True), (Generates.EXACT, False)):
+            with generating_on("cpu"):
+                code, _ = written(gradient, *given, generates=generates)
+            assert (index_put_rows in code.names.values()) is by_kernel
 
 
 class TestGrouping:
