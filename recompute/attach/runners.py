@@ -6,7 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import MethodType
 from typing import Any
 
@@ -26,6 +26,7 @@ from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.policy.meaning import Kernels, Meaning
 from recompute.substitution.codec import Blockwise8Bit
+from recompute.substitution.whole_heads import WholeHeads
 
 
 class RootRunner(Runner):
@@ -224,11 +225,14 @@ def _region(
 ) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
     codec = Blockwise8Bit() if meaning.compresses else None
-    tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache, codec)
+    rounds = meaning.kernels is not Kernels.NEVER
+    tape = TapeRegion(
+        statistics, op_policy(meaning), cache.plan_cache, codec, mode=WholeHeads if rounds else nullcontext
+    )
     region = CapturedRegion(tape, cache if meaning.capture else None, checkpoint)
     if not meaning.compiled:
         region.generates = Generates.NOTHING
-    elif meaning.kernels is not Kernels.NEVER:  # which round in their own way, too
+    elif rounds:
         region.generates = Generates.ROUNDED
     return region
 

@@ -314,7 +314,7 @@ class CapturedGraph:
             )
             caller.observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
-            with tape:
+            with tape, region.tape.mode():
                 outputs = graph(*given)
                 seen.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):

@@ -28,7 +28,7 @@ def fused(
     found: list[Statement] = []
     for unit in units:
         members = [statements[index] for index in sorted(unit.members)]
-        if len(members) > 1 or (grouping.fits[min(unit.members)] and is_slow_alone(members[0].call)):
+        if len(members) > 1 or (grouping.fits[min(unit.members)] and is_slow_alone(members[0].call, recording)):
             dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
             members = [_generated(unit, members, grouping, views, names, dying)]
         found += members

@@ -11,6 +11,7 @@ A group with a call that goes over rows, such as softmax, counts rows instead, a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ from recompute.engine.cut.layout import Layout
 
 _ATEN = torch.ops.aten
 MAX_ADDRESS = 2**31 - 1
+LARGE = 2**20
+"""Elements from which on it matters how fast they are moved."""
 _NUMBERS = (int, float, bool)
 
 Index = tuple[Form, ...]
@@ -108,9 +111,21 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     return True
 
 
-def is_slow_alone(call: Call | None) -> bool:
-    """Whether ATen moves a call's elements slowly: it puts beside each other what has gaps, or pads with zeros."""
-    return call is not None and call.op in PLACED
+def is_slow_alone(call: Call | None, recording: Recording) -> bool:
+    """Whether ATen moves a call's elements slowly, so that a kernel of its own pays.
+
+    It puts beside each other what has gaps, pads with zeros, or repeats an operand over many elements.
+    """
+    if call is None or call.op in ROW_OPS:
+        return False
+    count = elements_of(call, recording)
+    return call.op in PLACED or (count >= LARGE and any(_is_repeated(use, count) for use in call.uses()))
+
+
+def _is_repeated(use: Use, count: int) -> bool:
+    """Whether an operand is broadcast, and is no single number."""
+    own = [size for size, stride in zip(use.layout.shape, use.layout.stride, strict=True) if stride]
+    return 1 < math.prod(own) < count
 
 
 def equal_parts(call: Call | None) -> list[Use]:
