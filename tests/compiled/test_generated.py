@@ -280,6 +280,17 @@ class TestGrouping:
         kernels, _ = kernels_of(lambda x: x.exp() * 2, draw(8, 8))
         assert kernels[0]._reused == {}
 
+    def test_what_reads_no_tensor_is_no_kernel(self) -> None:
+        kernels, others = kernels_of(lambda x: x.new_zeros(1, 8).expand(64, 8).clone(), draw(64))
+        assert kernels == []
+        assert len(others) == 2
+
+    def test_a_kernel_of_its_own_repeats_an_operand(self) -> None:
+        masked = lambda x, mask: x.masked_fill(mask, 0.0)  # noqa: E731
+        for rows, count in ((2**10, 1), (8, 0)):
+            kernels, _ = kernels_of(masked, torch.zeros(rows, 2**10), torch.zeros(rows, 1, dtype=torch.bool))
+            assert len(kernels) == count
+
     def test_what_is_not_in_the_table_stays_with_aten(self) -> None:
         kernels, others = kernels_of(lambda x: torch.erfinv(x * 0.1) + torch.lgamma(x), draw(64))
         assert kernels == []

@@ -1,4 +1,4 @@
-"""Under a policy that may round, attention with one head of keys runs by torch's fused kernels: Falcon's under `auto`."""
+"""Under a policy that may round, attention with one head of keys runs by fused kernels: Falcon's under `auto`."""
 
 from __future__ import annotations
 

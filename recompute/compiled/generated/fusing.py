@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from recompute.compiled.generated.generated_kernel import GeneratedKernel, Traffic
-from recompute.compiled.generated.grouping import Grouping, Unit
+from recompute.compiled.generated.grouping import Grouping
 from recompute.compiled.generated.kernel_source import KernelSource, is_dense, is_slow_alone
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
@@ -29,23 +29,23 @@ def fused(
     for unit in units:
         members = [statements[index] for index in sorted(unit.members)]
         if len(members) > 1 or (grouping.fits[min(unit.members)] and is_slow_alone(members[0].call, recording)):
-            dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
-            members = [_generated(unit, members, grouping, views, names, dying)]
+            source = grouping.source_of(unit.members, [unit])
+            if source.inputs:  # else it computes constants
+                dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
+                members = [_generated(source, members, views, names, dying)]
         found += members
     return list(_with_views(found, views, last))
 
 
 def _generated(
-    unit: Unit,
+    source: KernelSource,
     members: Sequence[Statement],
-    grouping: Grouping,
     views: dict[str, Statement],
     names: dict[str, Any],
     dying: Collection[str],
 ) -> Statement:
     """The statement that calls the kernel of a group. dying: the variables whose memory nobody reads afterwards."""
-    buffers = grouping.recording.buffers
-    source = grouping.source_of(unit.members, [unit])
+    buffers = source.recording.buffers
     numbers = source.stored
     made = [f"t{number}" for number in numbers]
     read = list(source.inputs)
