@@ -31,7 +31,7 @@ from recompute.compiled.generated.pointwise_ops import (
     computing_dtype,
     text_of,
 )
-from recompute.compiled.generated.row_ops import ROW_OPS, Row, can_run_by_rows, operands_of, row_width
+from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, can_run_by_rows, operands_of, row_width
 from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Buffer, Call, Recording, Use
@@ -429,7 +429,7 @@ class KernelSource:
             self._cast(self._read(statement, use, (*lead, column)), use.layout.dtype, torch.float32) for use in operands
         ]
         self._conditions, self._width = outer
-        found = ROW_OPS[call.op][1](*given, Row(width, lambda text: self._fresh("x", text)))
+        found = ROW_OPS[call.op][1](*given, RowWriter(width, lambda text: self._fresh("x", text)))
         computed = torch.int32 if call.results.index(number) else torch.float32
         found = found[call.results.index(number)] if isinstance(found, tuple) else found
         if not place.terms:  # one element of each row

@@ -20,8 +20,8 @@ MIN_ROWS = 256
 """With fewer rows, programs that take one each leave most of a GPU without work."""
 
 
-class Row(NamedTuple):
-    """Where an op's result is written: what is beyond the last element of a row counts for nothing."""
+class RowWriter(NamedTuple):
+    """Writes what an op computes of a row. What is beyond the last element counts for nothing."""
 
     width: int
     write: Callable[[str], str]
@@ -38,42 +38,42 @@ class Row(NamedTuple):
 _LEAST = 'float("-inf")'
 
 
-def _softmax(x: str, row: Row) -> str:
+def _softmax(x: str, row: RowWriter) -> str:
     x = row.filled(x, _LEAST)
     powers = row.write(f"tl.exp({x} - tl.max({x}, 1, keep_dims=True))")
     return row.write(f"{powers} / {row.total(powers)}")
 
 
-def _log_softmax(x: str, row: Row) -> str:
+def _log_softmax(x: str, row: RowWriter) -> str:
     x = row.filled(x, _LEAST)
     shifted = row.write(f"{x} - tl.max({x}, 1, keep_dims=True)")
     return row.write(f"{shifted} - tl.log({row.total(f'tl.exp({shifted})')})")
 
 
-def _softmax_backward(gradient: str, output: str, row: Row) -> str:
+def _softmax_backward(gradient: str, output: str, row: RowWriter) -> str:
     return row.write(f"({gradient} - {row.total(f'{gradient} * {output}')}) * {output}")
 
 
-def _log_softmax_backward(gradient: str, output: str, row: Row) -> str:
+def _log_softmax_backward(gradient: str, output: str, row: RowWriter) -> str:
     return row.write(f"{gradient} - tl.exp({output}) * {row.total(gradient)}")
 
 
-def _sum(x: str, row: Row) -> str:
+def _sum(x: str, row: RowWriter) -> str:
     return row.total(x)
 
 
-def _mean(x: str, row: Row) -> str:
+def _mean(x: str, row: RowWriter) -> str:
     return row.write(f"{row.total(x)} / {float(row.width)}")
 
 
-def _amax(x: str, row: Row) -> str:
+def _amax(x: str, row: RowWriter) -> str:
     """A NaN is greater than any number."""
     x = row.filled(x, _LEAST)
     most = row.write(f"tl.max({x}, 1, keep_dims=True)")
     return row.write(f'tl.where(tl.max(({x} != {x}).to(tl.int32), 1, keep_dims=True) > 0, float("nan"), {most})')
 
 
-def _max(x: str, row: Row) -> tuple[str, str]:
+def _max(x: str, row: RowWriter) -> tuple[str, str]:
     """The greatest element, and where it is first."""
     most = _amax(x, row)
     is_most = row.filled(f"({x} != {x}) | ({x} == {most})", "False")
