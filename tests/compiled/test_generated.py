@@ -280,6 +280,16 @@ class TestGrouping:
         kernels, _ = kernels_of(lambda x: x.exp() * 2, draw(8, 8))
         assert kernels[0]._reused == {}
 
+        def attention(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor, v: Tensor) -> Tensor:
+            scores, _ = scores_with_a_sink((q @ k).view(2, 4, 64, 64), mask, sinks)
+            return scores[..., :-1].reshape(8, 64, 64) @ v
+
+        given = draw(8, 64, 16), draw(8, 16, 64), draw(1, 1, 64, 64), draw(4), draw(8, 64, 16)
+        with generating_on("cpu"):
+            kernels, others = kernels_of(attention, *given, generates=Generates.ROUNDED)
+        assert [kernel._reused for kernel in kernels] == [{0: 1}]
+        assert len(others) == 2
+
     def test_what_reads_no_tensor_is_no_kernel(self) -> None:
         kernels, others = kernels_of(lambda x: x.new_zeros(1, 8).expand(64, 8).clone(), draw(64))
         assert kernels == []

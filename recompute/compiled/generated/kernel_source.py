@@ -304,7 +304,7 @@ class KernelSource:
             return self._value(use.buffer, self._index_in(address, whole))
         pointer = f"in_{statement.variables[use.buffer]}"
         self.inputs[statement.variables[use.buffer]] = use.buffer
-        if address != self.space.address(layout.shape.numel()) or self._conditions:
+        if str(address) != str(self.space.address(layout.shape.numel())):
             self.elsewhere.add(statement.variables[use.buffer])
         if not address.terms:
             return self._fresh("x", f"tl.load({pointer} + ({address}))")
