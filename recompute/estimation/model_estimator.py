@@ -131,7 +131,8 @@ class ModelEstimator:
 
     def _settings(self, options: EstimateOptions, policy: Policy | None, step: SimulatedStep) -> EstimateSettings:
         batch = self._subject.batch
-        named = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
+        given = batch if isinstance(batch, (Mapping, tuple)) else {"batch": batch}
+        named = given.items() if isinstance(given, Mapping) else enumerate(given)
         shapes = [f"{name} {'x'.join(map(str, each.shape))}" for name, each in named if isinstance(each, Tensor)]
         return EstimateSettings(
             self._subject.name.partition(";")[0].removesuffix(" on cpu"),
