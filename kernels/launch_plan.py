@@ -241,6 +241,8 @@ class _Writer:
         self._known = dict(given)
         """The tensors that have a variable, by its name."""
         self._hooks: list[str] = []
+        self._addresses = set(given)
+        """The tensors whose addresses have variables, too."""
         self._numbers = itertools.count()
 
     def allocate(self, name: str, tensor: Tensor) -> None:
@@ -255,7 +257,7 @@ class _Writer:
 
     def launch(self, each: Launch) -> bool:
         """Write a launch; returns whether all tensors in it are known."""
-        values = [self._value(value) for value in each.arguments]
+        values = [self._value(value, as_address=each.compiled is not None) for value in each.arguments]
         if None in values:
             return False
         self._hooks = self._hooks or [self._named(hook) for hook in each.hooks]
@@ -280,19 +282,32 @@ class _Writer:
             return None
         return next((name for name, tensor in self._known.items() if _is_same(tensor, value)), None)
 
-    def _value(self, value: Any) -> str | None:
+    def _value(self, value: Any, *, as_address: bool) -> str | None:
+        """The variable of an argument; None if it is a tensor that is not known.
+
+        as_address: give the address of a tensor, which Triton would ask the tensor for, and the driver for its device.
+        """
         if not isinstance(value, Tensor):
             return self._named(value)
         alike = {name: tensor for name, tensor in self._known.items() if tensor.dtype is value.dtype}
         for name, tensor in alike.items():
             if address_of(tensor) == address_of(value):  # a kernel is given the address alone
-                return name
+                return self._address(name) if as_address else name
         around = [name for name, tensor in alike.items() if _share_memory(tensor, value)]
         if len(around) != 1:  # in later calls several tensors may not lie in one memory
             return None
         name, shape, stride = around[0], tuple(value.shape), value.stride()
         distance = value.storage_offset() - alike[name].storage_offset()
+        if as_address:
+            return f"{self._address(name)} + {distance * value.dtype.itemsize}"
         return f"{name}.as_strided({shape}, {stride}, {name}.storage_offset() + {distance})"
+
+    def _address(self, name: str) -> str:
+        """The variable of a tensor's address."""
+        if name not in self._addresses:
+            self._addresses.add(name)
+            self._lines.append(f"p_{name} = address_of({name})")
+        return f"p_{name}"
 
     def _named(self, value: Any) -> str:
         if value is None or type(value) in (bool, int, str):
@@ -303,7 +318,7 @@ class _Writer:
 
     def function(self, parameters: Sequence[str], returned: str, device: torch.device) -> Callable[..., Any]:
         listed = ", ".join(parameters)
-        conditions = f"({' | '.join(f'address_of({name})' for name in self._given)}) & 15"
+        conditions = f"({' | '.join(f'(p_{name} := address_of({name}))' for name in self._given)}) & 15"
         head = []
         if device.type == "cuda":
             self._names |= {"device_now": torch._C._cuda_getDevice, "stream_of": torch._C._cuda_getCurrentRawStream}

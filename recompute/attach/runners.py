@@ -6,13 +6,14 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -23,8 +24,9 @@ from recompute.engine.reachable_objects import references_of_function, reference
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.policy.meaning import Meaning
+from recompute.policy.meaning import Kernels, Meaning
 from recompute.substitution.codec import Blockwise8Bit
+from recompute.substitution.whole_heads import WholeHeads
 
 
 class RootRunner(Runner):
@@ -223,9 +225,15 @@ def _region(
 ) -> CapturedRegion:
     """checkpoint: as ``CapturedRegion`` takes it."""
     codec = Blockwise8Bit() if meaning.compresses else None
-    tape = TapeRegion(statistics, op_policy(meaning), cache.plan_cache, codec)
+    rounds = meaning.kernels is not Kernels.NEVER
+    tape = TapeRegion(
+        statistics, op_policy(meaning), cache.plan_cache, codec, mode=WholeHeads if rounds else nullcontext
+    )
     region = CapturedRegion(tape, cache if meaning.capture else None, checkpoint)
-    region.generates = meaning.compiled
+    if not meaning.compiled:
+        region.generates = Generates.NOTHING
+    elif rounds:
+        region.generates = Generates.ROUNDED
     return region
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import nn
 
 from recompute.attach.runners import (
@@ -14,6 +15,7 @@ from recompute.attach.runners import (
     TapeRunner,
 )
 from recompute.compiled.captured_region import CaptureCache
+from recompute.compiled.generated.switch import is_generating
 from recompute.compiled.runner import Runner
 from recompute.compiled.under_torch_compile import compiled_region
 from recompute.engine.cut.op_policy import op_policy
@@ -100,14 +102,15 @@ def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainR
 def _kernels_inside(
     path: str, module: nn.Module, meaning: Meaning, governed: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
-    # The code of a region that was captured on CUDA fuses an MLP's activation with more than the MLP's kernel does.
-    mlps = meaning.kernels is Kernels.EVERYWHERE or meaning.compresses or meaning.tile is not None
+    # In captured code, generated kernels fuse what a norm or an MLP writes out in ops with more than these are.
+    generates = meaning.capture and meaning.compiled and is_generating(torch.device("cuda"))
+    written_out = meaning.kernels is Kernels.EVERYWHERE or not generates
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        kernel = find_kernel(statistics, child, _instead_of_kernel(statistics, meaning), mlps=mlps)
+        kernel = find_kernel(statistics, child, _instead_of_kernel(statistics, meaning), written_out=written_out)
         if kernel is None:
             yield from _kernels_inside(child_path, child, meaning, governed)
         else:

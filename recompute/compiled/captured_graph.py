@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.captured_function import CapturedFrame, FrameOwner, apply_captured
 from recompute.compiled.function_calls import objects_of
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
 from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
@@ -58,8 +59,8 @@ class GraphCaller(FrameOwner, Protocol):
     """What a graph needs of the region that calls it."""
 
     tape: TapeRegion
-    generates: bool
-    """Whether its code may run in generated kernels."""
+    generates: Generates
+    """The generated kernels that its code may run in."""
     recorded: RecordedFrame | None
     departed: CapturedGraph | None
     """The graph that has just refused a call because it took other steps than expected."""
@@ -313,7 +314,7 @@ class CapturedGraph:
             )
             caller.observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
-            with tape:
+            with tape, region.tape.mode():
                 outputs = graph(*given)
                 seen.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):

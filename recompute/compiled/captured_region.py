@@ -28,6 +28,7 @@ from recompute.compiled.captured_graph import (
     waits_for_another,
 )
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.guards import MISSED
 from recompute.compiled.program import Counts, Program
 from recompute.compiled.region_tapes import RecordingTape
@@ -101,8 +102,8 @@ class CapturedRegion:
         self.tape = tape
         self.statistics = tape.statistics
         self.is_checkpoint = checkpoint is not None
-        self.generates = True
-        """Whether its code may run in generated kernels."""
+        self.generates = Generates.EXACT
+        """The generated kernels that its code may run in."""
         self._checkpoint = checkpoint
         if checkpoint is not None:
             # The tape's own, of which nobody asks for more than what runs again.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import groupby
@@ -18,9 +18,12 @@ from torch import Tag, Tensor
 
 from recompute.compiled.fallback import Other
 from recompute.compiled.function_calls import FunctionCall
+from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
-from recompute.compiled.recording import Call, ObjectUse, Recording, Use, uses_in
+from recompute.compiled.generated.row_sums import can_add_rows, index_put_rows
+from recompute.compiled.generated.switch import Generates
+from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
@@ -51,19 +54,26 @@ class Code:
     """The buffers of the parameters of which autograd has saved a view."""
     reruns: list[Call] = field(default_factory=list)
     """The calls in it that run again."""
+    _parts: dict[Use, int] = field(default_factory=dict)
+    """The buffers of copies of parts of rows."""
     _views: dict[tuple[str, tuple[Any, ...], bool], str] = field(default_factory=dict)
 
     def call(self, call: Call, *, again: bool = False) -> None:
         """Write a call of an op whose arguments have variables. again: it runs on copies of what it writes to."""
         if again:
             self.reruns.append(call)
+        rounds = self.recording.is_generated and self.recording.generates is Generates.ROUNDED
+        if rounds and call.op in READERS:
+            parts = {use: self._part(use, again) for use in call.uses()}
+            call = call._replace(args=_with(call.args, parts), kwargs=_with(call.kwargs, parts))
         if again and call.written:
             for before, after in call.written:
                 name = self.tensors[after] = f"t{after}"
                 text = f"{name} = {self.tensors[before]}.clone()"
                 self._write(Statement(text, [self.tensors[before]], [name], again))
             moved = {before: after for before, after in call.written}
-            call = call._replace(args=_moved(call.args, moved), kwargs=_moved(call.kwargs, moved))
+            copies = {use: use._replace(buffer=moved.get(use.buffer, use.buffer)) for use in call.uses()}
+            call = call._replace(args=_with(call.args, copies), kwargs=_with(call.kwargs, copies))
         reads: list[str] = []
         arguments = [self._value(value, reads, again) for value in call.args]
         arguments += [f"{key}={self._value(value, reads, again)}" for key, value in call.kwargs.items()]
@@ -73,13 +83,34 @@ class Code:
                 self.tensors[after] = self.tensors[before]
         variables = {use.buffer: self._memory(use, again) for use in call.uses()}
         writes = tuple([self.tensors[after] for _, after in call.written])
-        text = f"{self._function(call.op)}({', '.join(arguments)})"
+        adds_rows = rounds and can_add_rows(call, self.recording)
+        function = self.named(index_put_rows) if adds_rows else self._function(call.op)
+        text = f"{function}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
         known = facts(call.op)
         may_draw = Tag.nondeterministic_seeded in call.op.tags or known.is_foreign
         is_ordered = may_draw or known.kind is Kind.OPAQUE
         self._write(Statement(text, reads, makes, again, call, variables, writes=writes, is_ordered=is_ordered))
+
+    def _part(self, use: Use, again: bool) -> Use:
+        """A copy of the part of rows that ``use`` is, where a generated kernel can write just that; else ``use``."""
+        found = part_of_rows(use, self.recording) if self._makes(use.buffer) else None
+        if found is None:
+            return use
+        part, moved = found
+        if part not in self._parts:
+            number = self._parts[part] = len(self.recording.buffers)
+            shape, dtype = part.layout.shape, part.layout.dtype
+            layout = Layout(shape, (shape[1], 1), 0, dtype)
+            nbytes, device = shape.numel() * dtype.itemsize, self.recording.device
+            self.recording.buffers.append(Buffer(layout, nbytes, number, device=device))
+            copy = {"memory_format": torch.contiguous_format}
+            self.call(Call(torch.ops.aten.clone.default, (part,), copy, (number,), (), is_sequence=False), again=again)
+        return Use(self._parts[part], moved)
+
+    def _makes(self, buffer: int) -> bool:
+        return any(s.call is not None and buffer in s.call.results for s in self.statements)
 
     def _results(self, call: Call) -> tuple[list[str], list[str]]:
         """What a call's outputs are assigned to, and the variables among that."""
@@ -271,14 +302,14 @@ def _function(lines: Sequence[str], names: dict[str, Any]) -> Any:
     return function
 
 
-def _moved(value: Any, moved: dict[int, int]) -> Any:
-    """``value`` with some buffers replaced, as ``moved`` says."""
+def _with(value: Any, replaced: Mapping[Use, Use]) -> Any:
+    """``value`` with some tensors replaced."""
     if type(value) is Use:
-        return value._replace(buffer=moved.get(value.buffer, value.buffer))
+        return replaced[value]
     if isinstance(value, (list, tuple)):
-        return type(value)([_moved(item, moved) for item in value])
+        return type(value)([_with(item, replaced) for item in value])
     if isinstance(value, dict):
-        return {key: _moved(item, moved) for key, item in value.items()}
+        return {key: _with(item, replaced) for key, item in value.items()}
     return value
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.program import Program, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout, are_apart
@@ -69,7 +70,7 @@ class Observation:
     expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
     the program that was made, or with the reason why there is none. name: the region's, for errors. known: the programs
     that were made of frames of equal regions; a new one is added. objects: what the graph is given beside tensors.
-    generates: whether the program may run in generated kernels.
+    generates: the generated kernels that the program may run in.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Observation:
         known: list[Program],
         objects: Sequence[Any] = (),
         *,
-        generates: bool,
+        generates: Generates,
     ):
         self.name = name
         self.is_called_again = False

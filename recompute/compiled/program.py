@@ -14,6 +14,7 @@ from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.codegen import Code, GeneratedCode, code_that_holds
 from recompute.compiled.function_calls import FunctionBackward, FunctionCall
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
+from recompute.compiled.generated.row_ops import ROW_OPS
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
@@ -247,7 +248,25 @@ class ProgramWriter:
         layout = self.recording.buffers[number].layout
         return layout if number in self.recording.placed else layout._replace(offset=ANY)
 
+    def _deciding(self) -> set[int]:
+        """The rows' sums and softmaxes that decide something when both run again, as which expert takes a token.
+
+        Forward and backward have to decide alike, so that both take ATen's bits.
+        """
+        found: set[int] = set()
+        sources: dict[int, set[int]] = {}
+        for index, call in enumerate(self._forward):
+            if index not in self.plan.rerun_set:
+                continue
+            own = set().union(*[sources.get(use.buffer, ()) for use in call.uses()])
+            made = self._made([call])
+            if not all(self.recording.buffers[number].layout.dtype.is_floating_point for number in made):
+                found |= own
+            sources |= dict.fromkeys(made, own | set(made) if call.op in ROW_OPS else own)
+        return found
+
     def program(self) -> Program:
+        self.recording.stable = self._deciding()
         backward = self._write_backward()
         again = self._write_outputs()
         forward, states = self._write_forward()

@@ -14,7 +14,7 @@ import torch
 from torch import Tag, Tensor
 from torch._ops import OpOverload
 
-from recompute.compiled.generated.switch import is_generating
+from recompute.compiled.generated.switch import Generates, is_generating
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call, tensors_in
 from recompute.engine.cut.save_plan import LARGEST_COPY
@@ -124,8 +124,10 @@ class Recording:
     """The objects that the graph is given beside tensors. Its custom Functions may be given these."""
     is_open: bool = False
     """Whether calls may read tensors that were not given before."""
-    generates: bool = True
-    """Whether code that is made of it may run in generated kernels."""
+    generates: Generates = Generates.EXACT
+    """The kernels that code which is made of it may run in."""
+    stable: set[int] = field(default_factory=set)
+    """The buffers that are to have the same bits in forward and when they come back."""
     expected: Recording | None = None
     """Another recording. The calls of this one must be the same, as far as that goes, with buffers of its own."""
     buffers: list[Buffer] = field(default_factory=list)
@@ -150,7 +152,7 @@ class Recording:
     @property
     def is_generated(self) -> bool:
         """Whether kernels are generated for it."""
-        return self.generates and self.device is not None and is_generating(self.device)
+        return bool(self.generates) and self.device is not None and is_generating(self.device)
 
     def close(self) -> None:
         """Forget which storages the buffers were in."""

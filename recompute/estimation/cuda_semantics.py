@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from recompute.engine.modes import function_modes
 from recompute.engine.thread_state import local
 from recompute.estimation.attention_choice import NAMES, Attention, Platform, SDPBackend, choose
+from recompute.substitution.whole_heads import WholeHeads, whole_heads
 
 _aten = torch.ops.aten
 _torchs_attention = F.scaled_dot_product_attention
@@ -123,6 +125,8 @@ def _attention(
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(dtype) for each in (query, key, value))
+    if any(isinstance(mode, WholeHeads) for mode in function_modes()):
+        key, value = whole_heads(query, key, value)
     platform = _simulated.platform
     assert platform is not None, "as_on_cuda sets it"
     if platform.torch >= (2, 14) and query.dim() == key.dim() == value.dim() == 3:  # fused kernels take these, too

@@ -196,6 +196,8 @@ class ModelEstimator:
         Yields a function that runs a step of the model with the layers that it then has.
         """
         subject = self._subject
+        if policy is not None:
+            policy = _without_captured_code(policy)
         with warnings.catch_warnings():
             if policy is not None and policy.name == _CHUNKED:  # its rule for the head comes before any other
                 warnings.simplefilter("ignore", PolicyWarning)
@@ -273,6 +275,12 @@ class ModelEstimator:
 
 _CHUNKED = "chunked"
 _WHOLE = (torch.int64, torch.int32)
+
+
+def _without_captured_code(policy: Policy) -> Policy:
+    """The policy for steps that are never captured: kernels take the memory there that generated ones take here."""
+    rules = [rule.model_copy(update={"compiled": False}) for rule in policy.rules]
+    return policy.model_copy(update={"rules": tuple(rules)})
 
 
 def _learns(rule: Rule) -> bool:

@@ -99,7 +99,7 @@ _warn_of_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class _Head:
-    """What logits are computed from: the operands of a Linear, and the cap on its output, if there is one."""
+    """What logits are computed from: a Linear's operands, the scale of its output, and a cap on that, if any."""
 
     hidden: Tensor
     weight: Tensor
@@ -107,6 +107,7 @@ class _Head:
     observe: LossObserver | None = None
     count: LossCounter | None = None
     logits_bytes: int | None = None
+    scale: float = 1.0
     cap: float | None = None
     cap_steps: int = 0
     """How many of the three steps of ``cap * tanh(logits / cap)`` were taken: the division, the tanh, the product."""
@@ -117,8 +118,9 @@ class _Head:
 class LazyLogits(LazyTensor):
     """A head's output, which a cross-entropy can do without.
 
-    Before the loss, a model may reshape and index leading dimensions, cast to float32, and cap the logits by
-    ``cap * tanh(logits / cap)``. The results of these operations are lazy, too.
+    Before the loss, a model may reshape and index leading dimensions, cast to float32, multiply and divide by numbers,
+    as Cohere and Granite do, and cap the logits by ``cap * tanh(logits / cap)``. The results of these operations are
+    lazy, too.
     """
 
     _head: _Head
@@ -179,7 +181,7 @@ class LazyLogits(LazyTensor):
             return self._then(Tensor.float, self._head, torch.float32)
         if function is Tensor.contiguous and not kwargs:
             return self._then(Tensor.contiguous, self._head)
-        return NotImplemented if kwargs else self._capped(function, args[1:])
+        return NotImplemented if kwargs else self._scaled(function, args[1:])
 
     def _then(self, function: Callable[[Tensor], Tensor], head: _Head, dtype: torch.dtype | None = None) -> LazyLogits:
         """``function(self)``, still lazy. A loss of it is computed from ``head``, under the autocast of this."""
@@ -217,12 +219,17 @@ class LazyLogits(LazyTensor):
             return NotImplemented
         return self._then(lambda value: value[index], replace(self._head, hidden=self._head.hidden[tuple(parts)]))
 
-    def _capped(self, function: Any, rest: tuple) -> Any:
-        """One step of ``cap * tanh(logits / cap)``."""
+    def _scaled(self, function: Any, rest: tuple) -> Any:
+        """A product with a number, or one step of ``cap * tanh(logits / cap)``."""
         head = self._head
+        if torch.is_grad_enabled() is not self._mode[0]:  # as in a custom Function's forward, which gives values
+            return NotImplemented
         number = rest[0] if len(rest) == 1 and isinstance(rest[0], (int, float)) and rest[0] > 0 else None
-        if head.cap_steps == 0 and function in _DIVISIONS and number is not None:
-            head = replace(head, cap_steps=1, cap=number)
+        if head.cap_steps < 2 and number is not None and function in (_DIVISIONS | PRODUCTS):
+            if head.cap is not None:  # so far it was none, but a divisor
+                head = replace(head, cap_steps=0, cap=None, scale=head.scale / head.cap)
+            is_product = function in PRODUCTS
+            head = replace(head, scale=head.scale * number) if is_product else replace(head, cap_steps=1, cap=number)
         elif head.cap_steps == 1 and function in _TANHS and not rest:
             head = replace(head, cap_steps=2, tanh_nbytes=self.numel() * self.dtype.itemsize)
         elif head.cap_steps == 2 and function in PRODUCTS and number == head.cap:
@@ -242,7 +249,7 @@ class LazyLogits(LazyTensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Any:
-        if input is not self or self._head.cap_steps not in (0, 3) or size_average is not None or reduce is not None:
+        if input is not self or self._head.cap_steps == 2 or size_average is not None or reduce is not None:
             return NotImplemented
         if self.dim() != 2 or not isinstance(target, Tensor) or target.shape != self.shape[:1]:
             return NotImplemented  # classes are in another dimension than the last
@@ -251,12 +258,17 @@ class LazyLogits(LazyTensor):
         from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 
         head = self._head
+        if head.cap_steps == 1 and head.cap is not None:
+            head = replace(head, scale=head.scale / head.cap, cap=None)
+        hidden, bias = head.hidden, head.bias
+        if head.scale != 1:  # of the tokens, which are smaller than their logits
+            hidden, bias = hidden * head.scale, None if bias is None else bias * head.scale
         with self.autocast_as_made():
             loss = linear_cross_entropy(
-                head.hidden,
+                hidden,
                 head.weight,
                 target,
-                head.bias,
+                bias,
                 ignore_index=ignore_index,
                 label_smoothing=label_smoothing,
                 softcap=head.cap,
@@ -273,7 +285,7 @@ class LazyLogits(LazyTensor):
         if mode_of(self.device)[1] and dtype is not torch.float64:
             dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
         if head.count is not None:
-            head.count(head.hidden, head.weight, self.shape.numel() * dtype.itemsize + head.tanh_nbytes)
+            head.count(hidden, head.weight, self.shape.numel() * dtype.itemsize + head.tanh_nbytes)
         return loss.to(dtype)
 
 

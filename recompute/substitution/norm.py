@@ -128,12 +128,15 @@ def _autocasts_layer_norm(x: Tensor) -> bool:
     return device != "meta" and (device != "cpu" or local.simulates_cuda) and torch.is_autocast_enabled(device)
 
 
-def find_norm(module: nn.Module) -> KernelNorm | None:
-    """The norm over the last dimension that ``module`` computes, if that is all it does."""
+def find_norm(module: nn.Module, *, written_out: bool = True) -> KernelNorm | None:
+    """The norm over the last dimension that ``module`` computes, if that is all it does.
+
+    written_out: whether it may be one that is written out in several ops.
+    """
     if type(module) in (nn.RMSNorm, nn.LayerNorm):
         norm = _torchs_own(module)
     else:
-        norm = _norm_of(_Formulas(module)) if _may_be_a_norm(module) else None
+        norm = _norm_of(_Formulas(module), written_out) if _may_be_a_norm(module) else None
     return None if norm is None else replace(norm, settings=Settings.of(module))
 
 
@@ -180,12 +183,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those in which both input and weight are looked at; and then two of them, of which each cast tells its own."""
 
 
-def _norm_of(formulas: _Formulas) -> KernelNorm | None:
+def _norm_of(formulas: _Formulas, written_out: bool) -> KernelNorm | None:
     formula = formulas.of(formulas.own)
     names = parameters_in(formula)
     if formula is None or len(names) > 2 or any("." in name for name in names):
         return None
-    found = _functional(formulas) or _layer_norm_written_out(formulas, names) or _rms_norm_written_out(formulas, names)
+    found = _functional(formulas)
+    if found is None and written_out:
+        found = _layer_norm_written_out(formulas, names) or _rms_norm_written_out(formulas, names)
     return found if found is not None and formulas.are_the_same_everywhere() else None
 
 

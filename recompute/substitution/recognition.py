@@ -12,13 +12,14 @@ from recompute.substitution.norm import KernelNormRunner, find_norm
 
 
 def find_kernel(
-    statistics: RegionStatistics, module: nn.Module, fallback: Runner | None, *, mlps: bool = True
+    statistics: RegionStatistics, module: nn.Module, fallback: Runner | None, *, written_out: bool = True
 ) -> KernelRunner | None:
     """The runner of the kernels that compute what ``module`` does, if there are any.
 
-    fallback: as ``KernelRunner`` has it. mlps: whether it may be an MLP.
+    fallback: as ``KernelRunner`` has it. written_out: whether it may be what a module writes out in several ops, such
+    as an MLP, and not only a norm that is one op of torch's.
     """
-    if mlps and (mlp := find_kernel_mlp(module)) is not None:
+    if written_out and (mlp := find_kernel_mlp(module)) is not None:
         return KernelMLPRunner(statistics, fallback, mlp)
-    norm = None if any(module.children()) else find_norm(module)
+    norm = None if any(module.children()) else find_norm(module, written_out=written_out)
     return None if norm is None else KernelNormRunner(statistics, fallback, norm)

@@ -385,10 +385,26 @@ def test_what_a_rule_matches_inside_of_what_it_matches_joins_the_outermost_tape(
 @pytest.mark.parametrize("pattern", [ALL_BELOW[0], *slow(*ALL_BELOW[1:])], ids=str)
 def test_kernels_stand_in_for_what_the_same_rule_matches_inside(pattern: dict[str, Any]) -> None:
     model, named = decoder(), decoder()
-    recompute.apply(named, rules(rule("TinyDecoderLayer", "recompute", via="auto")))
-    recompute.apply(model, rules({**pattern, "action": "recompute", "via": "auto"}))
+    recompute.apply(named, rules(rule("TinyDecoderLayer", "recompute", via="auto", capture=False)))
+    recompute.apply(model, rules({**pattern, "action": "recompute", "via": "auto", "capture": False}))
     assert governed(model) == governed(named)
     assert {"layers.0", "layers.0.input_layernorm", "layers.1.post_attention_layernorm"} < {*governed(model)}
+
+
+@pytest.mark.parametrize(
+    ("setting", "has_kernels"),
+    [({}, False), ({"compiled": False}, True), ({"capture": False}, True), ({"compress": True}, True)],
+    ids=str,
+)
+def test_generated_kernels_compute_what_is_written_out_inside_of_a_layer(
+    setting: dict[str, Any], has_kernels: bool
+) -> None:
+    """A norm that is one op of torch's has a kernel all the same."""
+    model = decoder()
+    model.layers[0].post_attention_layernorm = nn.LayerNorm(model.layers[0].input_layernorm.weight.shape[0])
+    recompute.apply(model, rules(rule("TinyDecoderLayer", "recompute", via="auto", **setting)))
+    assert ("layers.0.input_layernorm" in governed(model)) is has_kernels
+    assert "layers.0.post_attention_layernorm" in governed(model)
 
 
 def test_another_rule_inside_says_otherwise_for_its_part_of_the_tape() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.compiled.codegen import Code
-from recompute.compiled.generated.generated_kernel import BLOCK, GeneratedKernel
+from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.kernel_source import KernelSource, can_be_generated
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Recording
 
 
@@ -28,9 +29,11 @@ class _Records(TorchDispatchMode):
         return output
 
 
-def written(function: Callable[..., Any], *tensors: Tensor) -> tuple[Code, list[int]]:
+def written(
+    function: Callable[..., Any], *tensors: Tensor, generates: Generates = Generates.EXACT
+) -> tuple[Code, list[int]]:
     """The calls that ``function`` makes on these tensors, as code; and the buffers of its outputs."""
-    recording = Recording(is_open=True)
+    recording = Recording(is_open=True, generates=generates)
     for position, tensor in enumerate(tensors):
         recording.give(tensor, position)
     with torch.no_grad(), _Records(recording):
@@ -47,17 +50,17 @@ def written(function: Callable[..., Any], *tensors: Tensor) -> tuple[Code, list[
 
 def as_one_kernel(function: Callable[..., Any], *tensors: Tensor) -> Callable[[], tuple[tuple, tuple]]:
     """What one kernel gives, beside what ATen does."""
-    code, stored = written(function, *tensors)
+    code, stored = written(function, *tensors, generates=Generates.ROUNDED)
     statements = [statement for statement in code.statements if statement.call is not None]
     for statement in statements:
         assert can_be_generated(statement.call, code.recording), statement.text
-    source = KernelSource(code.recording, {s.call.results[0]: s for s in statements}, stored)
+    source = KernelSource(code.recording, {number: s for s in statements for number in s.call.results}, stored)
     buffers = code.recording.buffers
 
     def aten(*_: Tensor) -> tuple:
         outputs = function(*tensors)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
-    kernel = GeneratedKernel(source.text(BLOCK), aten, source.size, [buffers[number].layout for number in stored])
+    kernel = GeneratedKernel(source.text(), aten, source.space, [buffers[number].layout for number in stored])
     given = [tensors[buffer] for buffer in source.inputs.values()]
     return lambda: (kernel._launch(*given), aten())

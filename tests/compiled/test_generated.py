@@ -17,7 +17,9 @@ from recompute.compiled.generated import device_functions, generated_kernel
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.index_forms import Form
-from recompute.compiled.generated.switch import generating_on
+from recompute.compiled.generated.row_sums import can_add_rows, index_put_rows
+from recompute.compiled.generated.spaces import Elements
+from recompute.compiled.generated.switch import Generates, generating_on
 
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
 
@@ -50,6 +52,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "their backward": (rotation_backward, [draw(2, 3, 6, 8), draw(1, 1, 6, 8), draw(1, 1, 6, 8)]),
     "several outputs": (lambda g, a, b: (g * b, g * a, (a * b).exp()), [draw(4, 6)] * 1 + [draw(6, 4).t(), draw(4, 6)]),
     "casts": (lambda x: (x.to(torch.float16).mul(3).float() + 1, x * 2), [draw(4, 6)]),
+    "one place of each row": (lambda x, i, v: x.scatter(-1, i, v) * 2, [draw(9, 5), draw(9, 1).long() % 5, draw(9, 1)]),
     "masks": (lambda x, y: torch.where(x > y, x, y).masked_fill(x == y, 0.5) * (x > 0), [draw(4, 6), draw(4, 6) * 2]),
 }
 
@@ -69,19 +72,166 @@ def test_one_kernel_computes_a_group_of_calls(name: str) -> None:
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_group_gives_the_bits_of_aten(name: str, dtype: torch.dtype) -> None:
     function, given = GROUPS[name]
-    found, expected = as_one_kernel(function, *[each.to("cuda", dtype) for each in given])()
+    given = [each.to("cuda", dtype if each.is_floating_point() else None) for each in given]
+    found, expected = as_one_kernel(function, *given)()
     for one, other in zip(found, expected, strict=True):
         assert one.stride() == other.stride()
         assert torch.equal(one, other)
 
 
-def kernels_of(function: Callable[..., Any], *given: Tensor) -> tuple[list[GeneratedKernel], list[str]]:
+def kernels_of(
+    function: Callable[..., Any], *given: Tensor, generates: Generates = Generates.EXACT
+) -> tuple[list[GeneratedKernel], list[str]]:
     """The kernels that a function's calls become, and the lines that remain of ATen's."""
-    code, numbers = written(function, *given)
+    code, numbers = written(function, *given, generates=generates)
     names: dict[str, Any] = dict(code.names)
     statements = fused(code.statements, [code.tensors[number] for number in numbers], code.recording, names)
     kernels = [value for value in names.values() if isinstance(value, GeneratedKernel)]
     return kernels, [statement.text for statement in statements if "aten_" in statement.text]
+
+
+def scores_with_a_sink(scores: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with a further column that takes part in softmax alone, as gpt-oss has it."""
+    heads, rows = scores.shape[1:3]
+    scores = scores * 0.5 + mask
+    sink = sinks.reshape(1, -1, 1, 1).expand(len(scores), heads, rows, 1)
+    both = torch.cat([scores, sink], -1)
+    most, place = both.max(-1, keepdim=True)
+    return torch.softmax(both - most, -1), place
+
+
+def their_gradient(gradient: Tensor, output: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    columns = output.shape[-1]
+    padded = torch.ops.aten.slice_backward(gradient, list(output.shape), 3, 0, columns - 1, 1)
+    of_both = torch.ops.aten._softmax_backward_data(padded, output, -1, output.dtype)
+    of_most = of_both.neg().sum(-1, keepdim=True)
+    of_both = of_both + torch.zeros_like(of_both).scatter(-1, place, of_most)
+    return of_both[..., :-1] * 0.5, of_both[..., -1:] * 1
+
+
+BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+    "softmax": (lambda x: (x * 2 + 1).softmax(-1) * 3, [draw(300, 100)]),
+    "softmax of scores and a mask": (lambda x, m: (x * 0.1 + m).softmax(-1), [draw(2, 4, 64, 70), draw(1, 1, 64, 70)]),
+    "softmax in float32": (lambda x: torch.softmax(x, -1, dtype=torch.float32).to(x.dtype) + x, [draw(256, 33)]),
+    "softmax of slices": (lambda x: x[:, 3:60].softmax(-1) + 1, [draw(256, 70)]),
+    "log_softmax": (lambda x: (x * 2).log_softmax(-1), [draw(260, 9)]),
+    "softmax backward": (
+        lambda g, y: torch.ops.aten._softmax_backward_data(g * 2, y, -1, y.dtype) * 0.5,
+        [draw(300, 65), draw(300, 65).softmax(-1)],
+    ),
+    "log_softmax backward": (
+        lambda g, y: torch.ops.aten._log_softmax_backward_data(g * 2, y, -1, y.dtype) * 0.5,
+        [draw(300, 65), draw(300, 65).log_softmax(-1)],
+    ),
+    "a norm": (lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, [draw(512, 48), draw(48)]),
+    "sums and rows of them": (lambda x, y: ((x * y).sum(-1), x * y.amax(-1, keepdim=True)), [draw(257, 40)] * 2),
+    "a mean without its dimension": (lambda x: (x + 1).mean(-1).exp(), [draw(4, 64, 40)]),
+    "a sink": (scores_with_a_sink, [draw(2, 4, 64, 64), draw(1, 1, 64, 64), draw(4)]),
+    "a sink's backward": (
+        their_gradient,
+        [draw(2, 4, 64, 64), draw(2, 4, 64, 65).softmax(-1), draw(2, 4, 64, 1).mul(20).long() % 65],
+    ),
+    "NaN and infinities": (
+        lambda x: (x * 1).softmax(-1) + (x * 1).amax(-1, keepdim=True),
+        [draw(256, 8).index_put((torch.arange(3), torch.arange(3)), torch.tensor([torch.nan, torch.inf, -torch.inf]))],
+    ),
+}
+"""What goes over the last dimension, among what is pointwise."""
+
+
+class TestRows:
+    @interpreted
+    @pytest.mark.parametrize("name", BY_ROWS)
+    def test_one_kernel_goes_over_rows(self, name: str) -> None:
+        function, given = BY_ROWS[name]
+        kernels, others = kernels_of(function, *given, generates=Generates.ROUNDED)
+        assert {kernel.name[:7] for kernel in kernels} == {"by_rows"}
+        assert others == []
+        found, expected = as_one_kernel(function, *given)()
+        for one, other in zip(found, expected, strict=True):
+            assert one.stride() == other.stride()
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", BY_ROWS)
+    def test_rows_are_as_close_to_aten_as_a_sum_can_be(self, name: str, dtype: torch.dtype) -> None:
+        function, given = BY_ROWS[name]
+        given = [each.to("cuda", dtype if each.is_floating_point() else None) for each in given]
+        found, expected = as_one_kernel(function, *given)()
+        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+        for one, other in zip(found, expected, strict=True):
+            assert one.stride() == other.stride()
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+    @pytest.mark.parametrize("name", BY_ROWS)
+    def test_a_policy_that_is_exact_leaves_rows_to_aten(self, name: str) -> None:
+        function, given = BY_ROWS[name]
+        kernels, others = kernels_of(function, *given)
+        assert all(kernel.name.startswith("pointwise") for kernel in kernels)
+        assert others != []
+
+    def test_columns_few_rows_and_long_rows_are_atens(self) -> None:
+        for function, given in (
+            (lambda x: (x * 2).softmax(0), draw(300, 300)),
+            (lambda x: (x * 2).softmax(-1), draw(9, 100)),
+            (lambda x: (x * 2).sum(-1), torch.zeros(1, 1).expand(300, 20000)),
+        ):
+            _, others = kernels_of(function, given, generates=Generates.ROUNDED)
+            assert [line for line in others if "softmax" in line or "sum" in line] != []
+
+    def test_what_is_read_in_another_order_is_a_kernel_of_its_own(self) -> None:
+        kernels, others = kernels_of(
+            lambda x: ((x * 2).softmax(-1).t() + 1).contiguous(), draw(300, 300), generates=Generates.ROUNDED
+        )
+        assert {kernel.name.partition("_")[0] for kernel in kernels} == {"by", "pointwise"}
+        assert others == []
+
+
+ADDED = {
+    "rows": (9, (40,), (6,), torch.float32),
+    "many rows of few places": (3, (200,), (300,), torch.bfloat16),
+    "elements": (5, (64,), (), torch.float16),
+    "rows of matrices, and places without any": (50, (20,), (3, 4), torch.float32),
+}
+
+
+class TestRowSums:
+    @staticmethod
+    def of(name: str, device: str) -> tuple[Tensor, Tensor]:
+        places, rows, shape, dtype = ADDED[name]
+        index = torch.randint(-places, places, rows, generator=torch.Generator().manual_seed(0)).to(device)
+        initial, values = draw(places, *shape).to(device, dtype), draw(*rows, *shape).to(device, dtype)
+        code, _ = written(
+            lambda x, i, v: x.index_put([i], v, accumulate=True), initial, index, values, generates=Generates.ROUNDED
+        )
+        (call,) = code.recording.calls
+        assert can_add_rows(call, code.recording)
+        exact = initial.double().index_put([index], values.double(), accumulate=True).to(dtype)
+        return index_put_rows(initial, [index], values, True), exact
+
+    @interpreted
+    @pytest.mark.parametrize("name", ADDED)
+    def test_rows_add_up_where_they_go_to(self, name: str) -> None:
+        torch.testing.assert_close(*self.of(name, "cpu"))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("name", ADDED)
+    def test_rows_add_up_in_the_same_order_each_time(self, name: str) -> None:
+        found, exact = self.of(name, "cuda")
+        torch.testing.assert_close(found, exact)
+        assert all(torch.equal(found, self.of(name, "cuda")[0]) for _ in range(5))
+
+    @interpreted
+    def test_a_policy_that_may_round_adds_rows_by_a_kernel(self) -> None:
+        def gradient(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
+            return x.index_put([i], v, accumulate=True)
+
+        given = draw(4, 6), torch.tensor([1, 1, 3]), draw(3, 6)
+        for generates, by_kernel in ((Generates.ROUNDED, True), (Generates.EXACT, False)):
+            with generating_on("cpu"):
+                code, _ = written(gradient, *given, generates=generates)
+            assert (index_put_rows in code.names.values()) is by_kernel
 
 
 class TestGrouping:
@@ -130,6 +280,27 @@ class TestGrouping:
         kernels, _ = kernels_of(lambda x: x.exp() * 2, draw(8, 8))
         assert kernels[0]._reused == {}
 
+        def attention(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor, v: Tensor) -> Tensor:
+            scores, _ = scores_with_a_sink((q @ k).view(2, 4, 64, 64), mask, sinks)
+            return scores[..., :-1].reshape(8, 64, 64) @ v
+
+        given = draw(8, 64, 16), draw(8, 16, 64), draw(1, 1, 64, 64), draw(4), draw(8, 64, 16)
+        with generating_on("cpu"):
+            kernels, others = kernels_of(attention, *given, generates=Generates.ROUNDED)
+        assert [kernel._reused for kernel in kernels] == [{0: 1}]
+        assert len(others) == 2
+
+    def test_what_reads_no_tensor_is_no_kernel(self) -> None:
+        kernels, others = kernels_of(lambda x: x.new_zeros(1, 8).expand(64, 8).clone(), draw(64))
+        assert kernels == []
+        assert len(others) == 2
+
+    def test_a_kernel_of_its_own_repeats_an_operand(self) -> None:
+        masked = lambda x, mask: x.masked_fill(mask, 0.0)  # noqa: E731
+        for rows, count in ((2**10, 1), (8, 0)):
+            kernels, _ = kernels_of(masked, torch.zeros(rows, 2**10), torch.zeros(rows, 1, dtype=torch.bool))
+            assert len(kernels) == count
+
     def test_what_is_not_in_the_table_stays_with_aten(self) -> None:
         kernels, others = kernels_of(lambda x: torch.erfinv(x * 0.1) + torch.lgamma(x), draw(64))
         assert kernels == []
@@ -174,7 +345,7 @@ class TestAtRunTime:
     def kernel(source: str, aten: Callable[..., Any]) -> GeneratedKernel:
         from recompute.engine.cut.layout import Layout
 
-        return GeneratedKernel(source, aten, 1024, [Layout.of(torch.empty(1024))])
+        return GeneratedKernel(source, aten, Elements(1024), [Layout.of(torch.empty(1024))])
 
     SOURCE = (
         "def doubled(p0, p1):\n    a = tl.program_id(0) * 1024 + tl.arange(0, 1024)\n"
@@ -207,7 +378,7 @@ class TestAtRunTime:
             assert torch.equal(kernel(x)[0], x * 2)
             assert kernel._compiled is not None
             kernel._compiled.result()
-        assert kernel.reason == "its first call did not give ATen's bits"
+        assert kernel.reason == "its first call did not give ATen's result"
 
 
 class TestIndexForms:

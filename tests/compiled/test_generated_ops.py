@@ -37,6 +37,15 @@ UNARY: dict[str, Callable[..., Any]] = {
         f"to {dtype}": lambda x, dtype=dtype: ATEN._to_copy(x, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     },
+    "clamp": lambda x: ATEN.clamp(x, -0.7, 1.3),
+    "clamp from below": lambda x: ATEN.clamp(x, 0.1),
+    "zeros": lambda x: ATEN.add.Tensor(x, ATEN.zeros(x.shape, dtype=x.dtype, device=x.device)),
+    "new_zeros": lambda x: ATEN.sub.Tensor(ATEN.new_zeros(x, x.shape), x),
+    "zeros_like": lambda x: ATEN.sub.Tensor(ATEN.zeros_like(x), x),
+    "ones": lambda x: ATEN.div.Tensor(ATEN.ones(x.shape, dtype=x.dtype, device=x.device), x),
+    "ones_like": lambda x: ATEN.div.Tensor(ATEN.ones_like(x), x),
+    "logical_and": lambda x: ATEN.logical_and(ATEN.gt.Scalar(x, -1), ATEN.lt.Scalar(x, 1)),
+    "logical_or": lambda x: ATEN.logical_or(ATEN.gt.Scalar(x, 1), ATEN._to_copy(x, dtype=torch.bfloat16)),
     "slice_backward": lambda x: ATEN.slice_backward(x, [x.shape[0] + 64], 0, 32, x.shape[0] + 32, 1),
     "select_backward": lambda x: ATEN.select_backward(x, [2, x.shape[0]], 0, 1),
 }
@@ -62,6 +71,8 @@ BINARY: dict[str, Callable[..., Any]] = {
     "cat": lambda x, y: ATEN.cat([x, y]),
     "stack": lambda x, y: ATEN.stack([x, y]),
 }
+
+
 OPS = {**UNARY, **BINARY}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

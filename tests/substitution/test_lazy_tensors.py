@@ -229,6 +229,35 @@ def test_shifted_logits_may_be_flattened_and_then_read() -> None:
     assert torch.equal(shifted.argmax(-1), whole[..., :-1, :].contiguous().view(-1, VOCABULARY).argmax(-1))
 
 
+SCALINGS: list[Callable[[Tensor], Tensor]] = [
+    lambda logits: logits * 0.0625,
+    lambda logits: 3 * logits,
+    lambda logits: logits / 8.0,
+    lambda logits: logits / 8.0 / 3,
+    lambda logits: logits / 2.0 * 3.0,
+    lambda logits: torch.tanh(logits * 0.5 / 3.0) * 3.0,
+    lambda logits: torch.tanh(logits / 0.5 / 3.0) * 3.0,
+]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scaled_logits_give_a_loss_without_them(scaling: Callable[[Tensor], Tensor], has_bias: bool) -> None:
+    """Cohere multiplies its logits by a number, and Granite divides them by one."""
+    operands = [make(6, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2) if has_bias else None]
+    mine = [None if each is None else each.detach().clone().requires_grad_() for each in operands]
+    logits = LazyLogits.of(*mine)
+    loss = F.cross_entropy(scaling(logits).view(-1, VOCABULARY), TARGET)
+    expected = F.cross_entropy(scaling(F.linear(*operands)), TARGET)
+    assert logits.is_lazy
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for one, other in zip(mine, operands, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one.grad, other.grad)
+
+
 SHAPINGS: list[Callable[[Tensor], Tensor]] = [
     lambda logits: logits.view(-1, VOCABULARY),
     lambda logits: logits.reshape((-1, VOCABULARY)),
@@ -243,6 +272,7 @@ SHAPINGS: list[Callable[[Tensor], Tensor]] = [
     lambda logits: logits[0, -1],
     lambda logits: torch.tanh(logits / 3.0) * 3.0,
     lambda logits: ((logits / 3.0).tanh() * 3.0).view(-1, VOCABULARY),
+    *SCALINGS,
 ]
 
 
@@ -269,7 +299,9 @@ def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], 
         lambda logits: logits / 3.0 + 1,
         lambda logits: torch.tanh(logits),
         lambda logits: torch.tanh(logits / 3.0) * 4.0,
-        lambda logits: logits * 3.0,
+        lambda logits: logits * -3.0,
+        lambda logits: logits * logits.new_tensor(3.0),
+        lambda logits: torch.tanh(logits / 3.0) * 3.0 * 2.0,
         lambda logits: logits.argmax(-1),
         lambda logits: logits.softmax(-1),
     ],
@@ -339,7 +371,7 @@ def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[
         lambda logits: F.cross_entropy(
             logits, torch.zeros(2, VOCABULARY, dtype=torch.long)
         ),  # classes: the second dimension
-        lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY) / 2.0, TARGET),
+        lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY) / -2.0, TARGET),
     ],
 )
 def test_other_losses_see_the_logits(loss: Callable[[Tensor], Tensor]) -> None:

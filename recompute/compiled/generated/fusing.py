@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from recompute.compiled.generated.generated_kernel import BLOCK, GeneratedKernel, Traffic
-from recompute.compiled.generated.grouping import Grouping, Unit
+from recompute.compiled.generated.generated_kernel import GeneratedKernel, Traffic
+from recompute.compiled.generated.grouping import Grouping
 from recompute.compiled.generated.kernel_source import KernelSource, is_dense, is_slow_alone
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
@@ -28,27 +28,26 @@ def fused(
     found: list[Statement] = []
     for unit in units:
         members = [statements[index] for index in sorted(unit.members)]
-        if len(members) > 1 or (grouping.fits[min(unit.members)] and is_slow_alone(members[0].call)):
-            dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
-            members = [_generated(unit, members, grouping, views, names, dying)]
+        if len(members) > 1 or (grouping.fits[min(unit.members)] and is_slow_alone(members[0].call, recording)):
+            source = grouping.source_of(unit.members, [unit])
+            if source.inputs:  # else it computes constants
+                dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
+                members = [_generated(source, members, views, names, dying)]
         found += members
     return list(_with_views(found, views, last))
 
 
 def _generated(
-    unit: Unit,
+    source: KernelSource,
     members: Sequence[Statement],
-    grouping: Grouping,
     views: dict[str, Statement],
     names: dict[str, Any],
     dying: Collection[str],
 ) -> Statement:
     """The statement that calls the kernel of a group. dying: the variables whose memory nobody reads afterwards."""
-    buffers = grouping.recording.buffers
-    stored = [grouping.statements[index] for index in grouping.stored(unit.members, [unit])]
-    made = [statement.makes[0] for statement in stored]
-    numbers = [_made_by(statement) for statement in stored]
-    source = KernelSource(grouping.recording, {_made_by(each): each for each in members}, numbers)
+    buffers = source.recording.buffers
+    numbers = source.stored
+    made = [f"t{number}" for number in numbers]
     read = list(source.inputs)
     body = list(_with_views(members, views, made))
     lines = [line for own in lines_of(body, made, names) for line in own]
@@ -59,10 +58,10 @@ def _generated(
     layouts = [buffers[number].layout for number in numbers]
     reused = _reused(source, layouts, [variable for variable in read if variable in dying])
     places = {index: read.index(variable) for index, variable in reused.items()}
-    own = sum(buffers[_made_by(each)].nbytes for each in members)
+    own = sum(buffers[number].nbytes for number in source.group)
     written = sum(buffers[number].nbytes for number in numbers)
     moved = Traffic(sum(buffers[number].nbytes for number in source.inputs.values()), written, own - written)
-    names[name] = GeneratedKernel(source.text(BLOCK), found[name], source.size, layouts, places, moved)
+    names[name] = GeneratedKernel(source.text(), found[name], source.space, layouts, places, moved)
     text = f"{', '.join(made)}, = {name}({', '.join(read)})"
     for index, variable in reused.items():
         whole, layout = buffers[source.inputs[variable]].layout, layouts[index]
@@ -80,18 +79,10 @@ def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str
             continue
         for index, layout in enumerate(layouts):
             fits = layout.dtype is buffer.layout.dtype and layout.shape.numel() == buffer.layout.shape.numel()
-            if index not in reused and fits and layout.shape.numel() == source.size:
+            if index not in reused and fits and source.space.writes(layout.shape.numel()):
                 reused[index] = variable
                 break
     return reused
-
-
-def _made_by(statement: Statement) -> int:
-    """The buffer that a statement's call makes."""
-    assert statement.call is not None
-    (number,) = statement.call.results
-    assert number is not None
-    return number
 
 
 def _with_views(

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from recompute.compiled.generated import device_functions
+from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.kernels.launch import jit, run, tl
 from recompute.kernels.launch_plan import PlannedCall
 from recompute.units import humanize
 
-WARPS = 4
-BLOCK = 1024
-"""Elements that one program of a kernel computes: 16 bytes a thread and tensor, of 16-bit dtypes."""
-SETTINGS = {"num_warps": WARPS, "enable_fp_fusion": False}
-"""Triton's options. It is to make no ``fma`` but those that the source has."""
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+"""By which a tensor that was computed by rows may be off in its norm."""
 
 _numbers = itertools.count()
 
@@ -60,24 +58,26 @@ class GeneratedKernel:
         self,
         source: str,
         aten: Callable[..., Any],
-        size: int,
+        space: Elements | Rows,
         outputs: Sequence[Layout],
         reused: Mapping[int, int] | None = None,
         nbytes: Traffic | None = None,
     ):
-        """outputs: what the kernel fills.
+        """space: what its programs run over. outputs: what it fills.
 
-        size: how many elements it counts. reused: the outputs that are written into the memory of an input, which
-        nobody reads afterwards. nbytes: what it moves.
+        reused: the outputs that are written into the memory of an input, which nobody reads afterwards. nbytes: what it
+        moves.
         """
         self.source = source
         self.nbytes = nbytes or Traffic(0, 0, 0)
         self.reason = ""
         """Why the kernel does not run; "" if it does, or may."""
         self.is_exact = False
-        """Whether its first call gave the bits of ATen's."""
+        """Whether its first call gave the bits of ATen's. Over rows: numbers as close as another order of a sum is."""
         self._aten = aten
-        self._programs = -(-size // BLOCK)
+        self._space = space
+        # Triton is to make no ``fma`` but those that the source has.
+        self._settings = {"num_warps": space.warps, "enable_fp_fusion": False}
         self._outputs = tuple(outputs)
         self._reused = dict(reused or {})
         self._compiled: Future[Any] | None = None
@@ -89,7 +89,8 @@ class GeneratedKernel:
 
     def __str__(self) -> str:
         read, written, spared = map(humanize, self.nbytes)
-        state = "exact" if self.is_exact else f"ATen's, as {self.reason}" if self.reason else "not run yet"
+        exact = "exact" if isinstance(self._space, Elements) else "exact but for the order of sums"
+        state = exact if self.is_exact else f"ATen's, as {self.reason}" if self.reason else "not run yet"
         return f"{self.name}: reads {read}, writes {written}, spares {spared}; {state}"
 
     @property
@@ -105,7 +106,7 @@ class GeneratedKernel:
             else torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=device)
             for index, output in enumerate(self._outputs)
         ]
-        run(kernel_of(self.source), self._programs, *tensors, *made, **SETTINGS)
+        run(kernel_of(self.source), self._space.programs, *tensors, *made, **self._settings)
         return tuple(made)
 
     def _wait(self, *tensors: Tensor) -> Any:
@@ -120,10 +121,18 @@ class GeneratedKernel:
         expected, found = self._aten(*tensors), self._kernel(*tensors)
         for one, other, output in zip(expected, found, self._outputs, strict=True):
             other = other.as_strided(output.shape, output.stride)
-            if one.stride() != output.stride or count_different(one, other):
-                return self._refuse("its first call did not give ATen's bits", expected)
+            if one.stride() != output.stride or not self._agrees(one, other):
+                return self._refuse("its first call did not give ATen's result", expected)
         self._run, self.is_exact = self._kernel, True
         return expected
+
+    def _agrees(self, expected: Tensor, found: Tensor) -> bool:
+        if isinstance(self._space, Elements) or not expected.is_floating_point():
+            return not count_different(expected, found)
+        if not bool((expected.isfinite() == found.isfinite()).all()):
+            return False
+        expected, found = (each.float().nan_to_num(0.0, 0.0, 0.0) for each in (expected, found))
+        return float((expected - found).norm()) <= TOLERANCE[self._outputs[0].dtype] * float(expected.norm())
 
     def _refuse(self, reason: str, result: Any) -> Any:
         self._run, self.reason = self._aten, reason
@@ -133,7 +142,8 @@ class GeneratedKernel:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 outputs = [output.dtype for output in self._outputs]
-                kernel_of(self.source).warmup(*dtypes, *outputs, grid=(self._programs,), **SETTINGS)
+                grid = (self._space.programs,)
+                kernel_of(self.source).warmup(*dtypes, *outputs, grid=grid, **self._settings)
 
 
 def _is_capturing(tensor: Tensor) -> bool:

@@ -15,7 +15,13 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from recompute.compiled.generated.kernel_source import can_be_generated, programs_of
+from recompute.compiled.generated.kernel_source import (
+    KernelSource,
+    NotOneKernel,
+    can_be_generated,
+    space_of,
+)
+from recompute.compiled.generated.row_ops import ROW_OPS
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement
 
@@ -50,10 +56,14 @@ class Grouping:
         for index in reversed(range(len(self.statements))):
             if self.statements[index].view_of is None:
                 self._place(index)
+        self._extend_rows()
         self._join_readers()
 
     def _fits(self, statement: Statement) -> bool:
-        return statement.call is not None and can_be_generated(statement.call, self.recording)
+        call = statement.call
+        if call is None or not can_be_generated(call, self.recording):
+            return False
+        return call.op not in ROW_OPS or call.results[0] not in self.recording.stable
 
     def _depends(self) -> None:
         """Find what each statement has to come after, and who reads what it makes. A view is part of what reads it."""
@@ -88,18 +98,19 @@ class Grouping:
         """The variables that statements have made, and that nobody reads when all have run."""
         self.at_end = {made[name] for name in roots & made.keys()}
 
-    def _size(self, index: int) -> int:
-        return programs_of(self.statements[index].call, self.recording)
-
-    def _nbytes(self, index: int) -> int:
-        return self._buffer(index).nbytes
-
-    def _buffer(self, index: int):
+    def _results(self, index: int) -> list[int]:
+        """The buffers that a statement's call makes."""
         call = self.statements[index].call
-        assert call is not None
-        (number,) = call.results
-        assert number is not None
-        return self.recording.buffers[number]
+        return [] if call is None else [number for number in call.results if number is not None]
+
+    def _goes_over_rows(self, members: Collection[int]) -> bool:
+        return any(self.fits[i] and (call := self.statements[i].call) and call.op in ROW_OPS for i in members)
+
+    def source_of(self, members: Collection[int], units: Collection[Unit]) -> KernelSource:
+        """The kernel of a group's calls. units: those that the group is made of. Raises ``NotOneKernel``."""
+        group = {number: self.statements[index] for index in sorted(members) for number in self._results(index)}
+        stored = [number for index in self.stored(members, units) for number in self._results(index)]
+        return KernelSource(self.recording, group, stored)
 
     def _place(self, index: int) -> None:
         statement = self.statements[index]
@@ -125,8 +136,11 @@ class Grouping:
     def _is_cheap(self, statement: Statement, index: int) -> bool:
         """Whether to make a value again reads no more than to read it."""
         assert statement.call is not None
-        sources = {use.buffer for use in statement.call.uses()}
-        return sum(self.recording.buffers[number].nbytes for number in sources) <= self._nbytes(index)
+        if statement.call.op in ROW_OPS:
+            return False
+        buffers, sources = self.recording.buffers, {use.buffer for use in statement.call.uses()}
+        made = sum(buffers[number].nbytes for number in self._results(index))
+        return sum(buffers[number].nbytes for number in sources) <= made
 
     def stored(self, members: Collection[int], units: Collection[Unit]) -> list[int]:
         """Those of a group's calls whose values are read outside of it. units: those that the group is made of."""
@@ -151,15 +165,24 @@ class Grouping:
         if len(units) < 2 or len(members) > MAX_CALLS:
             return False
         stored = self.stored(members, units)
-        if len({self._size(index) for index in stored}) != 1 or len(stored) + len(self.inputs(members)) > MAX_TENSORS:
+        if not stored or len(stored) + len(self.inputs(members)) > MAX_TENSORS or not self._is_acyclic(members):
             return False
-        if not self._is_acyclic(members):
+        try:
+            self._check(members, stored, units)
+        except NotOneKernel:
             return False
         joined = Unit(members)
         for index in members:
             kept = [unit for unit in self.units[index] if unit not in units]
             self.units[index] = [*kept, joined]
         return True
+
+    def _check(self, members: Collection[int], stored: Collection[int], units: Collection[Unit]) -> None:
+        if self._goes_over_rows(members):
+            self.source_of(members, units)
+            return
+        calls = [call for index in members if (call := self.statements[index].call) is not None]
+        space_of(calls, [number for index in stored for number in self._results(index)], self.recording)
 
     def _is_acyclic(self, members: Collection[int]) -> bool:
         """Whether nothing outside of ``members`` both reads of them and is read by them."""
@@ -179,6 +202,17 @@ class Grouping:
                         pending.append(before)
         return True
 
+    def _extend_rows(self) -> None:
+        """Let groups that go over rows compute what reads them, too: only they can write parts of rows."""
+        for unit in {id(unit): unit for units in self.units.values() for unit in units}.values():
+            if unit not in self.units[min(unit.members)] or not self._goes_over_rows(unit.members):
+                continue
+            stored = self.stored(unit.members, [unit])
+            readers = [self.units[reader][0] for index in stored for reader in self.readers[index] if self.fits[reader]]
+            if readers and not self._contract([unit, *readers]):
+                for reader in readers:
+                    self._contract([self.units[min(unit.members)][-1], reader])
+
     def _join_readers(self) -> None:
         """Make one of groups over as many elements that read the same tensor."""
         by_input: dict[str, list[int]] = {}
@@ -189,7 +223,9 @@ class Grouping:
         for indices in by_input.values():
             for first, second in itertools.pairwise(indices):
                 if second - first <= MAX_DISTANCE and len(self.units[first]) == len(self.units[second]) == 1:
-                    self._contract([self.units[first][0], self.units[second][0]])
+                    one, other = self.units[first][0], self.units[second][0]
+                    if not self._goes_over_rows(one.members | other.members):
+                        self._contract([one, other])
 
     def order(self) -> list[Unit]:
         """The units, in an order in which they can run, as near to that of the statements as it can be."""

@@ -57,9 +57,9 @@ class Form:
 
     def digit(self, divisor: int, modulus: int) -> Form | None:
         """``(self // divisor) % modulus``; None if that is no sum of digits."""
-        if self.constant:
+        if self.constant < 0:
             return None
-        below, found = 0, []
+        below, constant, found = self.constant % divisor, self.constant // divisor % modulus, []
         for term in sorted(self.terms, key=lambda term: term.factor):
             for piece in _split(_split([term], divisor), divisor * modulus):
                 if piece.factor < divisor:
@@ -70,9 +70,9 @@ class Form:
                     found.append(piece._replace(factor=piece.factor // divisor))
                 elif piece.factor % (divisor * modulus):
                     return None
-        if below >= divisor or sum(piece.largest for piece in found) >= modulus:
+        if below >= divisor or constant + sum(piece.largest for piece in found) >= modulus:
             return None  # something carries over
-        return Form(_joined(found))
+        return Form(_joined(found), constant)
 
     def __str__(self) -> str:
         parts = []

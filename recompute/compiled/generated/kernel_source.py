@@ -4,11 +4,14 @@ The kernel counts the elements of what it writes, in the order in which they lie
 index: a form (see ``index_forms``) for each dimension of the buffer. Where a call reads a buffer of another call of the
 group, it asks for that value at the index that its view leads to. Nothing but what is read outside of the group is
 written to memory.
+
+A group with a call that goes over rows, such as softmax, counts rows instead, and has a whole row of each value.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +23,7 @@ from recompute.compiled.generated.pointwise_ops import (
     COPIES,
     FLOATS,
     PLACED,
+    REPLACED,
     ROWS,
     TRITON_DTYPES,
     Promotion,
@@ -27,12 +31,17 @@ from recompute.compiled.generated.pointwise_ops import (
     computing_dtype,
     text_of,
 )
+from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, can_run_by_rows, operands_of, row_width
+from recompute.compiled.generated.spaces import Elements, Rows
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Buffer, Call, Recording, Use
 from recompute.compiled.statements import Statement
 from recompute.engine.cut.layout import Layout
 
 _ATEN = torch.ops.aten
 MAX_ADDRESS = 2**31 - 1
+LARGE = 2**20
+"""Elements from which on it matters how fast they are moved."""
 _NUMBERS = (int, float, bool)
 
 Index = tuple[Form, ...]
@@ -51,23 +60,34 @@ def is_dense(buffer: Buffer) -> bool:
     return bool(layout.offset == 0 and buffer.nbytes == expected * layout.dtype.itemsize > 0)
 
 
+class NotOneKernel(Exception):
+    """One kernel cannot compute these calls."""
+
+
 def can_be_generated(call: Call, recording: Recording) -> bool:
     """Whether a generated kernel can compute a call."""
-    if call.written or len(call.results) != 1 or call.is_sequence or call.results[0] is None:
+    by_rows = recording.generates is Generates.ROUNDED and can_run_by_rows(call, recording)
+    if call.written or not call.results or None in call.results or (call.is_sequence and not by_rows):
         return False
-    output = recording.buffers[call.results[0]]
-    if output.device != recording.device or output.layout.dtype not in TRITON_DTYPES or not is_dense(output):
-        return False
+    outputs = [recording.buffers[number] for number in call.results if number is not None]
+    output = outputs[0]
+    for each in outputs:
+        if each.device != recording.device or each.layout.dtype not in TRITON_DTYPES or not is_dense(each):
+            return False
     for use in call.uses():
         buffer = recording.buffers[use.buffer]
         if use.is_conjugate or use.layout.dtype is not buffer.layout.dtype or use.layout.dtype not in TRITON_DTYPES:
             return False
         if buffer.device != recording.device:
             return False
+    if by_rows:
+        return True
     values = arguments_of(call)
     if call.op in COPIES:
         # Whether a copy to bool or to integers rounds as Triton does was not reviewed.
         return values["self"].layout.dtype == output.layout.dtype or output.layout.dtype in FLOATS
+    if call.op in REPLACED:
+        return _replaces_one(values)
     if call.op in PLACED:
         if call.op in (_ATEN.cat.default, _ATEN.stack.default):
             alike = {(len(use.layout.shape), use.layout.dtype) for use in values["tensors"]}
@@ -91,9 +111,21 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     return True
 
 
-def is_slow_alone(call: Call | None) -> bool:
-    """Whether ATen moves a call's elements slowly: it puts beside each other what has gaps, or pads with zeros."""
-    return call is not None and call.op in PLACED
+def is_slow_alone(call: Call | None, recording: Recording) -> bool:
+    """Whether ATen moves a call's elements slowly, so that a kernel of its own pays.
+
+    It puts beside each other what has gaps, pads with zeros, or repeats an operand over many elements.
+    """
+    if call is None or call.op in ROW_OPS:
+        return False
+    count = elements_of(call, recording)
+    return call.op in PLACED or (count >= LARGE and any(_is_repeated(use, count) for use in call.uses()))
+
+
+def _is_repeated(use: Use, count: int) -> bool:
+    """Whether an operand is broadcast, and is no single number."""
+    own = [size for size, stride in zip(use.layout.shape, use.layout.stride, strict=True) if stride]
+    return 1 < math.prod(own) < count
 
 
 def equal_parts(call: Call | None) -> list[Use]:
@@ -104,19 +136,51 @@ def equal_parts(call: Call | None) -> list[Use]:
     return tensors if len({tuple(use.layout.shape) for use in tensors}) == 1 else []
 
 
-def programs_of(call: Call | None, recording: Recording) -> int:
+def _replaces_one(values: dict[str, Any]) -> bool:
+    """Whether ``scatter`` replaces one element along its dimension, everywhere in the others."""
+    shape, index, source = (list(values[name].layout.shape) for name in ("self", "index", "src"))
+    if not shape or values["index"].layout.dtype is not torch.int64:
+        return False
+    shape[values["dim"] % len(shape)] = 1
+    return shape == index == source
+
+
+def elements_of(call: Call | None, recording: Recording) -> int:
     """How many elements a kernel counts that writes what a call makes."""
     assert call is not None
-    (number,) = call.results
+    number = call.results[0]
     assert number is not None
     return int(recording.buffers[number].layout.shape.numel()) // max(1, len(equal_parts(call)))
+
+
+def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording) -> Elements | Rows:
+    """What a kernel counts that computes ``calls`` and fills the buffers ``stored``.
+
+    Raises ``NotOneKernel`` if there is none.
+    """
+    by_rows = [call for call in calls if call.op in ROW_OPS]
+    if not by_rows:
+        makers = {number: call for call in calls for number in call.results}
+        sizes = {elements_of(makers[number], recording) for number in stored}
+        if len(sizes) != 1:
+            raise NotOneKernel
+        return Elements(sizes.pop())
+    counts = {operands_of(call)[0].layout.shape.numel() // row_width(call) for call in by_rows}
+    rows = counts.pop()
+    written = [recording.buffers[number].layout.shape.numel() for number in stored]
+    if counts or any(count % rows for count in written):
+        raise NotOneKernel
+    width = max([*map(row_width, by_rows), *[count // rows for count in written]])
+    if width > 2 * max(map(row_width, by_rows)):
+        raise NotOneKernel
+    return Rows(rows, width)
 
 
 @dataclass
 class KernelSource:
     """Writes the kernel of the calls in ``group``, which fill the buffers ``stored``.
 
-    group: the statements of these calls, by the buffer that each makes.
+    group: the statements of these calls, by the buffers that each makes. Raises ``NotOneKernel`` if there is none.
     """
 
     recording: Recording
@@ -129,12 +193,16 @@ class KernelSource:
     lines: list[str] = field(default_factory=list)
     _values: dict[Any, str] = field(default_factory=dict)
     _counter: itertools.count = field(default_factory=itertools.count)
-    _masks: list[str] = field(default_factory=list)
-    """The conditions under which what is being written now is wanted."""
+    _conditions: list[tuple[str, frozenset[str]]] = field(default_factory=list)
+    """The conditions under which what is being written now is wanted, and the variables that these count by."""
+    _width: int = 0
+    """How many elements of each row are wanted now."""
+    _variables: dict[str, frozenset[str]] = field(default_factory=dict)
+    """What a variable counts by that is a digit of others."""
 
     def __post_init__(self) -> None:
-        sizes = {programs_of(self.group[number].call, self.recording) for number in self.stored}
-        (self.size,) = sizes
+        calls = [statement.call for statement in self.group.values() if statement.call is not None]
+        self.space = space_of(calls, self.stored, self.recording)
         self.stores: list[str] = []
         for number in self.stored:
             self._store(number)
@@ -142,25 +210,22 @@ class KernelSource:
     @property
     def name(self) -> str:
         """What it computes, as a profiler is to show it."""
-        ops = [statement.call.op._schema.name.partition("::")[2] for statement in self.group.values()]  # type: ignore[union-attr]
-        counted = {op: ops.count(op) for op in ops if op != "_to_copy"}
-        return "_".join(["pointwise", *[f"{op}{count if count > 1 else ''}" for op, count in counted.items()]])[:80]
+        calls = {id(statement): statement.call for statement in self.group.values()}
+        ops = [call.op._schema.name.partition("::")[2].lstrip("_") for call in calls.values() if call is not None]
+        counted = {op: ops.count(op) for op in ops if op != "to_copy"}
+        kind = "pointwise" if isinstance(self.space, Elements) else "by_rows"
+        return "_".join([kind, *[f"{op}{count if count > 1 else ''}" for op, count in counted.items()]])[:80]
 
-    def text(self, block: int) -> str:
-        """The kernel, for blocks of so many elements."""
+    def text(self) -> str:
+        """The kernel."""
         buffers = self.recording.buffers
-        is_even = self.size % block == 0
         used = [*self.inputs.values(), *self.stored]
-        is_long = max([self.size, *(_end(buffers[number]) for number in used)]) > MAX_ADDRESS
+        is_long = max(_end(buffers[number]) for number in used) > MAX_ADDRESS
         parameters = [*[f"in_{name}" for name in self.inputs], *[f"out{number}" for number in self.stored]]
         names = {name: f"p{index}" for index, name in enumerate(parameters)}
-        block_start = f"tl.program_id(0){'.to(tl.int64)' if is_long else ''} * {block}"
-        lines = [f"def {self.name}({', '.join(names.values())}):", f"a = {block_start} + tl.arange(0, {block})"]
-        if not is_even:
-            lines.append(f"inside = a < {self.size}")
+        first = self.space.lines(".to(tl.int64)" if is_long else "")
+        lines = [f"def {self.name}({', '.join(names.values())}):", *first]
         for line in [*self.lines, *self.stores]:
-            mask = "" if is_even else ", inside"
-            line = line.replace("{mask}", mask).replace("{and_mask}", "" if is_even else " & inside")
             for name, short in names.items():
                 line = line.replace(f"({name} + ", f"({short} + ")
             lines.append(line)
@@ -169,10 +234,13 @@ class KernelSource:
     def _store(self, number: int) -> None:
         """Write a value to memory. Each part of what ``cat`` joins is written to its place."""
         statement, layout = self.group[number], self.recording.buffers[number].layout
-        parts = equal_parts(statement.call)
+        count = layout.shape.numel()
+        parts = equal_parts(statement.call) if isinstance(self.space, Elements) else []
         if not parts or statement.call is None:
-            index = self._index_in(Form.of_variable("a", self.size), layout)
-            self.stores.append(f"tl.store(out{number} + (a), {self._value(number, index)}{{mask}})")
+            address = self.space.address(count)
+            self._width = self.space.width_of(count)
+            value = self._value(number, self._index_in(address, layout))
+            self.stores.append(f"tl.store(out{number} + ({address}), {value}{self._mask(address)})")
             return
         dim = arguments_of(statement.call)["dim"] % len(layout.shape)
         order = sorted(range(len(layout.shape)), key=lambda each: layout.stride[each])
@@ -180,11 +248,12 @@ class KernelSource:
         for each in order:
             strides[each], stride = stride, stride * parts[0].layout.shape[each]
         shape = parts[0].layout.shape
-        index = self._index_in(Form.of_variable("a", self.size), Layout(shape, tuple(strides), 0, layout.dtype))
+        counter = self.space.address(shape.numel())
+        index = self._index_in(counter, Layout(shape, tuple(strides), 0, layout.dtype))
         for place, part in enumerate(parts):
             value = self._cast(self._read(statement, part, index), part.layout.dtype, layout.dtype)
             address = Form.total(zip(index, layout.stride, strict=True), place * shape[dim] * layout.stride[dim])
-            self.stores.append(f"tl.store(out{number} + ({address}), {value}{{mask}})")
+            self.stores.append(f"tl.store(out{number} + ({address}), {value}{self._mask(address)})")
 
     def _index_in(self, address: Form, layout: Layout) -> Index:
         """The index of the element of a dense tensor at an address."""
@@ -198,8 +267,21 @@ class KernelSource:
                 name = self._fresh("i", str(address))
                 text = f"({name} // {stride}) % {size}"
                 digit = Form.of_variable(self._fresh("i", text), size)
+                self._variables[digit.terms[0].variable] = self._counts_by(address)
             index.append(digit)
         return tuple(index)
+
+    def _counts_by(self, *forms: Form) -> frozenset[str]:
+        """The variables of the space that forms are made of."""
+        names = {term.variable for form in forms for term in form.terms}
+        return frozenset().union(*[self._variables.get(name, {name}) for name in names])
+
+    def _mask(self, address: Form) -> str:
+        """The argument of a load, or a store, that tells where ``address`` is inside of the tensor."""
+        variables = self._counts_by(address)
+        wanted = [text for text, own in self._conditions if own & variables]
+        guards = [*wanted, *self.space.guards(variables, self._width)]
+        return f", {' & '.join(guards)}" if guards else ""
 
     def _fresh(self, prefix: str, text: str) -> str:
         key = prefix, text
@@ -222,16 +304,19 @@ class KernelSource:
             return self._value(use.buffer, self._index_in(address, whole))
         pointer = f"in_{statement.variables[use.buffer]}"
         self.inputs[statement.variables[use.buffer]] = use.buffer
-        if str(address) != "a" or self._masks:
+        if str(address) != str(self.space.address(layout.shape.numel())):
             self.elsewhere.add(statement.variables[use.buffer])
         if not address.terms:
             return self._fresh("x", f"tl.load({pointer} + ({address}))")
-        mask = "{mask}" if not self._masks else f", {' & '.join(self._masks)}{{and_mask}}"
-        return self._fresh("x", f"tl.load({pointer} + ({address}){mask})")
+        text = str(address)
+        variables = self._counts_by(address)
+        for missing in frozenset().union(*[own for _, own in self._conditions if own & variables]) - variables:
+            text += f" + {missing} * 0"  # a mask has the shape of what it masks
+        return self._fresh("x", f"tl.load({pointer} + ({text}){self._mask(address)})")
 
     def _value(self, number: int, index: Index) -> str:
         """The value that a call of the group gives, at an index."""
-        key = number, index, tuple(self._masks)
+        key = number, index, tuple(self._conditions), self._width
         if key not in self._values:
             self._values[key] = self._computed(number, index)
         return self._values[key]
@@ -240,12 +325,16 @@ class KernelSource:
         statement, output = self.group[number], self.recording.buffers[number].layout
         call = statement.call
         assert call is not None
+        if call.op in ROW_OPS:
+            return self._by_rows(statement, call, number, index)
         values = arguments_of(call)
         if call.op in COPIES:
             use = values["self"]
             return self._cast(self._read(statement, use, index), use.layout.dtype, output.dtype)
         if call.op in (_ATEN.cat.default, _ATEN.stack.default):
             return self._joined(statement, values, index, output)
+        if call.op in REPLACED:
+            return self._replaced(statement, values, index)
         if call.op in PLACED:
             return self._padded(statement, values, index, output)
         row = ROWS[call.op]
@@ -282,8 +371,8 @@ class KernelSource:
                 inner = index[:dim] + index[dim + 1 :]
             else:
                 inner = (*index[:dim], Form.total([(index[dim], 1)], -start), *index[dim + 1 :])
-            condition = self._fresh("c", f"({place} >= {start}) & ({place} < {stop})")
-            value = self._under(condition, statement, use, inner)
+            condition = self._fresh("b", f"({place} >= {start}) & ({place} < {stop})")
+            value = self._under(condition, index[dim], statement, use, inner)
             value = self._cast(value, use.layout.dtype, output.dtype)
             result = value if not result else self._fresh("x", f"tl.where({condition}, {value}, {result})")
         return result
@@ -300,17 +389,52 @@ class KernelSource:
             start, stop, _ = slice(values["start"], values["end"]).indices(output.shape[dim])
             condition = f"({place} >= {start}) & ({place} < {stop})"
             inner = (*index[:dim], Form.total([(index[dim], 1)], -start), *index[dim + 1 :])
-        condition = self._fresh("c", condition)
-        value = self._cast(self._under(condition, statement, use, inner), use.layout.dtype, output.dtype)
+        condition = self._fresh("b", condition)
+        value = self._under(condition, index[dim], statement, use, inner)
+        value = self._cast(value, use.layout.dtype, output.dtype)
         return self._fresh("x", f"tl.where({condition}, {value}, 0.0).to({TRITON_DTYPES[output.dtype]})")
 
-    def _under(self, condition: str, statement: Statement, use: Use, index: Index) -> str:
-        """The value of a tensor at an index that is inside of it where ``condition`` holds."""
-        self._masks.append(condition)
+    def _replaced(self, statement: Statement, values: dict[str, Any], index: Index) -> str:
+        """What has other elements at one place of each row."""
+        dim = values["dim"] % len(index)
+        one = (*index[:dim], Form(), *index[dim + 1 :])
+        target, new = (self._read(statement, values[name], one) for name in ("index", "src"))
+        place, old = self._fresh("i", str(index[dim])), self._read(statement, values["self"], index)
+        return self._fresh("x", f"tl.where({place} == {target}, {new}, {old})")
+
+    def _under(self, condition: str, place: Form, statement: Statement, use: Use, index: Index) -> str:
+        """The value of a tensor at an index that is inside of it where ``condition`` on ``place`` holds."""
+        self._conditions.append((condition, self._counts_by(place)))
         try:
             return self._read(statement, use, index)
         finally:
-            self._masks.pop()
+            self._conditions.pop()
+
+    def _by_rows(self, statement: Statement, call: Call, number: int, index: Index) -> str:
+        """What a call that goes over rows gives, at an index."""
+        operands, width = operands_of(call), row_width(call)
+        lead, rest = index[: len(operands[0].layout.shape) - 1], index[len(operands[0].layout.shape) - 1 :]
+        column = Form.of_variable("c", width)
+        is_whole = self.recording.buffers[number].layout.shape == operands[0].layout.shape
+        place = rest[0] if is_whole else column
+        is_column = [(term.factor, term.variable, term.divisor) for term in place.terms] == [(1, "c", 1)]
+        if (
+            any("c" in self._counts_by(form) for form in lead)
+            or any(own != {"c"} for _, own in self._conditions)
+            or (place.terms and (not is_column or place.constant))
+        ):
+            raise NotOneKernel
+        outer, self._conditions, self._width = (self._conditions, self._width), [], width
+        given = [
+            self._cast(self._read(statement, use, (*lead, column)), use.layout.dtype, torch.float32) for use in operands
+        ]
+        self._conditions, self._width = outer
+        found = ROW_OPS[call.op][1](*given, RowWriter(width, lambda text: self._fresh("x", text)))
+        computed = torch.int32 if call.results.index(number) else torch.float32
+        found = found[call.results.index(number)] if isinstance(found, tuple) else found
+        if not place.terms:  # one element of each row
+            found = self._fresh("x", f"tl.sum(tl.where(c == {place.constant}, {found}, 0.0), 1, keep_dims=True)")
+        return self._cast(found, computed, self.recording.buffers[number].layout.dtype)
 
 
 def _end(buffer: Buffer) -> int:

@@ -110,12 +110,23 @@ def _dropout_backward(values: dict[str, Any]) -> str:
     return f"{values['grad_output']} * {values['mask']} * {text_of(values['scale'])}"
 
 
+def _clamp(values: dict[str, Any]) -> str | None:
+    x, low, high = values["self"], values["min"], values["max"]
+    found = x if low is None else f"tl.maximum({x}, {text_of(low)})"
+    found = found if high is None else f"tl.minimum({found}, {text_of(high)})"
+    return f"tl.where({x} != {x}, {x}, {found})"
+
+
 def _threshold_backward(values: dict[str, Any]) -> str | None:
     return f"tl.where({values['self']} <= 0.0, 0.0, {values['grad_output']})" if values["threshold"] == 0 else None
 
 
 def _unary(function: str, *, rounds: bool = False) -> Row:
     return Row(("self",), f"functions.{function}({{self}}{', {dtype}' if rounds else ''})", Promotion.INT_TO_FLOAT)
+
+
+def _constant(number: float) -> Row:
+    return Row((), f"tl.full((), {number}, {{dtype}})", None, takes_all=True)
 
 
 def _compare(operator: str) -> Row:
@@ -164,6 +175,14 @@ ROWS: dict[Any, Row] = {
     _ATEN.masked_fill.Scalar: Row(
         ("self", "mask", "value"), "tl.where({mask}, {value}, {self})", None, True, ("mask",)
     ),
+    _ATEN.clamp.default: Row(("self",), _clamp),
+    _ATEN.zeros.default: _constant(0),
+    _ATEN.new_zeros.default: _constant(0),
+    _ATEN.zeros_like.default: _constant(0),
+    _ATEN.ones.default: _constant(1),
+    _ATEN.ones_like.default: _constant(1),
+    _ATEN.logical_and.default: Row(_BINARY, "({self} != 0) & ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),
+    _ATEN.logical_or.default: Row(_BINARY, "({self} != 0) | ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.logical_not.default: Row(("self",), "{self} == 0", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.eq.Tensor: _compare("=="),
     _ATEN.eq.Scalar: _compare("=="),
@@ -181,6 +200,8 @@ ROWS: dict[Any, Row] = {
 
 COPIES = (_ATEN._to_copy.default, _ATEN.clone.default)
 """What gives the same elements, perhaps in another dtype, or in another order in memory."""
+REPLACED = (_ATEN.scatter.src,)
+"""What gives the elements of a tensor, but for one of each row."""
 PLACED = (_ATEN.cat.default, _ATEN.slice_backward.default, _ATEN.select_backward.default, _ATEN.stack.default)
 """What gives elements at other places, and zeros elsewhere."""
 

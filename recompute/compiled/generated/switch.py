@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,17 @@ from contextlib import contextmanager
 import torch
 
 from recompute.kernels.launch import triton
+
+
+class Generates(enum.IntEnum):
+    """Which kernels may be generated for a region."""
+
+    NOTHING = 0
+    EXACT = 1
+    """Those that give ATen's bits."""
+    ROUNDED = 2
+    """Those too that sum up the elements of a row in another order than ATen."""
+
 
 _is_off = os.environ.get("RECOMPUTE_GENERATE", "1") in ("", "0")
 _devices = {"cuda"}

@@ -6,6 +6,7 @@ It shows both to a ``TapeFrame``, which writes them down and decides what to dro
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,16 +60,19 @@ class TapeRegion:
         op_policy: OpPolicy,
         plan_cache: PlanCache | None = None,
         codec: Codec | None = None,
+        mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         """plan_cache: of the regions that this one shares its plans with, as equal layers do.
 
-        codec: by which it holds what tolerates that; None: everything is held as it is.
+        codec: by which it holds what tolerates that; None: everything is held as it is. mode: in which the region runs,
+        if what it calls is to do otherwise than in plain PyTorch.
         """
         watch()
         self.statistics = statistics
         self.op_policy = op_policy
         self.plan_cache = PlanCache() if plan_cache is None else plan_cache
         self.codec = codec
+        self.mode = mode
         self.plan: SavePlan | None = None
         """The last frame's, which the next one follows as far as it can."""
 
@@ -92,7 +96,7 @@ class TapeRegion:
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
         tape = (start or Tape)(self, _kinds_of((function, *args, *kwargs.values())))
-        with tape:
+        with tape, self.mode():
             result = function(*args, **kwargs)
         self.plan = tape.finish(result)
         return result

@@ -1,0 +1,124 @@
+"""The ATen ops over the last dimension that a generated kernel computes by rows: reductions, and softmax.
+
+They sum up in another order than ATen's kernels, so that they round in another way. Only a policy that may round, such
+as ``auto``, runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
+from recompute.compiled.generated.spaces import MAX_WIDTH
+from recompute.compiled.recording import Call, Recording, Use
+
+_ATEN = torch.ops.aten
+MIN_ROWS = 256
+"""With fewer rows, programs that take one each leave most of a GPU without work."""
+
+
+class RowWriter(NamedTuple):
+    """Writes what an op computes of a row. What is beyond the last element counts for nothing."""
+
+    width: int
+    write: Callable[[str], str]
+    """Writes a line that gives an expression a name, which it returns."""
+
+    def filled(self, x: str, number: str) -> str:
+        """The elements of a row, and ``number`` beyond."""
+        return self.write(f"tl.where(c < {self.width}, {x}, {number})")
+
+    def total(self, x: str) -> str:
+        return self.write(f"tl.sum({self.filled(x, '0.0')}, 1, keep_dims=True)")
+
+
+_LEAST = 'float("-inf")'
+
+
+def _softmax(x: str, row: RowWriter) -> str:
+    x = row.filled(x, _LEAST)
+    powers = row.write(f"tl.exp({x} - tl.max({x}, 1, keep_dims=True))")
+    return row.write(f"{powers} / {row.total(powers)}")
+
+
+def _log_softmax(x: str, row: RowWriter) -> str:
+    x = row.filled(x, _LEAST)
+    shifted = row.write(f"{x} - tl.max({x}, 1, keep_dims=True)")
+    return row.write(f"{shifted} - tl.log({row.total(f'tl.exp({shifted})')})")
+
+
+def _softmax_backward(gradient: str, output: str, row: RowWriter) -> str:
+    return row.write(f"({gradient} - {row.total(f'{gradient} * {output}')}) * {output}")
+
+
+def _log_softmax_backward(gradient: str, output: str, row: RowWriter) -> str:
+    return row.write(f"{gradient} - tl.exp({output}) * {row.total(gradient)}")
+
+
+def _sum(x: str, row: RowWriter) -> str:
+    return row.total(x)
+
+
+def _mean(x: str, row: RowWriter) -> str:
+    return row.write(f"{row.total(x)} / {float(row.width)}")
+
+
+def _amax(x: str, row: RowWriter) -> str:
+    """A NaN is greater than any number."""
+    x = row.filled(x, _LEAST)
+    most = row.write(f"tl.max({x}, 1, keep_dims=True)")
+    return row.write(f'tl.where(tl.max(({x} != {x}).to(tl.int32), 1, keep_dims=True) > 0, float("nan"), {most})')
+
+
+def _max(x: str, row: RowWriter) -> tuple[str, str]:
+    """The greatest element, and where it is first."""
+    most = _amax(x, row)
+    is_most = row.filled(f"({x} != {x}) | ({x} == {most})", "False")
+    return most, row.write(f"tl.min(tl.where({is_most}, c, {row.width}), 1, keep_dims=True)")
+
+
+ROW_OPS: dict[Any, tuple[tuple[str, ...], Callable[..., Any]]] = {
+    _ATEN._softmax.default: (("self",), _softmax),
+    _ATEN._log_softmax.default: (("self",), _log_softmax),
+    _ATEN._softmax_backward_data.default: (("grad_output", "output"), _softmax_backward),
+    _ATEN._log_softmax_backward_data.default: (("grad_output", "output"), _log_softmax_backward),
+    _ATEN.sum.dim_IntList: (("self",), _sum),
+    _ATEN.mean.dim: (("self",), _mean),
+    _ATEN.amax.default: (("self",), _amax),
+    _ATEN.max.dim: (("self",), _max),
+}
+"""For each op the operands, and what writes its result, or results, of the operands in float32."""
+
+
+def operands_of(call: Call) -> list[Use]:
+    names, _ = ROW_OPS[call.op]
+    values = arguments_of(call)
+    return [values[name] for name in names]
+
+
+def row_width(call: Call) -> int:
+    """The elements of a row that an op goes over."""
+    return int(operands_of(call)[0].layout.shape[-1])
+
+
+def can_run_by_rows(call: Call, recording: Recording) -> bool:
+    """Whether a generated kernel can compute a call by rows. Whether its operands and outputs fit is not looked at."""
+    if call.op not in ROW_OPS:
+        return False
+    values, operands = arguments_of(call), operands_of(call)
+    shape = operands[0].layout.shape
+    if not shape or any(use.layout.dtype not in FLOATS or use.layout.shape != shape for use in operands):
+        return False
+    dims: Sequence[int] | int | None = values["dim"]
+    dims = [dims] if isinstance(dims, int) else dims
+    outputs = [recording.buffers[number].layout.dtype for number in call.results[:1] if number is not None]
+    return (
+        dims is not None
+        and [dim % len(shape) for dim in dims] == [len(shape) - 1]
+        and outputs[0] in FLOATS
+        and 1 < shape[-1] <= MAX_WIDTH
+        and shape.numel() // shape[-1] >= MIN_ROWS
+    )
